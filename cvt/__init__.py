@@ -1,0 +1,17 @@
+"""A thin CvT on the operators of cvt_kernels. See README.md for the tour."""
+
+from .checkpoints import CheckpointError, load_checkpoint, read_checkpoint, save_huggingface
+from .config import PRESETS, CvTConfig
+from .model import CvT, CvTFeatures, create_model
+
+__all__ = [
+    "PRESETS",
+    "CheckpointError",
+    "CvT",
+    "CvTConfig",
+    "CvTFeatures",
+    "create_model",
+    "load_checkpoint",
+    "read_checkpoint",
+    "save_huggingface",
+]

@@ -1,0 +1,447 @@
+"""Reading and writing weights: Microsoft's ``.pth``, Hugging Face's directories and ``.safetensors``.
+
+Our parameter names are Microsoft's; Hugging Face holds the same tensors under names of its own. Files are
+read without running code from them, and a model is changed only once everything is known to fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .config import PRESETS, CvTConfig
+
+_PathLike = str | os.PathLike[str]
+
+# (our prefix, Hugging Face's prefix) of every parameter; i is the stage, j the block.
+_EMBEDDING = "cvt.encoder.stages.{i}.embedding.convolution_embeddings."
+_LAYER = "cvt.encoder.stages.{i}.layers.{j}."
+_PREFIXES = [
+    ("stage{i}.cls_token", "cvt.encoder.stages.{i}.cls_token"),
+    ("stage{i}.patch_embed.proj.", _EMBEDDING + "projection."),
+    ("stage{i}.patch_embed.norm.", _EMBEDDING + "normalization."),
+    ("stage{i}.blocks.{j}.norm1.", _LAYER + "layernorm_before."),
+    ("stage{i}.blocks.{j}.norm2.", _LAYER + "layernorm_after."),
+    ("stage{i}.blocks.{j}.attn.proj.", _LAYER + "attention.output.dense."),
+    ("stage{i}.blocks.{j}.mlp.fc1.", _LAYER + "intermediate.dense."),
+    ("stage{i}.blocks.{j}.mlp.fc2.", _LAYER + "output.dense."),
+    ("norm.", "layernorm."),
+    ("head.", "classifier."),
+]
+for _letter, _word in (("q", "query"), ("k", "key"), ("v", "value")):
+    _ours, _theirs = "stage{i}.blocks.{j}.attn.", _LAYER + "attention.attention."
+    _conv = f"convolution_projection_{_word}.convolution_projection."
+    _PREFIXES += [
+        (f"{_ours}proj_{_letter}.", f"{_theirs}projection_{_word}."),
+        (f"{_ours}conv_proj_{_letter}.conv.", f"{_theirs}{_conv}convolution."),
+        (f"{_ours}conv_proj_{_letter}.bn.", f"{_theirs}{_conv}normalization."),
+    ]
+
+# Fields of Hugging Face's configuration that change what the weights compute, or their shapes.
+_HF_ARCHITECTURE = (
+    "num_channels",
+    "patch_sizes",
+    "patch_stride",
+    "patch_padding",
+    "embed_dim",
+    "num_heads",
+    "depth",
+    "mlp_ratio",
+    "qkv_bias",
+    "cls_token",
+    "qkv_projection_method",
+    "kernel_qkv",
+    "padding_kv",
+    "stride_kv",
+    "padding_q",
+    "stride_q",
+)
+
+
+class CvTModule(Protocol):
+    """What this file needs of a model; ``cvt.model`` imports this file, not the other way round."""
+
+    config: CvTConfig
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As ``nn.Module.state_dict``."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """As ``nn.Module.load_state_dict``."""
+
+
+class CheckpointError(ValueError):
+    """A file is not a checkpoint that can be read, or not one of this model."""
+
+
+class Checkpoint(NamedTuple):
+    """Weights as read from a file, under our names.
+
+    Attributes:
+        path: Where they come from.
+        tensors: Parameter name → tensor, on the CPU.
+        hf_config: ``config.json`` of a Hugging Face directory, else None.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+    hf_config: dict[str, Any] | None = None
+
+    @property
+    def num_classes(self) -> int | None:
+        """Outputs of the head, or None if there is no head."""
+        head = self.tensors.get("head.weight")
+        return None if head is None else head.shape[0]
+
+    @property
+    def labels(self) -> list[str] | None:
+        """Class names from ``config.json``, if it has one for each class."""
+        id2label = (self.hf_config or {}).get("id2label") or {}
+        if self.num_classes is None or set(id2label) != {str(i) for i in range(self.num_classes)}:
+            return None
+        return [str(id2label[str(i)]) for i in range(self.num_classes)]
+
+    @property
+    def preset(self) -> str | None:
+        """The model of the paper that has this many channels and blocks, or None."""
+        shape = _dims_and_depths(self.tensors)
+        return next((name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == shape), None)
+
+
+class LoadReport(NamedTuple):
+    """What :func:`load_checkpoint` did besides copying tensors.
+
+    Attributes:
+        head_replaced: The number of classes differed, so the model's head was left freshly initialised.
+        unused: Names in the checkpoint that belong to parts the model does not have.
+    """
+
+    head_replaced: bool
+    unused: tuple[str, ...]
+
+
+def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
+    """Reads weights without running code from the file.
+
+    Args:
+        path: One of
+            a ``.pth``/``.pt``/``.bin`` file of ``torch.save``: a state_dict, possibly under ``"state_dict"``
+            or ``"model"``, possibly with ``module.`` or ``_orig_mod.`` before every name;
+            a ``.safetensors`` file;
+            a directory of Hugging Face's ``save_pretrained``.
+            Names may be Microsoft's or Hugging Face's. What this returned before is returned as it is.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        CheckpointError: The content is not weights, or is damaged, or holds pickled code.
+    """
+    if isinstance(path, Checkpoint):
+        return path
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint: {path} does not exist")
+    if path.is_dir():
+        tensors, hf_config = _read_directory(path)
+    else:
+        tensors, hf_config = _read_file(path), None
+    return Checkpoint(str(path), {_from_huggingface(name): t for name, t in tensors.items()}, hf_config)
+
+
+def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> LoadReport:
+    """Loads weights into a ``CvT`` or ``CvTFeatures``; every parameter and buffer must be there and fit.
+
+    A head for another number of classes is not loaded: the model's own stays as it is, with a warning.
+
+    Args:
+        model: The model, which is left as it was if this raises.
+        checkpoint: A path as for :func:`read_checkpoint`, or what that returned.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        CheckpointError: The file is not a checkpoint of this model.
+    """
+    checkpoint = read_checkpoint(checkpoint)
+    own = model.state_dict()
+    _check_hf_config(checkpoint, model.config)
+    tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(model.config.embed_dims))
+    head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
+    if head_replaced:
+        tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
+    _check_fit(checkpoint, tensors, own)
+    model.load_state_dict(tensors, strict=True)
+    if head_replaced:
+        classes = own["head.weight"].shape[0]
+        warnings.warn(
+            f"{checkpoint.path} has a head of {checkpoint.num_classes} classes and the model one of "
+            f"{classes}: the head was not loaded and keeps its initial weights",
+            stacklevel=2,
+        )
+    return LoadReport(head_replaced, unused)
+
+
+def save_huggingface(model: CvTModule, directory: _PathLike, *, labels: Sequence[str] | None = None) -> None:
+    """Writes a ``CvT`` as a directory that ``CvtForImageClassification.from_pretrained`` loads.
+
+    Warns if the activation is not exact GELU, the only one that Hugging Face's model has: its outputs differ.
+
+    Args:
+        model: A :class:`CvT` with a head.
+        directory: Made if it does not exist; ``config.json`` and ``model.safetensors`` in it are replaced.
+        labels: Class names.
+
+    Raises:
+        TypeError: ``model`` is not a classifier.
+        ValueError: Hugging Face's CvT cannot express the model, or ``labels`` has the wrong length.
+            Nothing is written then.
+        OSError: The directory cannot be written.
+    """
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT with a classification head")
+    config = model.config
+    _check_expressible(config)
+    hf_config = huggingface_config(config, labels=labels)
+    if config.activation != "gelu":
+        warnings.warn(
+            f"Hugging Face's CvT always computes exact GELU and this model {config.activation}: "
+            "outputs will differ",
+            stacklevel=2,
+        )
+    tensors = {_to_huggingface(k): t.detach().cpu().contiguous() for k, t in model.state_dict().items()}
+    hf_config["dtype"] = str(head.weight.dtype).removeprefix("torch.")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        save_file(tensors, Path(scratch, "model.safetensors"), metadata={"format": "pt"})
+        Path(scratch, "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(scratch, file), directory / file)
+
+
+def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """``config`` in the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
+
+    Raises:
+        ValueError: If ``labels`` does not have one name per class.
+    """
+    if labels is None:
+        labels = [f"LABEL_{i}" for i in range(config.num_classes)]
+    if len(labels) != config.num_classes:
+        raise ValueError(f"labels: got {len(labels)} names, expected {config.num_classes}, one per class")
+    stages = len(config.embed_dims)
+    return {
+        "architectures": ["CvtForImageClassification"],
+        "model_type": "cvt",
+        "num_channels": config.in_chans,
+        "patch_sizes": list(config.patch_sizes),
+        "patch_stride": list(config.patch_strides),
+        "patch_padding": list(config.patch_paddings),
+        "embed_dim": list(config.embed_dims),
+        "num_heads": list(config.num_heads),
+        "depth": list(config.depths),
+        "mlp_ratio": list(config.mlp_ratio),
+        "attention_drop_rate": list(config.attn_drop_rate),
+        "drop_rate": list(config.drop_rate),
+        "drop_path_rate": list(config.drop_path_rate),
+        "qkv_bias": list(config.qkv_bias),
+        "cls_token": list(config.cls_token),
+        "qkv_projection_method": ["dw_bn"] * stages,
+        "kernel_qkv": list(config.kernel_size),
+        "padding_kv": [k // 2 for k in config.kernel_size],
+        "stride_kv": list(config.stride_kv),
+        "padding_q": [k // 2 for k in config.kernel_size],
+        "stride_q": list(config.stride_q),
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def _check_expressible(config: CvTConfig) -> None:
+    obstacles = {
+        f"scale={config.scale!r}": config.scale != "embed_dim",
+        f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
+        f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
+        f"pool={config.pool!r} beside a class token": config.pool == "avg" and config.cls_token[-1],
+        "a class token before the last stage": any(config.cls_token[:-1]),
+    }
+    found = [obstacle for obstacle, present in obstacles.items() if present]
+    if found:
+        raise ValueError(f"model: Hugging Face's CvT has no {', no '.join(found)}")
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+def _translator(pairs: list[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
+    def pattern(prefix: str) -> re.Pattern[str]:
+        return re.compile(re.escape(prefix).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)"))
+
+    return [(pattern(source), target) for source, target in pairs]
+
+
+_OURS_TO_HF = _translator(_PREFIXES)
+_HF_TO_OURS = _translator([(theirs, ours) for ours, theirs in _PREFIXES])
+
+
+def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str | None:
+    for pattern, target in translator:
+        match = pattern.match(name)
+        if match:
+            return target.format(**match.groupdict()) + name[match.end() :]
+    return None
+
+
+def _to_huggingface(name: str) -> str:
+    translated = _translate(name, _OURS_TO_HF)
+    assert translated is not None, name  # every model that passes _check_expressible has only known names
+    return translated
+
+
+def _from_huggingface(name: str) -> str:
+    """Hugging Face's name to ours, with or without the prefix of the base model; another name stays."""
+    if name.startswith("encoder.stages."):
+        name = "cvt." + name
+    return _translate(name, _HF_TO_OURS) or name
+
+
+def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    dims: list[int] = []
+    depths: list[int] = []
+    while (weight := tensors.get(f"stage{len(dims)}.patch_embed.proj.weight")) is not None:
+        prefix = f"stage{len(dims)}.blocks."
+        depths.append(len({name.split(".")[2] for name in tensors if name.startswith(prefix)}))
+        dims.append(weight.shape[0])
+    return tuple(dims), tuple(depths)
+
+
+# Files ----------------------------------------------------------------------------------------------------
+
+
+def _read_directory(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    hf_config = _read_json(directory / "config.json")
+    for name, reader in (("model.safetensors", _read_safetensors), ("pytorch_model.bin", _read_pickle)):
+        if (directory / name).is_file():
+            return reader(directory / name), hf_config
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            tensors: dict[str, Tensor] = {}
+            for shard in sorted(set(_read_json(index).get("weight_map", {}).values())):
+                tensors |= reader(directory / Path(shard).name)
+            return tensors, hf_config
+    raise CheckpointError(f"{directory}: has neither model.safetensors nor pytorch_model.bin")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return _state_dict(load_file(path), path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: is not a readable safetensors file: {_first_line(error)}") from error
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+        if unsafe:
+            raise CheckpointError(
+                f"{path}: holds pickled code or objects ({unsafe[1]}), expected tensors only; not loaded"
+            ) from error
+        raise CheckpointError(
+            f"{path}: is damaged, or not a file of torch.save: {_first_line(error)}"
+        ) from error
+    return _state_dict(content, path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    """The mapping of names to tensors inside ``content``, without wrappers' prefixes."""
+    for key in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not content:
+        raise CheckpointError(f"{path}: got a {type(content).__name__}, expected a state_dict")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: got {type(value).__name__} under {name!r}, expected tensors only")
+    tensors = dict(content)
+    for prefix in ("module.", "_orig_mod.", "module."):  # compiled under DDP, and DDP under compiled
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+# Checks before anything is loaded -------------------------------------------------------------------------
+
+
+def _split_unused(
+    tensors: dict[str, Tensor], own: Mapping[str, Tensor], stages: int
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Sets aside what belongs to parts that this model was built without: late stages, norm, head."""
+    parts = {"norm", "head", *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
+    unused = tuple(name for name in tensors if name.split(".")[0] in parts)
+    return {name: tensor for name, tensor in tensors.items() if name not in unused}, unused
+
+
+def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    missing = [name for name in own if name not in tensors]
+    unexpected = [name for name in tensors if name not in own]
+    reshaped = [
+        f"{name} {tuple(tensors[name].shape)} for {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    problems = [
+        f"{len(names)} {what} (first: {names[0]})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if names
+    ]
+    if problems:
+        guess = f"; it looks like {checkpoint.preset}" if checkpoint.preset else ""
+        raise CheckpointError(f"{checkpoint.path}: does not fit this model: {', '.join(problems)}{guess}")
+
+
+def _check_hf_config(checkpoint: Checkpoint, config: CvTConfig) -> None:
+    """Strides, heads and the like leave no trace in the shapes, so compare them too."""
+    if checkpoint.hf_config is None:
+        return
+    model_type = checkpoint.hf_config.get("model_type")
+    if model_type != "cvt":
+        raise CheckpointError(f"{checkpoint.path}: is a model of type {model_type!r}, expected 'cvt'")
+    expected, defaults = huggingface_config(config), huggingface_config(PRESETS["cvt_13"])
+    for field in _HF_ARCHITECTURE:
+        found = checkpoint.hf_config.get(field, defaults[field])
+        if found != expected[field]:
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json has {field} {found}, this model {expected[field]}"
+            )

@@ -1,0 +1,80 @@
+"""The ``cvt`` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from cvt_kernels import __version__
+from cvt_kernels.cli import add_device_argument, positive_int, resolve_device, run_command
+
+from .checkpoints import CheckpointError, read_checkpoint
+from .config import ACTIVATIONS, PRESETS
+from .data import UNCROPPED_SIZE, load_images, read_labels
+from .model import create_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``cvt``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="cvt", description="Convolutional vision Transformers.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    classify = commands.add_parser("classify", help="print the most probable classes of photographs")
+    classify.add_argument("photos", nargs="+", metavar="PHOTO", help="JPEG, PNG or whatever Pillow reads")
+    classify.add_argument(
+        "--checkpoint", required=True, help="official .pth, .safetensors, or a Hugging Face directory"
+    )
+    classify.add_argument(
+        "--labels", metavar="FILE", help="class names: one per line, or a JSON list or {index: name}"
+    )
+    classify.add_argument("--model", choices=tuple(PRESETS), help="default: what the checkpoint looks like")
+    classify.add_argument(
+        "--activation",
+        choices=tuple(ACTIVATIONS),
+        default="quick_gelu",
+        help="default: quick_gelu, with which the published weights were trained; Hugging Face runs gelu",
+    )
+    classify.add_argument(
+        "--image-size",
+        type=positive_int,
+        help="pixels (default: 224, for cvt_w24 384); from 384 on uncropped",
+    )
+    classify.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
+    classify.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
+    add_device_argument(classify)
+    classify.set_defaults(run=_classify)
+
+    arguments = parser.parse_args(argv)
+    return run_command(f"cvt {arguments.command}", lambda: arguments.run(arguments))
+
+
+def _classify(arguments: argparse.Namespace) -> None:
+    """Prints only when every photograph has been classified."""
+    device = resolve_device(arguments.device)
+    checkpoint = read_checkpoint(arguments.checkpoint)
+    name = arguments.model or checkpoint.preset
+    if name is None:
+        raise CheckpointError(f"{arguments.checkpoint}: is not a CvT of {', '.join(PRESETS)}")
+    model = create_model(name, checkpoint=checkpoint, activation=arguments.activation).to(device).eval()
+    classes = model.config.num_classes
+    labels = read_labels(arguments.labels, classes) if arguments.labels else checkpoint.labels
+    image_size = arguments.image_size or (UNCROPPED_SIZE if name == "cvt_w24" else 224)
+
+    photos, batch_size = arguments.photos, arguments.batch_size
+    batches = []
+    with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
+        for start in range(0, len(photos), batch_size):
+            images = load_images(photos[start : start + batch_size], image_size)
+            with torch.inference_mode():
+                batches.append(model(images.to(device)).softmax(dim=-1).cpu())
+            progress.update(len(images))
+
+    top = torch.cat(batches).topk(min(arguments.top, classes))
+    for photo, probabilities, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
+        print(photo)
+        for probability, index in zip(probabilities, indices, strict=True):
+            print(f"  {probability:7.2%}  {labels[index] if labels else f'class {index}'}")

@@ -1,0 +1,255 @@
+"""What a CvT is made of: frozen dataclasses, and the three models of the paper as a table.
+
+Source: Wu et al. 2021, "CvT: Introducing Convolutions to Vision Transformers", table 2, and the experiment
+files of Microsoft's repository.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+ACTIVATIONS = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
+SCALES = ("embed_dim", "head_dim")
+POOLS = ("cls", "avg")
+EMBED_NORMS = ("layer_norm", "batch_layer_norm")
+DROP_PATH_SCHEDULES = ("stage", "depth", "constant")
+
+# Field → (type of one value, smallest value, values must be below) of the fields with one value per stage.
+_PER_STAGE: dict[str, tuple[type, float, float]] = {
+    "embed_dims": (int, 1, float("inf")),
+    "depths": (int, 1, float("inf")),
+    "num_heads": (int, 1, float("inf")),
+    "patch_sizes": (int, 1, float("inf")),
+    "patch_strides": (int, 1, float("inf")),
+    "patch_paddings": (int, 0, float("inf")),
+    "mlp_ratio": (float, 0, float("inf")),
+    "qkv_bias": (bool, 0, 2),
+    "kernel_size": (int, 1, float("inf")),
+    "stride_q": (int, 1, float("inf")),
+    "stride_kv": (int, 1, float("inf")),
+    "cls_token": (bool, 0, 2),
+    "drop_rate": (float, 0, 1),
+    "attn_drop_rate": (float, 0, 1),
+    "drop_path_rate": (float, 0, 1),
+}
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of a CvT; the fields are those of :class:`CvTConfig`, for this stage."""
+
+    in_chans: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    patch_stride: int
+    patch_padding: int
+    mlp_ratio: float
+    qkv_bias: bool
+    kernel_size: int
+    stride_kv: int
+    cls_token: bool
+    drop_rate: float
+    attn_drop_rate: float
+    drop_path_rates: tuple[float, ...]
+    approximate: str
+    attention_scale: float
+    embed_norm: str
+    layer_scale: float | None
+
+
+@dataclass(frozen=True)
+class CvTConfig:
+    """A whole CvT. Fields typed as tuples have one value per stage; a single value serves every stage.
+
+    The defaults are CvT-13, as Microsoft published it.
+
+    Attributes:
+        embed_dims: Channels.
+        depths: Number of blocks.
+        num_heads: Attention heads; each must divide the stage's ``embed_dims``.
+        patch_sizes: Kernel of the convolutional token embedding.
+        patch_strides: Its stride.
+        patch_paddings: Its zero padding.
+        mlp_ratio: Hidden channels of the MLP over ``embed_dims``.
+        qkv_bias: Whether the linear projections of Q, K and V have a bias.
+        kernel_size: Kernel of the depthwise convolutions of Q, K and V, odd; padded by half of it.
+        stride_q: Stride of the query convolution. Only 1: the residual needs one query per token.
+        stride_kv: Stride of the key and value convolutions.
+        cls_token: Whether the stage has a class token. It ends with its stage.
+        drop_rate: Dropout after the embedding, the attention projection and both MLP layers.
+        attn_drop_rate: Dropout on the attention probabilities.
+        drop_path_rate: Stochastic depth; see ``drop_path_schedule``.
+        drop_path_schedule: ``"stage"``: from 0 to ``drop_path_rate`` over the blocks of each stage
+            (Microsoft). ``"depth"``: from 0 to the largest ``drop_path_rate`` over all blocks.
+            ``"constant"``: ``drop_path_rate`` in every block of the stage.
+        activation: ``"quick_gelu"`` (Microsoft; the published weights were trained with it), ``"gelu"``
+            (what Hugging Face runs) or ``"gelu_tanh"``.
+        scale: Attention scores are multiplied by the ``"embed_dim"`` or the ``"head_dim"`` to the power −0.5.
+        pool: The head reads the class token (``"cls"``) or the mean of the spatial tokens (``"avg"``).
+        embed_norm: ``"layer_norm"`` after the embedding convolution, or ``"batch_layer_norm"`` for a
+            BatchNorm before it.
+        layer_scale: Initial value of a learned per-channel factor on both residual branches; None for none.
+        num_classes: Outputs of the head; 0 for no head.
+        in_chans: Channels of the images.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range, or values that contradict each other.
+    """
+
+    embed_dims: tuple[int, ...] = (64, 192, 384)
+    depths: tuple[int, ...] = (1, 2, 10)
+    num_heads: tuple[int, ...] = (1, 3, 6)
+    patch_sizes: tuple[int, ...] = (7, 3, 3)
+    patch_strides: tuple[int, ...] = (4, 2, 2)
+    patch_paddings: tuple[int, ...] = (2, 1, 1)
+    mlp_ratio: tuple[float, ...] = (4.0, 4.0, 4.0)
+    qkv_bias: tuple[bool, ...] = (True, True, True)
+    kernel_size: tuple[int, ...] = (3, 3, 3)
+    stride_q: tuple[int, ...] = (1, 1, 1)
+    stride_kv: tuple[int, ...] = (2, 2, 2)
+    cls_token: tuple[bool, ...] = (False, False, True)
+    drop_rate: tuple[float, ...] = (0.0, 0.0, 0.0)
+    attn_drop_rate: tuple[float, ...] = (0.0, 0.0, 0.0)
+    drop_path_rate: tuple[float, ...] = (0.0, 0.0, 0.1)
+    drop_path_schedule: str = "stage"
+    activation: str = "quick_gelu"
+    scale: str = "embed_dim"
+    pool: str = "cls"
+    embed_norm: str = "layer_norm"
+    layer_scale: float | None = None
+    num_classes: int = 1000
+    in_chans: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.embed_dims, tuple | list) or not self.embed_dims:
+            raise TypeError(f"embed_dims: got {self.embed_dims!r}, expected one integer per stage")
+        for name in _PER_STAGE:
+            object.__setattr__(self, name, _per_stage(name, getattr(self, name), len(self.embed_dims)))
+        for name, choices in (
+            ("activation", tuple(ACTIVATIONS)),
+            ("scale", SCALES),
+            ("pool", POOLS),
+            ("embed_norm", EMBED_NORMS),
+            ("drop_path_schedule", DROP_PATH_SCHEDULES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        for name, least in (("num_classes", 0), ("in_chans", 1)):
+            _number(name, getattr(self, name), int, least, float("inf"))
+        if self.layer_scale is not None:
+            _number("layer_scale", self.layer_scale, float, float("-inf"), float("inf"))
+        self._check_consistency()
+
+    def _check_consistency(self) -> None:
+        for i, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads, strict=True)):
+            if dim % heads:
+                raise ValueError(f"num_heads: {heads} heads do not divide embed_dims[{i}] = {dim}")
+            if int(dim * self.mlp_ratio[i]) < 1:
+                raise ValueError(f"mlp_ratio: {self.mlp_ratio[i]} leaves stage {i} no hidden channel")
+        if any(size % 2 == 0 for size in self.kernel_size):
+            raise ValueError(f"kernel_size: got {self.kernel_size}, expected odd numbers")
+        if any(stride != 1 for stride in self.stride_q):
+            raise ValueError(
+                f"stride_q: got {self.stride_q}, expected 1: the residual needs a query per token"
+            )
+        if self.pool == "cls" and not self.cls_token[-1]:
+            raise ValueError(
+                "pool: 'cls' needs a class token in the last stage; expected cls_token[-1] or 'avg'"
+            )
+
+    @property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """The configuration of each stage."""
+        return tuple(self._stage(i) for i in range(len(self.embed_dims)))
+
+    def _stage(self, i: int) -> StageConfig:
+        dim = self.embed_dims[i]
+        return StageConfig(
+            in_chans=self.embed_dims[i - 1] if i else self.in_chans,
+            embed_dim=dim,
+            depth=self.depths[i],
+            num_heads=self.num_heads[i],
+            patch_size=self.patch_sizes[i],
+            patch_stride=self.patch_strides[i],
+            patch_padding=self.patch_paddings[i],
+            mlp_ratio=self.mlp_ratio[i],
+            qkv_bias=self.qkv_bias[i],
+            kernel_size=self.kernel_size[i],
+            stride_kv=self.stride_kv[i],
+            cls_token=self.cls_token[i],
+            drop_rate=self.drop_rate[i],
+            attn_drop_rate=self.attn_drop_rate[i],
+            drop_path_rates=self._drop_path_rates(i),
+            approximate=ACTIVATIONS[self.activation],
+            attention_scale=(dim if self.scale == "embed_dim" else dim // self.num_heads[i]) ** -0.5,
+            embed_norm=self.embed_norm,
+            layer_scale=self.layer_scale,
+        )
+
+    def _drop_path_rates(self, i: int) -> tuple[float, ...]:
+        rate, depth = self.drop_path_rate[i], self.depths[i]
+        if self.drop_path_schedule == "constant":
+            return (rate,) * depth
+        if self.drop_path_schedule == "stage":
+            return _ramp(rate, depth)
+        before = sum(self.depths[:i])
+        return _ramp(max(self.drop_path_rate), sum(self.depths))[before : before + depth]
+
+
+def _ramp(last: float, count: int) -> tuple[float, ...]:
+    """``count`` equally spaced values from 0 to ``last``; a single value is 0, as torch.linspace gives."""
+    return tuple(last * j / max(count - 1, 1) for j in range(count))
+
+
+def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
+    values = tuple(value) if isinstance(value, tuple | list) else (value,) * stages
+    if len(values) != stages:
+        raise ValueError(
+            f"{name}: got {len(values)} values, expected {stages}, one per stage (len(embed_dims))"
+        )
+    return tuple(_number(name, v, *_PER_STAGE[name]) for v in values)
+
+
+def _number(name: str, value: Any, kind: type, least: float, below: float) -> Any:
+    """Returns ``value`` as ``kind``; an integer passes for a float, and nothing but a bool for a bool."""
+    accepted = (int, float) if kind is float else kind
+    right_type = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
+    if not right_type:
+        raise TypeError(f"{name}: got {value!r}, expected {kind.__name__}")
+    if not least <= value < below:
+        upper = "" if below == float("inf") else f" and below {below:g}"
+        raise ValueError(f"{name}: got {value!r}, expected at least {least:g}{upper}")
+    return kind(value)
+
+
+#: The models of the paper by name.
+PRESETS: dict[str, CvTConfig] = {
+    "cvt_13": CvTConfig(),
+    "cvt_21": CvTConfig(depths=(1, 4, 16)),
+    "cvt_w24": CvTConfig(
+        embed_dims=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16), drop_path_rate=(0.0, 0.0, 0.3)
+    ),
+}
+
+
+def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:
+    """The preset of that name (or the configuration itself) with some fields replaced.
+
+    Raises:
+        TypeError: An override that is not a field, or of the wrong type.
+        ValueError: An unknown name, or an override out of range.
+    """
+    if isinstance(model, str):
+        if model not in PRESETS:
+            raise ValueError(f"model: got {model!r}, expected one of {', '.join(PRESETS)}")
+        model = PRESETS[model]
+    fields = [field.name for field in dataclasses.fields(CvTConfig)]
+    for name in overrides:
+        if name not in fields:
+            raise TypeError(f"{name}: is not a field of CvTConfig; expected one of {', '.join(fields)}")
+    return dataclasses.replace(model, **overrides)

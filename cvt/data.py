@@ -1,0 +1,124 @@
+"""Photographs to the tensors that CvT was evaluated on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+CROP_FRACTION = 0.875
+#: From this size on the official evaluation resizes to the square instead of cropping one.
+UNCROPPED_SIZE = 384
+
+
+class ImageError(ValueError):
+    """A file is not an image that can be used."""
+
+
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
+    """Reads an image file as a person sees it: 8-bit RGB, upright.
+
+    EXIF orientation is applied; grayscale (8 and 16 bits), palette and CMYK are converted; transparency is
+    shown on white.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ImageError: The file is not an image, or is damaged.
+    """
+    try:
+        with Image.open(path) as image:
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16-bit grayscale, which convert("RGB") would clip
+                image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"image: {path} does not exist") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ImageError(f"{path}: is not a readable image: {error}") from error
+
+
+def preprocess(image: Image.Image, image_size: int = 224) -> Tensor:
+    """The evaluation transform of Microsoft's CvT: resize, centre crop, normalise.
+
+    Below 384 the shorter side is resized to ``image_size / 0.875`` (256 for 224) and the centre is cropped;
+    from 384 on the whole image is resized to the square. Bicubic; ImageNet's mean and standard deviation.
+
+    Args:
+        image: RGB, at least ``image_size`` wide and high.
+        image_size: Pixels of each side of the result.
+
+    Returns:
+        float32 (3, image_size, image_size).
+
+    Raises:
+        ImageError: The image is smaller than the crop.
+    """
+    width, height = image.size
+    if min(width, height) < image_size:
+        raise ImageError(f"is {width}×{height} pixels, smaller than the {image_size}×{image_size} crop")
+    if image_size >= UNCROPPED_SIZE:
+        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
+    else:
+        shorter = int(image_size / CROP_FRACTION)
+        size = [int(shorter * side / min(width, height)) for side in (width, height)]
+        image = image.resize((size[0], size[1]), Image.Resampling.BICUBIC)
+        left, top = (round((side - image_size) / 2) for side in size)
+        image = image.crop((left, top, left + image_size, top + image_size))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return (pixels - mean) / std
+
+
+def load_images(paths: Sequence[str | os.PathLike[str]], image_size: int = 224) -> Tensor:
+    """Reads and preprocesses image files.
+
+    Returns:
+        float32 (len(paths), 3, image_size, image_size).
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        ImageError: A file is not an image, is damaged, or is smaller than the crop.
+    """
+    tensors = []
+    for path in paths:
+        image = read_image(path)
+        try:
+            tensors.append(preprocess(image, image_size))
+        except ImageError as error:
+            raise ImageError(f"{path}: {error}") from None
+    return torch.stack(tensors)
+
+
+def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
+    """Reads class names: one per line, or in a ``.json`` file a list or an object {index: name}.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"labels: {path} does not exist")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else text.splitlines()
+    except ValueError as error:
+        raise ValueError(f"labels: {path} is not {path.suffix.strip('.') or 'text'}: {error}") from error
+    if isinstance(content, dict):
+        content = [content[key] for key in map(str, range(len(content))) if key in content]
+    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"labels: {path} has no list of names and no object of index: name")
+    if len(content) != count:
+        raise ValueError(f"labels: {path} names {len(content)} classes, expected {count}")
+    return content

@@ -1,0 +1,454 @@
+"""CvT, the Convolutional vision Transformer (Wu et al. 2021), on the operators of cvt_kernels.
+
+Parameter names are those of Microsoft's ``cls_cvt.py``, so that its checkpoints load as they are. Activations
+are tokens (B, T, C) throughout; a class token, where a stage has one, is token 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+import cvt_kernels as ck
+
+from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint
+from .config import CvTConfig, StageConfig, resolve_config
+
+Grid = tuple[int, int]
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` over the last dimension, computed by ``cvt_kernels.layer_norm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ck.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016) per sample; in training the kept samples are scaled up."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x
+        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        return x * keep.div_(1 - self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel (Touvron et al. 2021, "Going deeper with Image Transformers")."""
+
+    def __init__(self, dim: int, init_value: float):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), init_value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class ConvEmbed(nn.Module):
+    """Convolutional token embedding (section 3.1): images (B, C, H, W) to normalised tokens."""
+
+    def __init__(self, config: StageConfig):
+        super().__init__()
+        self.proj = nn.Conv2d(
+            config.in_chans,
+            config.embed_dim,
+            config.patch_size,
+            stride=config.patch_stride,
+            padding=config.patch_padding,
+        )
+        if config.embed_norm == "batch_layer_norm":
+            self.bn: nn.Module = nn.BatchNorm2d(config.embed_dim)
+        else:
+            self.bn = nn.Identity()
+        self.norm = LayerNorm(config.embed_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
+        x = self.bn(self.proj(x.contiguous(memory_format=torch.channels_last)))
+        height, width = x.shape[2:]
+        return self.norm(x.flatten(2).transpose(1, 2)), (height, width)
+
+
+class ConvProjection(nn.Module):
+    """Parameters of one branch of the convolutional projection; ``Attention`` computes all three."""
+
+    def __init__(self, dim: int, kernel_size: int, stride: int):
+        super().__init__()
+        self.conv = nn.Conv2d(dim, dim, kernel_size, stride, kernel_size // 2, groups=dim, bias=False)
+        self.bn = nn.BatchNorm2d(dim)
+
+
+class Attention(nn.Module):
+    """Convolutional projection (section 3.2) and multi-head attention."""
+
+    def __init__(self, config: StageConfig):
+        super().__init__()
+        dim = config.embed_dim
+        self.num_heads = config.num_heads
+        self.scale = config.attention_scale
+        self.conv_proj_q = ConvProjection(dim, config.kernel_size, stride=1)
+        self.conv_proj_k = ConvProjection(dim, config.kernel_size, config.stride_kv)
+        self.conv_proj_v = ConvProjection(dim, config.kernel_size, config.stride_kv)
+        self.proj_q = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_k = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_v = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.attn_drop = nn.Dropout(config.attn_drop_rate)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(config.drop_rate)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        q, k, v = self._project(x, grid)
+        q, k, v = (
+            linear(t).unflatten(2, (self.num_heads, -1))
+            for linear, t in ((self.proj_q, q), (self.proj_k, k), (self.proj_v, v))
+        )
+        dropout_p = self.attn_drop.p if self.attn_drop.training else 0.0
+        out = ck.attention(q, k, v, scale=self.scale, dropout_p=dropout_p)
+        return self.proj_drop(self.proj(out.flatten(2)))
+
+    def _project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """The inputs of the three linear layers: BatchNorm(depthwise convolution) of ``x``."""
+        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
+        convs = [ck.ConvBatchNorm.from_modules(branch.conv, branch.bn) for branch in branches]
+        modes = [branch.bn.training for branch in branches]
+        if len(set(modes)) == 1:
+            return ck.conv_projection(x, grid, convs, training=modes[0])
+        # Somebody froze only some of the three.
+        return tuple(
+            ck.conv_projection(x, grid, [conv], training=mode)[0]
+            for conv, mode in zip(convs, modes, strict=True)
+        )
+
+
+class Mlp(nn.Module):
+    """Linear, GELU, linear."""
+
+    def __init__(self, config: StageConfig):
+        super().__init__()
+        hidden = int(config.embed_dim * config.mlp_ratio)
+        self.approximate = config.approximate
+        self.fc1 = nn.Linear(config.embed_dim, hidden)
+        self.fc2 = nn.Linear(hidden, config.embed_dim)
+        self.drop = nn.Dropout(config.drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ck.gelu(self.fc1(x), approximate=self.approximate)
+        return self.drop(self.fc2(self.drop(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with convolutional projections."""
+
+    def __init__(self, config: StageConfig, drop_path_rate: float):
+        super().__init__()
+        self.norm1 = LayerNorm(config.embed_dim)
+        self.attn = Attention(config)
+        self.ls1 = self._layer_scale(config)
+        self.norm2 = LayerNorm(config.embed_dim)
+        self.mlp = Mlp(config)
+        self.ls2 = self._layer_scale(config)
+        self.drop_path = DropPath(drop_path_rate)
+
+    @staticmethod
+    def _layer_scale(config: StageConfig) -> nn.Module:
+        if config.layer_scale is None:
+            return nn.Identity()
+        return LayerScale(config.embed_dim, config.layer_scale)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        branch = self.drop_path(self.ls1(self.attn(self.norm1(x), grid)))
+        # Residual sum and norm2 in one pass, so norm2's own forward is not called.
+        x, y = ck.add_layer_norm(branch, x, self.norm2.weight, self.norm2.bias, eps=self.norm2.eps)
+        return x + self.drop_path(self.ls2(self.mlp(y)))
+
+
+class Stage(nn.Module):
+    """Token embedding and blocks; upstream ``VisionTransformer``."""
+
+    def __init__(self, config: StageConfig):
+        super().__init__()
+        dim = config.embed_dim
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.cls_token else None
+        self.patch_embed = ConvEmbed(config)
+        self.pos_drop = nn.Dropout(config.drop_rate)
+        self.blocks = nn.ModuleList(Block(config, rate) for rate in config.drop_path_rates)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Grid]:
+        """Image or feature map (B, C, H, W) to tokens (B, T, C) and their grid."""
+        x, grid = self.patch_embed(image)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.pos_drop(x)
+        for block in self.blocks:
+            x = block(x, grid)
+        return x, grid
+
+
+class FeatureInfo(list[dict[str, Any]]):
+    """One ``dict(num_chs, reduction, module)`` per feature map, as in timm."""
+
+    def channels(self) -> list[int]:
+        """Channels of each map."""
+        return [info["num_chs"] for info in self]
+
+    def reduction(self) -> list[int]:
+        """Stride of each map with respect to the image."""
+        return [info["reduction"] for info in self]
+
+    def module_name(self) -> list[str]:
+        """The module that makes each map."""
+        return [info["module"] for info in self]
+
+
+class _Stages(nn.Module):
+    """``stage0``, ``stage1``, … of a configuration: what the classifier and the feature extractor share."""
+
+    def __init__(self, config: CvTConfig, count: int):
+        super().__init__()
+        self.config = config
+        self._stage_names = [f"stage{i}" for i in range(count)]
+        for name, stage in zip(self._stage_names, config.stages, strict=False):
+            self.add_module(name, Stage(stage))
+
+    def _feature_info(self) -> FeatureInfo:
+        info, reduction = FeatureInfo(), 1
+        for name, stage in zip(self._stage_names, self.config.stages, strict=False):
+            reduction *= stage.patch_stride
+            info.append({"num_chs": stage.embed_dim, "reduction": reduction, "module": name})
+        return info
+
+    def _built_stages(self) -> list[Stage]:
+        return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
+
+    def _check_images(self, images: Tensor) -> None:
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"images: got {type(images).__name__}, expected a tensor (batch, channels, height, width)"
+            )
+        if images.ndim != 4 or images.shape[1] != self.config.in_chans:
+            raise ValueError(
+                f"images: got shape {tuple(images.shape)}, "
+                f"expected (batch, {self.config.in_chans}, height, width)"
+            )
+        weight = self._built_stages()[0].patch_embed.proj.weight
+        if images.device != weight.device:
+            raise ValueError(f"images: are on {images.device}, expected {weight.device} as the model")
+        if images.dtype != weight.dtype and not (
+            images.is_floating_point() and ck.runtime.autocast_enabled(images)
+        ):
+            raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
+        height, width = images.shape[2:]
+        for stage in self.config.stages[: len(self._stage_names)]:
+            height, width = (
+                (n + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
+                for n in (height, width)
+            )
+            if height < 1 or width < 1:
+                raise ValueError(
+                    f"images: {images.shape[2]}×{images.shape[3]} pixels are too few, "
+                    f"the embedding with patch size {stage.patch_size} gets an empty grid"
+                )
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay should leave alone, besides biases and norms."""
+        return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
+
+
+class CvT(_Stages):
+    """CvT with a classification head.
+
+    Args:
+        config: What to build; ``create_model`` has the names of the paper.
+
+    Attributes:
+        config: The configuration as it stands (``reset_classifier`` replaces it).
+        num_classes: Outputs of the head, 0 for none.
+        num_features: Channels of the last stage.
+        feature_info: Channels and reduction of every stage's feature map, as in timm.
+
+    Shape:
+        Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
+        (B, num_classes), or (B, num_features) without a head.
+    """
+
+    def __init__(self, config: CvTConfig):
+        super().__init__(config, count=len(config.embed_dims))
+        self.num_features = config.embed_dims[-1]
+        self.feature_info = self._feature_info()
+        self.norm = LayerNorm(self.num_features)
+        self.head = self._build_head(config.num_classes)
+        self.apply(_init_weights)
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the head; 0 for none."""
+        return self.config.num_classes
+
+    def _build_head(self, num_classes: int) -> nn.Module:
+        return nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+
+    def get_classifier(self) -> nn.Module:
+        """The head: ``nn.Linear``, or ``nn.Identity`` for ``num_classes=0``."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, pool: str | None = None) -> None:
+        """Replaces the head by a freshly initialised one, on the same device and of the same dtype.
+
+        Args:
+            num_classes: Outputs of the new head; 0 for none.
+            pool: ``"cls"`` or ``"avg"``; None keeps the present one.
+
+        Raises:
+            TypeError: ``num_classes`` is not an integer.
+            ValueError: A value out of range; the model is left as it was.
+        """
+        self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
+        self.head = self._build_head(num_classes).to(self.norm.weight)
+        self.head.apply(_init_weights)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Images to the normalised tokens of the last stage, (B, T, C), class token first if there is one."""
+        self._check_images(images)
+        for stage in self._built_stages():
+            tokens, grid = stage(images)
+            images = tokens_to_map(tokens, grid)
+        return self.norm(tokens)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens of ``forward_features`` to logits; with ``pre_logits`` to what the head would read."""
+        if self.config.pool == "cls":
+            pooled = tokens[:, 0]
+        else:
+            pooled = tokens[:, int(self.config.cls_token[-1]) :].mean(dim=1)
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+
+class CvTFeatures(_Stages):
+    """The stages of a CvT as a backbone: images to a list of feature maps (B, C, H, W).
+
+    Parameter names are those of :class:`CvT`; stages after the last requested one are not built.
+
+    Args:
+        config: What to build.
+        out_indices: The stages whose maps are returned, in this order; negative ones count from the end.
+
+    Attributes:
+        feature_info: Channels and reduction of each returned map, as in timm.
+
+    Raises:
+        ValueError: If an index is out of range or there is none.
+    """
+
+    def __init__(self, config: CvTConfig, out_indices: Sequence[int] | None = None):
+        stages = len(config.embed_dims)
+        chosen = range(stages) if out_indices is None else out_indices
+        if not chosen or any(not -stages <= i < stages for i in chosen):
+            raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")
+        self.out_indices = tuple(i % stages for i in chosen)
+        super().__init__(config, count=max(self.out_indices) + 1)
+        info = self._feature_info()
+        self.feature_info = FeatureInfo(info[i] for i in self.out_indices)
+        self.apply(_init_weights)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        self._check_images(images)
+        maps: list[Tensor] = []
+        for stage in self._built_stages():
+            images = tokens_to_map(*stage(images))
+            maps.append(images)
+        return [maps[i] for i in self.out_indices]
+
+
+def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
+    """Tokens (B, T, C) to their map (B, C, H, W), a channels-last view without the class token."""
+    height, width = grid
+    spatial = tokens[:, tokens.shape[1] - height * width :]
+    return spatial.transpose(1, 2).unflatten(2, (height, width))
+
+
+def _init_weights(module: nn.Module) -> None:
+    """Microsoft's ``trunc_norm`` initialisation; convolutions and norms keep PyTorch's own."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, Stage) and module.cls_token is not None:
+        nn.init.trunc_normal_(module.cls_token, std=0.02)
+
+
+@overload
+def create_model(
+    model: str | CvTConfig,
+    *,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    features_only: Literal[False] = False,
+    **overrides: Any,
+) -> CvT: ...
+
+
+@overload
+def create_model(
+    model: str | CvTConfig,
+    *,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    features_only: Literal[True],
+    out_indices: Sequence[int] | None = None,
+    **overrides: Any,
+) -> CvTFeatures: ...
+
+
+def create_model(
+    model: str | CvTConfig,
+    *,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    features_only: bool = False,
+    out_indices: Sequence[int] | None = None,
+    **overrides: Any,
+) -> CvT | CvTFeatures:
+    """Builds a CvT, of the paper or of your own, and loads weights into it.
+
+    Args:
+        model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`.
+        checkpoint: What :func:`load_checkpoint` reads. Without ``num_classes``, the head gets as many classes
+            as the checkpoint has; with another ``num_classes``, the head is left freshly initialised.
+        features_only: Build a :class:`CvTFeatures` instead of a classifier.
+        out_indices: With ``features_only``, the stages whose maps are returned; None for all.
+        **overrides: Fields of :class:`CvTConfig` to change, such as ``num_classes=10``.
+
+    Returns:
+        A :class:`CvT` (or :class:`CvTFeatures`) in training mode, on the CPU, in float32.
+
+    Raises:
+        TypeError: An override that is not a field, or of the wrong type.
+        ValueError: A wrong name or value.
+        CheckpointError: A file that is not a checkpoint of this model.
+    """
+    config = resolve_config(model, **overrides)
+    if out_indices is not None and not features_only:
+        raise ValueError("out_indices: is for features_only=True")
+    if checkpoint is None:
+        return CvTFeatures(config, out_indices) if features_only else CvT(config)
+    state = read_checkpoint(checkpoint)
+    if features_only:
+        built: CvT | CvTFeatures = CvTFeatures(config, out_indices)
+    else:
+        if "num_classes" not in overrides and state.num_classes is not None:
+            config = dataclasses.replace(config, num_classes=state.num_classes)
+        built = CvT(config)
+    load_checkpoint(built, state)
+    return built

@@ -1,0 +1,94 @@
+"""The ``cvt-kernels`` command, and what it shares with the ``cvt`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import __version__
+from .runtime import BackendUnavailable, doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``cvt-kernels``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="cvt-kernels", description="Fast, exact and easy CvT operators.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    commands.add_parser(
+        "doctor", help="what is installed, which backend each operator takes on this machine, and why"
+    ).set_defaults(run=lambda arguments: print(doctor()))
+
+    bench = commands.add_parser(
+        "bench", help="parity and speed on real photographs, side by side with Hugging Face's CvT"
+    )
+    bench.add_argument("--checkpoint", help="weights of a CvT of the paper; default: random ones, CvT-13")
+    bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
+    bench.add_argument("--batch-size", type=positive_int, default=8, help="images per forward (default: 8)")
+    bench.add_argument("--rounds", type=positive_int, default=10, help="timed forwards of each (default: 10)")
+    bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
+    add_device_argument(bench)
+    bench.set_defaults(run=_bench)
+
+    arguments = parser.parse_args(argv)
+    return run_command(f"cvt-kernels {arguments.command}", lambda: arguments.run(arguments))
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from . import bench  # needs the bench extra
+
+    print(
+        bench.run(
+            checkpoint=arguments.checkpoint,
+            images=arguments.images,
+            batch_size=arguments.batch_size,
+            rounds=arguments.rounds,
+            device=resolve_device(arguments.device),
+            save_weights=arguments.save_weights,
+        )
+    )
+
+
+def run_command(name: str, command: Callable[[], None]) -> int:
+    """Runs ``command``; what a user can mend becomes one line on stderr and exit code 2."""
+    try:
+        command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, BackendUnavailable, ModuleNotFoundError) as error:
+        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def positive_int(text: str) -> int:
+    """Type of an argparse argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
+    return int(text)
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--device``, for :func:`resolve_device`."""
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device of that name, tried out; None chooses.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error

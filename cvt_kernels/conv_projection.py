@@ -1,0 +1,94 @@
+"""Depthwise convolution + BatchNorm projection of tokens: y = BatchNorm(conv(x)) for Q, K and V at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference, runtime
+from .reference import ConvBatchNorm
+
+_SHAPE = "(batch, tokens, channels)"
+
+runtime.register("conv_projection", "reference", runtime.Implementation(reference.conv_projection))
+
+
+def conv_projection(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Tensor, ...]:
+    """BatchNorm(depthwise_conv(x)) for each of ``convs``, on tokens.
+
+    The convolutional projection of CvT (Wu et al. 2021, section 3.2) before its linear layers; upstream
+    ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``.
+
+    Args:
+        x: Tokens ``(B, T, C)``; float16, bfloat16, float32 or float64. ``T`` is ``H·W``, or ``H·W + 1`` if
+            token 0 is a class token, which is copied to every output.
+        grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
+        convs: One branch per output (Q, K and V in CvT).
+        training: Normalise by the statistics of the batch and update the running statistics in place,
+            exactly as ``nn.BatchNorm2d`` does; otherwise normalise by the running statistics.
+
+    Returns:
+        One contiguous ``(B, Hᵢ·Wᵢ (+ 1), C)`` per branch, ``(Hᵢ, Wᵢ)`` being ``convs[i].output_grid(grid)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype. BatchNorm's tensors may be float32 beside a
+            half-precision ``x``; under autocast dtypes may differ as they may for PyTorch's operators.
+        ValueError: A wrong shape or device, an invalid stride, padding or dilation, an empty output, or
+            training with a single value per channel. Nothing has been updated then.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check(x, grid, convs, training)
+    return runtime.call("conv_projection", x, grid, convs, training=training)
+
+
+def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
+    runtime.check_float_tensor("x", x, _SHAPE)
+    runtime.check_rank("x", x, 3, _SHAPE)
+    if not isinstance(grid, tuple) or len(grid) != 2:
+        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W)")
+    height, width = grid
+    if height < 1 or width < 1 or x.shape[1] - height * width not in (0, 1):
+        raise ValueError(
+            f"grid: got {height}×{width} for {x.shape[1]} tokens, "
+            "expected tokens = H·W, or H·W + 1 with a class token"
+        )
+    if not convs:
+        raise ValueError("convs: got none, expected at least one branch")
+    for i, conv in enumerate(convs):
+        _check_conv(f"convs[{i}]", conv, x)
+        out_height, out_width = conv.output_grid(grid)
+        if out_height < 1 or out_width < 1:
+            raise ValueError(f"convs[{i}]: output of the {height}×{width} grid is empty")
+        batch_statistics = training or conv.running_mean is None
+        if batch_statistics and x.shape[0] * out_height * out_width == 1:
+            raise ValueError(f"convs[{i}]: expected more than 1 value per channel when training")
+
+
+def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
+    if not isinstance(conv, ConvBatchNorm):
+        raise TypeError(f"{name}: got {type(conv).__name__}, expected ConvBatchNorm")
+    channels = x.shape[2]
+    weight = conv.weight
+    runtime.check_float_tensor(f"{name}.weight", weight, "(channels, 1, k, k)")
+    runtime.check_rank(f"{name}.weight", weight, 4, "(channels, 1, k, k)")
+    k = weight.shape[3]
+    runtime.check_shape(f"{name}.weight", weight, (channels, 1, k, k), "(depthwise, square)")
+    runtime.check_like(f"{name}.weight", weight, "x", x)
+    for field in ("bn_weight", "bn_bias", "running_mean", "running_var"):
+        tensor = getattr(conv, field)
+        if tensor is not None:
+            runtime.check_float_tensor(f"{name}.{field}", tensor, "(channels,)")
+            runtime.check_shape(f"{name}.{field}", tensor, (channels,), "(channels,)")
+            runtime.check_like(f"{name}.{field}", tensor, "x", x, also=(torch.float32,))
+    if (conv.running_mean is None) != (conv.running_var is None):
+        raise ValueError(f"{name}: running_mean and running_var must both be given or both be None")
+    for field, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = getattr(conv, field)
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}.{field}: got {value!r}, expected an integer of at least {least}")
+    if not conv.eps > 0:
+        raise ValueError(f"{name}.eps: got {conv.eps!r}, expected a positive number")

@@ -1,0 +1,206 @@
+"""Every operator of cvt_kernels in plain PyTorch: specification, oracle, fallback and baseline.
+
+Each function has the signature of the public operator of the same name, takes any floating-point dtype
+(float64 included, so that ``torch.autograd.gradcheck`` applies), and checks nothing: the public functions do.
+
+Activations are tokens ``(B, T, C)``; the spatial tokens lie in row-major ``(H, W)`` order, which is NHWC
+memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ConvBatchNorm(NamedTuple):
+    """A depthwise convolution without bias followed by BatchNorm: one branch of ``conv_projection``.
+
+    Attributes:
+        weight: Convolution weight, ``(C, 1, k, k)``.
+        bn_weight: BatchNorm scale γ, ``(C,)``, or None for 1.
+        bn_bias: BatchNorm shift β, ``(C,)``, or None for 0.
+        running_mean: Buffer ``(C,)``, updated in place in training; None normalises by the batch always.
+        running_var: Buffer ``(C,)``, likewise. It takes the unbiased variance.
+        num_batches_tracked: Integer scalar buffer, incremented in training; needed if ``momentum`` is None.
+        stride: Convolution stride, the same in both directions.
+        padding: Zero padding on each side.
+        dilation: Spacing of the taps.
+        momentum: Weight of the new batch in the running statistics; None averages over all batches.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor
+    bn_weight: Tensor | None
+    bn_bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None = None
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> ConvBatchNorm:
+        """Collects the tensors and settings of two live modules; nothing is copied.
+
+        Raises:
+            ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
+                in the two directions; or if ``bn`` would have to synchronise with other processes.
+        """
+        if conv.bias is not None:
+            raise ValueError("conv: has a bias; expected bias=False, since BatchNorm subtracts it again")
+        if conv.padding_mode != "zeros":
+            raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
+        for name in ("stride", "padding", "dilation"):
+            value = getattr(conv, name)
+            if isinstance(value, str) or len(set(value)) != 1:
+                raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
+        if isinstance(bn, nn.SyncBatchNorm) and bn.training and _world_size(bn.process_group) > 1:
+            raise ValueError("bn: SyncBatchNorm in training over several processes is not supported")
+        return cls(
+            conv.weight,
+            bn.weight,
+            bn.bias,
+            bn.running_mean,
+            bn.running_var,
+            bn.num_batches_tracked,
+            conv.stride[0],
+            int(conv.padding[0]),
+            conv.dilation[0],
+            bn.momentum,
+            bn.eps,
+        )
+
+    def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """The (H, W) of the output for an input of ``grid``; a value below 1 means that it is empty."""
+        reach = self.dilation * (self.weight.shape[-1] - 1) + 1
+        height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
+        return height, width
+
+
+def _world_size(process_group: Any) -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(process_group)
+
+
+def conv_projection(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Tensor, ...]:
+    """Computes BatchNorm(depthwise_conv(x)) for each of ``convs``; the class token passes through.
+
+    The convolutional projection of CvT (Wu et al. 2021, section 3.2) before its linear layers; upstream
+    ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``. See ``cvt_kernels.conv_projection``.
+    """
+    height, width = grid
+    tokens, channels = x.shape[1:]
+    class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
+    image = spatial.transpose(1, 2).unflatten(2, (height, width))  # (B, C, H, W), channels last in memory
+    outputs = []
+    for conv in convs:
+        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
+        y = _batch_norm(y, conv, training).flatten(2).transpose(1, 2)
+        outputs.append(torch.cat([class_token, y], dim=1) if tokens > height * width else y.contiguous())
+    return tuple(outputs)
+
+
+def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
+    """``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
+    tracked = conv.running_mean is not None
+    momentum = conv.momentum
+    if training and tracked and conv.num_batches_tracked is not None:
+        conv.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / conv.num_batches_tracked.item()
+    return F.batch_norm(
+        y,
+        conv.running_mean,
+        conv.running_var,
+        conv.bn_weight,
+        conv.bn_bias,
+        training=training or not tracked,
+        momentum=0.0 if momentum is None else momentum,
+        eps=conv.eps,
+    )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v per head; a row whose bias is −inf throughout gives zeros.
+
+    See ``cvt_kernels.attention``.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)  # scaling q first keeps float16 in range
+    if bias is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        scores = scores + bias
+        excluded = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        probabilities = scores.masked_fill(excluded, 0.0).softmax(dim=-1).masked_fill(excluded, 0.0)
+    probabilities = F.dropout(probabilities, dropout_p)
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Returns (h, layer_norm(h)) with h = x + residual."""
+    h = x + residual
+    return h, layer_norm(h, weight, bias, eps=eps)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """GELU (Hendrycks and Gimpel 2016): x · Φ(x), or one of its two approximations.
+
+    ``"none"``: Φ exactly, by erf. ``"tanh"``: 0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³))).
+    ``"quick"``: x · sigmoid(1.702 · x), Microsoft's ``QuickGELU``.
+    """
+    if approximate == "quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate=approximate)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x + bias), bias over the last dimension."""
+    return gelu(x + bias, approximate=approximate)
+
+
+def layer_norm_gelu(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    approximate: str = "none",
+) -> Tensor:
+    """gelu(layer_norm(x))."""
+    return gelu(layer_norm(x, weight, bias, eps=eps), approximate=approximate)

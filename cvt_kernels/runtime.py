@@ -1,0 +1,338 @@
+"""Which implementation serves a call, and why: backends, their choice, and the facts of this machine.
+
+A kernel file registers its implementations with :func:`register` and serves its public function with
+:func:`call`. Nothing here asks the machine anything at import. The choice is plain Python over module
+globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompiles when it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Every backend, in the order in which ``auto`` tries them. ``native`` is csrc (CPU or CUDA).
+BACKENDS = ("triton", "native", "reference")
+
+#: Every operator of the package.
+OPERATORS = (
+    "conv_projection",
+    "attention",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu",
+    "bias_gelu",
+    "layer_norm_gelu",
+)
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class BackendUnavailable(RuntimeError):  # noqa: N818 (the public name; it says what happened)
+    """An explicitly requested backend cannot serve a call.
+
+    Attributes:
+        operator: Name of the operator.
+        backend: Name of the backend.
+        reason: Why it cannot.
+    """
+
+    def __init__(self, operator: str, backend: str, reason: str):
+        super().__init__(f"{operator}: backend {backend!r} is unavailable: {reason}")
+        self.operator, self.backend, self.reason = operator, backend, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.operator, self.backend, self.reason)
+
+
+class Implementation(NamedTuple):
+    """One operator on one backend.
+
+    Attributes:
+        function: Takes the arguments of the public function.
+        devices: Device types that it serves; None for every one.
+        missing: Why this machine cannot run it at all, or None if it can. Asked once, at the first call.
+        refuses: Given the arguments of one call, why it cannot serve that call, or None if it can.
+    """
+
+    function: Callable[..., Any]
+    devices: tuple[str, ...] | None = None
+    missing: Callable[[], str | None] | None = None
+    refuses: Callable[..., str | None] | None = None
+
+
+_implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
+_requested = os.environ.get("CVT_KERNELS_BACKEND") or "auto"
+_step_downs: dict[tuple[str, str], str] = {}
+
+
+def register(operator: str, backend: str, implementation: Implementation) -> None:
+    """Makes ``backend`` known for ``operator``, replacing what was registered before.
+
+    Raises:
+        ValueError: If the operator or the backend is unknown.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator: got {operator!r}, expected one of {', '.join(OPERATORS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
+    _implementations[operator][backend] = implementation
+    _ask_missing.cache_clear()
+
+
+class use_backend:  # noqa: N801 (lower case as torch.no_grad)
+    """Chooses the backend of every later call in this process, in all threads.
+
+    Takes effect at once; as a context manager it restores the previous choice on exit::
+
+        use_backend("reference")            # from now on
+        with use_backend("triton"): ...     # only here
+
+    ``"auto"``, the default, takes the first of ``BACKENDS`` that can serve the call. Any other choice that
+    cannot serve a call raises :class:`BackendUnavailable`. The environment variable ``CVT_KERNELS_BACKEND``,
+    read at import, sets the choice that a process starts with.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+
+    def __init__(self, name: str):
+        global _requested
+        _check_backend(name, "backend")
+        self._previous = _requested
+        _requested = name
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _requested
+        _requested = self._previous
+
+
+def _check_backend(name: str, argument: str) -> None:
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"{argument}: got {name!r}, expected one of auto, {', '.join(BACKENDS)}")
+
+
+def requested_backend() -> str:
+    """The backend chosen by :class:`use_backend` or ``CVT_KERNELS_BACKEND``.
+
+    Raises:
+        ValueError: If the environment variable holds an unknown name.
+    """
+    _check_backend(_requested, "CVT_KERNELS_BACKEND")
+    return _requested
+
+
+def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves ``operator(x, ...)`` with the requested backend, or under ``auto`` the first that can.
+
+    Raises:
+        BackendUnavailable: If the requested backend cannot serve the call.
+    """
+    requested = requested_backend()
+    for backend in BACKENDS if requested == "auto" else (requested,):
+        reason = unavailable(operator, backend, x.device.type)
+        if reason is None:
+            implementation = _implementations[operator][backend]
+            if implementation.refuses is not None:
+                reason = implementation.refuses(x, *args, **kwargs)
+            if reason is None:
+                return implementation.function(x, *args, **kwargs)
+        _step_downs[operator, backend] = reason
+    raise BackendUnavailable(operator, backend, _step_downs[operator, backend])
+
+
+def unavailable(operator: str, backend: str, device_type: str | None = None) -> str | None:
+    """Why ``backend`` cannot run ``operator`` here (on ``device_type``, if given); None if it can."""
+    reason = _missing(operator, backend)
+    if reason is None and device_type is not None:
+        devices = _implementations[operator][backend].devices
+        if devices is not None and device_type not in devices:
+            reason = f"serves {' and '.join(devices)} tensors, not {device_type}"
+    return reason
+
+
+def step_downs() -> dict[tuple[str, str], str]:
+    """(operator, backend) → why it was last passed over by ``auto``, or refused a call, in this process."""
+    return dict(_step_downs)
+
+
+@torch.compiler.assume_constant_result  # what is installed does not change under a compiled graph
+def _missing(operator: str, backend: str) -> str | None:
+    return _ask_missing(operator, backend)
+
+
+@functools.cache
+def _ask_missing(operator: str, backend: str) -> str | None:
+    implementation = _implementations[operator].get(backend)
+    if implementation is None:
+        return "not implemented in this version"
+    return implementation.missing() if implementation.missing is not None else None
+
+
+# Facts of this machine ------------------------------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """What this machine has; every field is ready to print."""
+
+    python: str
+    torch: str
+    triton: str
+    cpu: str
+    gpus: tuple[str, ...]
+    nvcc: str
+
+
+@functools.cache
+def machine() -> Machine:
+    """Looks at this machine once, on first use. Starts ``nvcc --version`` but no CUDA context."""
+    return Machine(
+        python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        torch=torch.__version__,
+        triton=_installed_version("triton") or "not installed",
+        cpu=f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        gpus=_gpus(),
+        nvcc=_nvcc(),
+    )
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties)
+
+
+def _nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+    if path is None:
+        return "not found"
+    try:
+        output = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path} does not run: {error}"
+    release = next((line.split("release", 1)[1] for line in output.splitlines() if "release" in line), " ?")
+    return f"{release.split(',')[0].strip()} ({path})"
+
+
+def doctor() -> str:
+    """The facts of this machine and the table of operators × backends, with the reason for each "no"."""
+    facts = machine()
+    lines = [
+        f"python   {facts.python}",
+        f"torch    {facts.torch}",
+        f"triton   {facts.triton}",
+        f"cpu      {facts.cpu}",
+        *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
+        f"nvcc     {facts.nvcc}",
+        f"backend  {requested_backend()} requested",
+        "",
+    ]
+    device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
+    reasons: list[str] = []
+    rows = [("operator", *BACKENDS, *(f"auto on {device}" for device in device_types))]
+    for operator in OPERATORS:
+        answers = [_doctor_answer(operator, backend, device_types, reasons) for backend in BACKENDS]
+        chosen = [_first_available(operator, device) for device in device_types]
+        rows.append((operator, *answers, *chosen))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", *(f"({number}) {reason}" for number, reason in enumerate(reasons, 1))]
+    if _step_downs:
+        lines += ["", "passed over in this process:"]
+        lines += [f"  {operator}, {backend}: {reason}" for (operator, backend), reason in _step_downs.items()]
+    return "\n".join(lines)
+
+
+def _doctor_answer(operator: str, backend: str, device_types: tuple[str, ...], reasons: list[str]) -> str:
+    """Answers "yes", or "no (n)" with the n-th of ``reasons``, to which a new reason is appended."""
+    refusals = [unavailable(operator, backend, device) for device in device_types]
+    if None in refusals:
+        return "yes"
+    reason = f"{backend}: {refusals[0]}"
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"no ({reasons.index(reason) + 1})"
+
+
+def _first_available(operator: str, device_type: str) -> str:
+    served = (backend for backend in BACKENDS if unavailable(operator, backend, device_type) is None)
+    return next(served, "none")
+
+
+# Argument checks that the public functions share ----------------------------------------------------------
+
+
+def check_float_tensor(name: str, value: object, shape: str) -> None:
+    """Raises TypeError unless ``value`` is a tensor of a floating dtype; ``shape`` is for the message."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {shape}")
+    if value.dtype not in _FLOAT_DTYPES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOAT_DTYPES)
+        raise TypeError(
+            f"{name}: got dtype {str(value.dtype).removeprefix('torch.')}, expected one of {expected}"
+        )
+
+
+def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:
+    """Raises ValueError unless ``tensor`` has ``rank`` dimensions."""
+    if tensor.ndim != rank:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {rank} dimensions {shape}")
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """Raises ValueError unless ``tensor.shape == expected``."""
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {expected} {meaning}")
+
+
+def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
+    """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
+
+    Under autocast the dtypes may differ, as with PyTorch's own operators.
+
+    Raises:
+        ValueError: Another device.
+        TypeError: Another dtype.
+    """
+    if tensor.device != x.device:
+        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
+    if tensor.dtype != x.dtype and tensor.dtype not in also and not autocast_enabled(x):
+        got, expected = (str(t.dtype).removeprefix("torch.") for t in (tensor, x))
+        raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    device_type = x.device.type
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
