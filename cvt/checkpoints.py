@@ -272,8 +272,10 @@ def _check_expressible(config: CvTConfig) -> None:
         f"scale={config.scale!r}": config.scale != "embed_dim",
         f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
         f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
-        f"pool={config.pool!r} beside a class token": config.pool == "avg" and config.cls_token[-1],
-        "a class token before the last stage": any(config.cls_token[:-1]),
+        f"pool={config.pool!r}": config.pool != "cls",
+        "class token before the last stage": any(config.cls_token[:-1]),
+        # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
+        "stage of so few blocks": any(depth <= i for i, depth in enumerate(config.depths)),
     }
     found = [obstacle for obstacle, present in obstacles.items() if present]
     if found:
@@ -381,7 +383,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'end of file'}"
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:

@@ -248,6 +248,8 @@ def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:
         if model not in PRESETS:
             raise ValueError(f"model: got {model!r}, expected one of {', '.join(PRESETS)}")
         model = PRESETS[model]
+    if not isinstance(model, CvTConfig):
+        raise TypeError(f"model: got {type(model).__name__}, expected a name or a CvTConfig")
     fields = [field.name for field in dataclasses.fields(CvTConfig)]
     for name in overrides:
         if name not in fields:

@@ -114,7 +114,9 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else text.splitlines()
     except ValueError as error:
-        raise ValueError(f"labels: {path} is not {path.suffix.strip('.') or 'text'}: {error}") from error
+        raise ValueError(
+            f"labels: {path} is not {'JSON' if path.suffix == '.json' else 'UTF-8 text'}: {error}"
+        ) from error
     if isinstance(content, dict):
         content = [content[key] for key in map(str, range(len(content))) if key in content]
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):

@@ -1,0 +1,27 @@
+"""The accuracy rule that every kernel and model is held to."""
+
+import torch
+from torch import Tensor
+
+
+def assert_accurate(
+    actual: Tensor, same_dtype: Tensor, exact: Tensor, *, factor: float = 2.0, floor: float = 1.0
+) -> None:
+    """Our error against float64 may be at most ``factor`` times that of PyTorch in the same dtype.
+
+    Args:
+        actual: Our result, in the dtype under test.
+        same_dtype: An independent composition of PyTorch's own operators in that dtype.
+        exact: The float64 result.
+        factor: 2 for values, 3 for gradients.
+        floor: Also allowed, in units in the last place of the largest exact value.
+    """
+    assert exact.dtype == torch.float64
+    assert actual.dtype == same_dtype.dtype
+    assert actual.shape == same_dtype.shape == exact.shape
+    ours = (actual.double() - exact).abs().max().item()
+    theirs = (same_dtype.double() - exact).abs().max().item()
+    ulp = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    assert ours <= factor * theirs + floor * ulp, (
+        f"error {ours:.3e}, PyTorch's {theirs:.3e}, one ulp {ulp:.3e}"
+    )

@@ -1,0 +1,23 @@
+"""What every test shares."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt_kernels import runtime
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch):
+    """The same random numbers in every test, and no trace of a backend that a test chose or registered."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(runtime, "_requested", "auto")
+    monkeypatch.setattr(runtime, "_step_downs", {})
+    monkeypatch.setattr(
+        runtime, "_implementations", {name: dict(found) for name, found in runtime._implementations.items()}
+    )
+    yield
+    runtime._ask_missing.cache_clear()

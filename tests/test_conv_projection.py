@@ -1,0 +1,152 @@
+"""The public function: what it accepts and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+
+GRID = (4, 5)
+
+
+def make_conv(channels=6, k=3, **changes):
+    conv2d = nn.Conv2d(channels, channels, k, padding=k // 2, groups=channels, bias=False)
+    return ck.ConvBatchNorm.from_modules(conv2d, nn.BatchNorm2d(channels))._replace(**changes)
+
+
+def make_x(tokens=20, channels=6, **settings):
+    return torch.randn(2, tokens, channels, **settings)
+
+
+@pytest.mark.parametrize("tokens", [20, 21])
+def test_serves_what_the_reference_serves(tokens):
+    x, convs = make_x(tokens), [make_conv(), make_conv(stride=2), make_conv(stride=2)]
+    outs = ck.conv_projection(x, GRID, convs, training=False)
+    expected = ck.reference.conv_projection(x, GRID, convs, training=False)
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    assert [tuple(out.shape) for out in outs] == [(2, n + tokens - 20, 6) for n in (20, 6, 6)]
+    if tokens == 21:
+        assert all(torch.equal(out[:, 0], x[:, 0]) for out in outs)
+
+
+def test_accepts_any_strides_of_x():
+    x, conv = make_x(), make_conv()
+    (expected,) = ck.conv_projection(x, GRID, [conv], training=False)
+    wide = torch.randn(2, 20, 12)
+    wide[:, :, ::2] = x
+    for view in (wide[:, :, ::2], x.transpose(1, 2).contiguous().transpose(1, 2)):
+        (out,) = ck.conv_projection(view, GRID, [conv], training=False)
+        torch.testing.assert_close(out, expected)
+        assert out.is_contiguous()
+
+
+def test_half_precision_beside_float32_batch_norm():
+    conv = make_conv()
+    conv = conv._replace(weight=conv.weight.bfloat16())
+    (out,) = ck.conv_projection(make_x(dtype=torch.bfloat16), GRID, [conv], training=True)
+    assert out.dtype == torch.bfloat16
+    assert conv.running_mean.dtype == torch.float32
+
+
+def test_autocast_mixes_dtypes():
+    with torch.autocast("cpu", torch.bfloat16):
+        (out,) = ck.conv_projection(make_x(), GRID, [make_conv()], training=False)
+    assert out.dtype == torch.bfloat16
+
+
+C = 6
+BAD_CONVS = [
+    ({"weight": torch.randn(C, 2, 3, 3)}, ValueError, r"convs\[1\].weight: got shape \(6, 2, 3, 3\)"),
+    (
+        {"weight": torch.randn(5, 1, 3, 3)},
+        ValueError,
+        r"convs\[1\].weight: got shape .* expected \(6, 1, 3, 3\)",
+    ),
+    ({"weight": torch.randn(C, 1, 3, 5)}, ValueError, r"convs\[1\].weight: .* square"),
+    ({"weight": torch.randn(C, 1, 3)}, ValueError, r"convs\[1\].weight: .* expected 4 dimensions"),
+    (
+        {"weight": torch.randn(C, 1, 3, 3).double()},
+        TypeError,
+        r"convs\[1\].weight: has dtype float64.*float32 as x",
+    ),
+    (
+        {"weight": torch.randn(C, 1, 3, 3, device="meta")},
+        ValueError,
+        r"convs\[1\].weight: is on meta, expected cpu",
+    ),
+    ({"weight": torch.ones(C, 1, 3, 3, dtype=torch.int64)}, TypeError, r"convs\[1\].weight: got dtype int64"),
+    ({"weight": None}, TypeError, r"convs\[1\].weight: got NoneType, expected a tensor"),
+    ({"bn_weight": torch.ones(5)}, ValueError, r"convs\[1\].bn_weight: got shape \(5,\), expected \(6,\)"),
+    ({"bn_bias": torch.ones(C, dtype=torch.float16)}, TypeError, r"convs\[1\].bn_bias: has dtype float16"),
+    ({"running_var": None}, ValueError, r"convs\[1\]: running_mean and running_var"),
+    ({"stride": -2}, ValueError, r"convs\[1\].stride: got -2, expected an integer of at least 1"),
+    ({"stride": (2, 2)}, ValueError, r"convs\[1\].stride: got \(2, 2\)"),
+    ({"padding": -1}, ValueError, r"convs\[1\].padding: got -1"),
+    ({"dilation": 0}, ValueError, r"convs\[1\].dilation: got 0"),
+    ({"dilation": 4}, ValueError, r"convs\[1\]: output of the 4×5 grid is empty"),
+    ({"eps": 0.0}, ValueError, r"convs\[1\].eps: got 0.0, expected a positive number"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_CONVS)
+def test_bad_branches(change, error, message):
+    good = make_conv()
+    before = good.running_mean.clone(), good.num_batches_tracked.clone()
+    with pytest.raises(error, match=message):
+        ck.conv_projection(make_x(), GRID, [good, make_conv()._replace(**change)], training=True)
+    assert torch.equal(good.running_mean, before[0])
+    assert torch.equal(good.num_batches_tracked, before[1])
+
+
+@pytest.mark.parametrize(
+    ("x", "grid", "convs", "error", "message"),
+    [
+        (make_x(19), GRID, None, ValueError, "grid: got 4×5 for 19 tokens"),
+        (make_x(22), GRID, None, ValueError, "grid: got 4×5 for 22 tokens"),
+        (make_x(), (0, 20), None, ValueError, "grid: got 0×20"),
+        (make_x(), 20, None, TypeError, r"grid: got 20, expected a tuple \(H, W\)"),
+        (make_x()[0], GRID, None, ValueError, "x: got shape .* expected 3 dimensions"),
+        (make_x().int(), GRID, None, TypeError, "x: got dtype int32"),
+        ([1.0], GRID, None, TypeError, "x: got list, expected a tensor"),
+        (make_x(), GRID, [], ValueError, "convs: got none"),
+        (make_x(), GRID, [nn.Conv2d(6, 6, 3)], TypeError, r"convs\[0\]: got Conv2d, expected ConvBatchNorm"),
+    ],
+)
+def test_bad_arguments(x, grid, convs, error, message):
+    with pytest.raises(error, match=message):
+        ck.conv_projection(x, grid, [make_conv()] if convs is None else convs, training=False)
+
+
+def test_one_value_per_channel_cannot_be_normalised_and_changes_nothing():
+    q, k = make_conv(), make_conv(stride=2)
+    x = torch.randn(1, 4, 6)  # q keeps 2×2 values, k one
+    before = q.running_mean.clone()
+    with pytest.raises(ValueError, match=r"convs\[1\]: expected more than 1 value per channel when training"):
+        ck.conv_projection(x, (2, 2), [q, k], training=True)
+    assert torch.equal(q.running_mean, before)
+    assert q.num_batches_tracked == 0
+    ck.conv_projection(x, (2, 2), [q, k], training=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bias": True}, "conv: has a bias"),
+        ({"padding_mode": "reflect", "padding": 1}, "conv: padding_mode is 'reflect'"),
+        ({"stride": (1, 2)}, r"conv: stride is \(1, 2\)"),
+        ({"padding": "same"}, "conv: padding is 'same'"),
+    ],
+)
+def test_modules_that_are_not_a_branch(settings, message):
+    conv2d = nn.Conv2d(4, 4, 3, groups=4, **{"bias": False, **settings})
+    with pytest.raises(ValueError, match=message):
+        ck.ConvBatchNorm.from_modules(conv2d, nn.BatchNorm2d(4))
+
+
+def test_sync_batch_norm_is_taken_alone_and_refused_among_several(monkeypatch):
+    conv2d, bn = nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.SyncBatchNorm(4)
+    ck.ConvBatchNorm.from_modules(conv2d, bn)
+    monkeypatch.setattr(ck.reference, "_world_size", lambda group: 2)
+    with pytest.raises(ValueError, match="bn: SyncBatchNorm in training over several processes"):
+        ck.ConvBatchNorm.from_modules(conv2d, bn)
+    ck.ConvBatchNorm.from_modules(conv2d, bn.eval())
