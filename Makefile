@@ -2,14 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PHOTOS := .venv/lib/python3*/site-packages/sklearn/datasets/images/*.jpg
+# Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth
+CHECKPOINT ?=
 
 .PHONY: demo test bench lint clean
 
-# The main job on real photographs. With weights: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth
+# The main job on two real photographs: parity and speed against Hugging Face's model, then classification.
 demo: $(INSTALLED)
 	$(BIN)/cvt-kernels doctor
-	$(BIN)/cvt-kernels bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
-	$(if $(CHECKPOINT),$(BIN)/cvt classify --checkpoint '$(CHECKPOINT)' $$($(BIN)/python -m cvt_kernels.bench))
+	$(BIN)/cvt-kernels bench --save-weights build/demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
+	$(BIN)/cvt classify $(PHOTOS) --checkpoint $(if $(CHECKPOINT),'$(CHECKPOINT)',build/demo)
 
 # Everything CI runs.
 test: lint
@@ -30,7 +33,7 @@ clean:
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or sys.exit("Python 3.10 or newer is needed; this is %d.%d. Choose one: make PYTHON=python3.12" % v)'
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit("Python 3.10 to 3.13 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'

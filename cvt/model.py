@@ -245,9 +245,8 @@ class _Stages(nn.Module):
         weight = self._built_stages()[0].patch_embed.proj.weight
         if images.device != weight.device:
             raise ValueError(f"images: are on {images.device}, expected {weight.device} as the model")
-        if images.dtype != weight.dtype and not (
-            images.is_floating_point() and ck.runtime.autocast_enabled(images)
-        ):
+        autocast = images.is_floating_point() and torch.is_autocast_enabled(images.device.type)
+        if images.dtype != weight.dtype and not autocast:
             raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
         height, width = images.shape[2:]
         for stage in self.config.stages[: len(self._stage_names)]:
