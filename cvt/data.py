@@ -34,8 +34,8 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         ImageError: The file is not an image, or is damaged.
     """
     try:
-        with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
+        with Image.open(path) as file:
+            image: Image.Image = ImageOps.exif_transpose(file)
             if image.mode.startswith("I"):  # 16-bit grayscale, which convert("RGB") would clip
                 image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
             if image.has_transparency_data:
