@@ -34,7 +34,7 @@ def test_cvt_13(benchmark, models, name, batch):
 
     benchmark.group = f"CvT-13, 224×224, float32, {DEVICE}, batch {batch}"
     with torch.inference_mode():
-        torch.testing.assert_close(models[name](x), models["hugging_face"](x), rtol=0, atol=1e-4)
+        torch.testing.assert_close(models["cvt_kernels"](x), models["hugging_face"](x), rtol=0, atol=1e-4)
         benchmark.pedantic(forward, rounds=10, warmup_rounds=1)
     if benchmark.stats is not None:  # None under --benchmark-disable
         benchmark.extra_info["images_per_second"] = batch / benchmark.stats.stats.median

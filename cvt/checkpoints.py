@@ -102,13 +102,15 @@ class Checkpoint(NamedTuple):
     def num_classes(self) -> int | None:
         """Outputs of the head, or None if there is no head."""
         head = self.tensors.get("head.weight")
-        return None if head is None else head.shape[0]
+        return None if head is None or head.ndim != 2 else head.shape[0]
 
     @property
     def labels(self) -> list[str] | None:
         """Class names from ``config.json``, if it has one for each class."""
-        id2label = (self.hf_config or {}).get("id2label") or {}
-        if self.num_classes is None or set(id2label) != {str(i) for i in range(self.num_classes)}:
+        id2label = (self.hf_config or {}).get("id2label")
+        if self.num_classes is None or not isinstance(id2label, dict):
+            return None
+        if set(id2label) != {str(i) for i in range(self.num_classes)}:
             return None
         return [str(id2label[str(i)]) for i in range(self.num_classes)]
 
@@ -123,7 +125,7 @@ class LoadReport(NamedTuple):
     """What :func:`load_checkpoint` did besides copying tensors.
 
     Attributes:
-        head_replaced: The number of classes differed, so the model's head was left freshly initialised.
+        head_replaced: The number of classes differed, so the model kept a head of its own.
         unused: Names in the checkpoint that belong to parts the model does not have.
     """
 
@@ -184,7 +186,7 @@ def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> Loa
         classes = own["head.weight"].shape[0]
         warnings.warn(
             f"{checkpoint.path} has a head of {checkpoint.num_classes} classes and the model one of "
-            f"{classes}: the head was not loaded and keeps its initial weights",
+            f"{classes}: the head was not loaded and keeps the model's own weights",
             stacklevel=2,
         )
     return LoadReport(head_replaced, unused)
@@ -233,10 +235,13 @@ def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None
     """``config`` in the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
 
     Raises:
+        TypeError: If ``labels`` are not strings.
         ValueError: If ``labels`` does not have one name per class.
     """
     if labels is None:
         labels = [f"LABEL_{i}" for i in range(config.num_classes)]
+    if not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"labels: got {labels!r}, expected one string per class")
     if len(labels) != config.num_classes:
         raise ValueError(f"labels: got {len(labels)} names, expected {config.num_classes}, one per class")
     stages = len(config.embed_dims)
@@ -323,7 +328,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
     while (weight := tensors.get(f"stage{len(dims)}.patch_embed.proj.weight")) is not None:
         prefix = f"stage{len(dims)}.blocks."
         depths.append(len({name.split(".")[2] for name in tensors if name.startswith(prefix)}))
-        dims.append(weight.shape[0])
+        dims.append(weight.shape[0] if weight.ndim else 0)
     return tuple(dims), tuple(depths)
 
 
@@ -338,8 +343,11 @@ def _read_directory(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         index = directory / f"{name}.index.json"
         if index.is_file():
             tensors: dict[str, Tensor] = {}
-            for shard in sorted(set(_read_json(index).get("weight_map", {}).values())):
-                tensors |= reader(directory / Path(shard).name)
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{index}: has no weight_map")
+            for shard in sorted({Path(str(file)).name for file in weight_map.values()}):
+                tensors |= reader(directory / shard)
             return tensors, hf_config
     raise CheckpointError(f"{directory}: has neither model.safetensors nor pytorch_model.bin")
 
@@ -349,7 +357,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
@@ -364,7 +372,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return _state_dict(load_file(path), path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: is not a readable safetensors file: {_first_line(error)}") from error
+        raise CheckpointError(f"{path}: is not a safetensors file, or damaged: {error}") from error
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -376,14 +384,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{path}: holds pickled code or objects ({unsafe[1]}), expected tensors only; not loaded"
             ) from error
+        with open(path, "rb") as file:
+            start = file.read(16)
         raise CheckpointError(
-            f"{path}: is damaged, or not a file of torch.save: {_first_line(error)}"
+            f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
         ) from error
     return _state_dict(content, path)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'end of file'}"
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
@@ -418,19 +424,31 @@ def _split_unused(
 def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     missing = [name for name in own if name not in tensors]
     unexpected = [name for name in tensors if name not in own]
+    common = [(name, tensors[name], tensor) for name, tensor in own.items() if name in tensors]
     reshaped = [
-        f"{name} {tuple(tensors[name].shape)} for {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in tensors and tensors[name].shape != tensor.shape
+        f"{name} {tuple(t.shape)} for {tuple(o.shape)}" for name, t, o in common if t.shape != o.shape
     ]
+    unreadable = [f"{name}, {t.dtype} {t.layout} on {t.device}" for name, t, o in common if not _copies(t, o)]
     problems = [
         f"{len(names)} {what} (first: {names[0]})"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", reshaped),
+            ("of another kind", unreadable),
+        )
         if names
     ]
     if problems:
         guess = f"; it looks like {checkpoint.preset}" if checkpoint.preset else ""
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {', '.join(problems)}{guess}")
+
+
+def _copies(source: Tensor, target: Tensor) -> bool:
+    """Whether ``target.copy_(source)`` keeps the values, but for rounding."""
+    same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
+    dense = source.layout == torch.strided and not source.is_quantized
+    return same_kind and dense and not source.is_meta and not target.is_meta
 
 
 def _check_hf_config(checkpoint: Checkpoint, config: CvTConfig) -> None:

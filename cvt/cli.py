@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels import __version__
@@ -35,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     classify.add_argument(
         "--activation",
         choices=tuple(ACTIVATIONS),
-        default="quick_gelu",
         help="default: quick_gelu, with which the published weights were trained; Hugging Face runs gelu",
     )
     classify.add_argument(
@@ -59,9 +61,12 @@ def _classify(arguments: argparse.Namespace) -> None:
     name = arguments.model or checkpoint.preset
     if name is None:
         raise CheckpointError(f"{arguments.checkpoint}: is not a CvT of {', '.join(PRESETS)}")
-    model = create_model(name, checkpoint=checkpoint, activation=arguments.activation).to(device).eval()
+    overrides = {} if arguments.activation is None else {"activation": arguments.activation}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = create_model(name, checkpoint=checkpoint, **overrides).to(device).eval()
     classes = model.config.num_classes
-    labels = read_labels(arguments.labels, classes) if arguments.labels else checkpoint.labels
+    labels = checkpoint.labels if arguments.labels is None else read_labels(arguments.labels, classes)
     image_size = arguments.image_size or (UNCROPPED_SIZE if name == "cvt_w24" else 224)
 
     photos, batch_size = arguments.photos, arguments.batch_size
@@ -73,8 +78,17 @@ def _classify(arguments: argparse.Namespace) -> None:
                 batches.append(model(images.to(device)).softmax(dim=-1).cpu())
             progress.update(len(images))
 
-    top = torch.cat(batches).topk(min(arguments.top, classes))
-    for photo, probabilities, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
-        print(photo)
-        for probability, index in zip(probabilities, indices, strict=True):
-            print(f"  {probability:7.2%}  {labels[index] if labels else f'class {index}'}")
+    probabilities = torch.cat(batches)
+    if not probabilities.isfinite().all():
+        raise CheckpointError(f"{arguments.checkpoint}: these weights give probabilities that are not finite")
+    for warning in caught:
+        print(f"cvt classify: {warning.message}", file=sys.stderr)
+    print("\n".join(_table(photos, probabilities, min(arguments.top, classes), labels)))
+
+
+def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:
+    top = probabilities.topk(count)
+    for photo, values, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
+        yield photo
+        for probability, index in zip(values, indices, strict=True):
+            yield f"  {probability:7.2%}  {labels[index] if labels else f'class {index}'}"

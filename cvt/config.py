@@ -7,6 +7,7 @@ files of Microsoft's repository.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +19,17 @@ DROP_PATH_SCHEDULES = ("stage", "depth", "constant")
 
 # Field → (type of one value, smallest value, values must be below) of the fields with one value per stage.
 _PER_STAGE: dict[str, tuple[type, float, float]] = {
-    "embed_dims": (int, 1, float("inf")),
-    "depths": (int, 1, float("inf")),
-    "num_heads": (int, 1, float("inf")),
-    "patch_sizes": (int, 1, float("inf")),
-    "patch_strides": (int, 1, float("inf")),
-    "patch_paddings": (int, 0, float("inf")),
-    "mlp_ratio": (float, 0, float("inf")),
+    "embed_dims": (int, 1, math.inf),
+    "depths": (int, 1, math.inf),
+    "num_heads": (int, 1, math.inf),
+    "patch_sizes": (int, 1, math.inf),
+    "patch_strides": (int, 1, math.inf),
+    "patch_paddings": (int, 0, math.inf),
+    "mlp_ratio": (float, 0, math.inf),
     "qkv_bias": (bool, 0, 2),
-    "kernel_size": (int, 1, float("inf")),
-    "stride_q": (int, 1, float("inf")),
-    "stride_kv": (int, 1, float("inf")),
+    "kernel_size": (int, 1, math.inf),
+    "stride_q": (int, 1, math.inf),
+    "stride_kv": (int, 1, math.inf),
     "cls_token": (bool, 0, 2),
     "drop_rate": (float, 0, 1),
     "attn_drop_rate": (float, 0, 1),
@@ -140,9 +141,9 @@ class CvTConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
         for name, least in (("num_classes", 0), ("in_chans", 1)):
-            _number(name, getattr(self, name), int, least, float("inf"))
+            _number(name, getattr(self, name), int, least, math.inf)
         if self.layer_scale is not None:
-            _number("layer_scale", self.layer_scale, float, float("-inf"), float("inf"))
+            _number("layer_scale", self.layer_scale, float, -math.inf, math.inf)
         self._check_consistency()
 
     def _check_consistency(self) -> None:
@@ -222,7 +223,7 @@ def _number(name: str, value: Any, kind: type, least: float, below: float) -> An
     if not right_type:
         raise TypeError(f"{name}: got {value!r}, expected {kind.__name__}")
     if not least <= value < below:
-        upper = "" if below == float("inf") else f" and below {below:g}"
+        upper = " and finite" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{name}: got {value!r}, expected at least {least:g}{upper}")
     return kind(value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -17,6 +17,19 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 CROP_FRACTION = 0.875
 #: From this size on the official evaluation resizes to the square instead of cropping one.
 UNCROPPED_SIZE = 384
+
+
+_EXIF_ORIENTATION = 0x0112
+#: EXIF orientation → what turns the stored picture upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class ImageError(ValueError):
@@ -35,17 +48,35 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """
     try:
         with Image.open(path) as file:
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):  # 16-bit grayscale, which convert("RGB") would clip
-                image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+            # Only the tag that matters: exif_transpose would also rewrite all others and fail on an odd one.
+            turn = _UPRIGHT.get(file.getexif().get(_EXIF_ORIENTATION, 1))
+            image = file.copy() if turn is None else file.transpose(turn)
+            if image.mode.startswith("I;16"):  # grayscale, which convert("RGB") would clip
+                image = _to_8_bits(image)
+            if image.mode in ("I", "F"):
+                raise ImageError(f"{path}: has 32-bit pixels of unknown range, expected 8 or 16 bits")
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
     except FileNotFoundError:
         raise FileNotFoundError(f"image: {path} does not exist") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except ImageError:
+        raise
+    except Exception as error:  # decoding damaged bytes can raise anything
         raise ImageError(f"{path}: is not a readable image: {error}") from error
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """16-bit grayscale to 8 bits, with alpha where one value stands for transparent."""
+    values = np.asarray(image)
+    gray = Image.fromarray((values / 257).round().astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is None:
+        return gray
+    return Image.merge(
+        "LA", (gray, Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    )
 
 
 def preprocess(image: Image.Image, image_size: int = 224) -> Tensor:
@@ -111,9 +142,9 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     if not path.exists():
         raise FileNotFoundError(f"labels: {path} does not exist")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         content = json.loads(text) if path.suffix == ".json" else text.splitlines()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"labels: {path} is not {'JSON' if path.suffix == '.json' else 'UTF-8 text'}: {error}"
         ) from error

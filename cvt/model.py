@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, cast, overload
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
+from cvt_kernels.runtime import autocast_enabled
 
 from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint
 from .config import CvTConfig, StageConfig, resolve_config
@@ -245,11 +247,14 @@ class _Stages(nn.Module):
         weight = self._built_stages()[0].patch_embed.proj.weight
         if images.device != weight.device:
             raise ValueError(f"images: are on {images.device}, expected {weight.device} as the model")
-        autocast = images.is_floating_point() and torch.is_autocast_enabled(images.device.type)
-        if images.dtype != weight.dtype and not autocast:
+        castable = images.is_floating_point() and images.dtype != torch.float64 and autocast_enabled(images)
+        if images.dtype != weight.dtype and not castable:
             raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
+        self._check_image_size(images)
+
+    def _check_image_size(self, images: Tensor) -> None:
         height, width = images.shape[2:]
-        for stage in self.config.stages[: len(self._stage_names)]:
+        for stage, built in zip(self.config.stages, self._built_stages(), strict=False):
             height, width = (
                 (n + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
                 for n in (height, width)
@@ -258,6 +263,13 @@ class _Stages(nn.Module):
                 raise ValueError(
                     f"images: {images.shape[2]}×{images.shape[3]} pixels are too few, "
                     f"the embedding with patch size {stage.patch_size} gets an empty grid"
+                )
+            keys = [(n - 1) // stage.stride_kv + 1 for n in (height, width)]
+            batch_norm = cast(Block, built.blocks[0]).attn.conv_proj_k.bn
+            if batch_norm.training and images.shape[0] * keys[0] * keys[1] == 1:
+                raise ValueError(
+                    f"images: one of {images.shape[2]}×{images.shape[3]} leaves BatchNorm a single value per "
+                    "channel, expected a larger batch or larger images in training"
                 )
 
     def no_weight_decay(self) -> set[str]:
@@ -280,6 +292,9 @@ class CvT(_Stages):
     Shape:
         Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
         (B, num_classes), or (B, num_features) without a head.
+
+    Modules that a fused operator covers hold parameters but are not called, so their forward hooks do not
+    fire: ``norm2``, ``attn.conv_proj_*`` with their ``conv`` and ``bn``, and ``attn.attn_drop``.
     """
 
     def __init__(self, config: CvTConfig):
@@ -355,7 +370,9 @@ class CvTFeatures(_Stages):
 
     def __init__(self, config: CvTConfig, out_indices: Sequence[int] | None = None):
         stages = len(config.embed_dims)
-        chosen = range(stages) if out_indices is None else out_indices
+        chosen = tuple(range(stages)) if out_indices is None else out_indices
+        if not isinstance(chosen, tuple | list) or not all(isinstance(i, int) for i in chosen):
+            raise TypeError(f"out_indices: got {chosen!r}, expected a tuple of integers")
         if not chosen or any(not -stages <= i < stages for i in chosen):
             raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")
         self.out_indices = tuple(i % stages for i in chosen)
@@ -423,8 +440,10 @@ def create_model(
 
     Args:
         model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`.
-        checkpoint: What :func:`load_checkpoint` reads. Without ``num_classes``, the head gets as many classes
-            as the checkpoint has; with another ``num_classes``, the head is left freshly initialised.
+        checkpoint: What :func:`load_checkpoint` reads. A model given by name and without ``num_classes`` gets
+            as many classes as the checkpoint has; with another number, its head is left freshly initialised.
+            Weights of a Hugging Face directory run the preset's activation too, with a warning, unless
+            ``activation`` is given.
         features_only: Build a :class:`CvTFeatures` instead of a classifier.
         out_indices: With ``features_only``, the stages whose maps are returned; None for all.
         **overrides: Fields of :class:`CvTConfig` to change, such as ``num_classes=10``.
@@ -443,10 +462,17 @@ def create_model(
     if checkpoint is None:
         return CvTFeatures(config, out_indices) if features_only else CvT(config)
     state = read_checkpoint(checkpoint)
+    by_name = isinstance(model, str)
+    if by_name and state.hf_config is not None and "activation" not in overrides:
+        warnings.warn(
+            f"{state.path} is a Hugging Face model, which runs exact GELU; this one runs quick_gelu, with "
+            "which the published weights were trained; choose by activation='gelu' or 'quick_gelu'",
+            stacklevel=2,
+        )
     if features_only:
         built: CvT | CvTFeatures = CvTFeatures(config, out_indices)
     else:
-        if "num_classes" not in overrides and state.num_classes is not None:
+        if by_name and "num_classes" not in overrides and state.num_classes is not None:
             config = dataclasses.replace(config, num_classes=state.num_classes)
         built = CvT(config)
     load_checkpoint(built, state)

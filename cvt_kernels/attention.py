@@ -57,9 +57,11 @@ def _check(
     keys = k.shape[1]
     if queries < 1 or keys < 1:
         raise ValueError(f"{'q' if queries < 1 else 'k'}: got no tokens, expected at least one")
+    if heads < 1 or head_dim < 1:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, expected at least one head and one channel of it")
     for name, tensor in (("k", k), ("v", v)):
         runtime.check_shape(name, tensor, (batch, keys, heads, head_dim), _SHAPE)
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
         raise ValueError(f"scale: got {scale}, expected a finite number or None")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")

@@ -58,9 +58,8 @@ def run(
     inputs = load_images(photos).to(device)
     name, ours = _build_ours(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
-        weights = scratch if save_weights is None else save_weights
-        save_huggingface(ours, weights)
-        peer = peer_class.from_pretrained(weights)
+        save_huggingface(ours, scratch)
+        peer = peer_class.from_pretrained(scratch)
     peer.to(device).eval()
     ours.to(device).eval()
     forwards: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,6 +70,8 @@ def run(
         logits = [forward(inputs) for forward in forwards.values()]
         copies = -(-batch_size // len(photos))
         seconds = _time_in_turns(forwards, inputs.repeat(copies, 1, 1, 1)[:batch_size], rounds)
+    if save_weights is not None:
+        save_huggingface(ours, save_weights)
     source = f"random weights (seed {_SEED})" if checkpoint is None else checkpoint
     heading = f"{name}, {source}, float32 on {device}, {torch.get_num_threads()} threads, batch {batch_size}"
     return "\n".join([heading, "", *_speed_table(seconds, batch_size), "", *_parity_table(photos, *logits)])

@@ -35,12 +35,13 @@ def conv_projection(
         One contiguous ``(B, Hᵢ·Wᵢ (+ 1), C)`` per branch, ``(Hᵢ, Wᵢ)`` being ``convs[i].output_grid(grid)``.
 
     Raises:
-        TypeError: An argument of the wrong type or dtype. BatchNorm's tensors may be float32 beside a
-            half-precision ``x``; under autocast dtypes may differ as they may for PyTorch's operators.
+        TypeError: An argument of the wrong type or dtype. BatchNorm's tensors may all be float32 beside an
+            ``x`` of half precision; under autocast dtypes may differ as they may for PyTorch's operators.
         ValueError: A wrong shape or device, an invalid stride, padding or dilation, an empty output, or
             training with a single value per channel. Nothing has been updated then.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    convs = tuple(convs)
     _check(x, grid, convs, training)
     return runtime.call("conv_projection", x, grid, convs, training=training)
 
@@ -48,8 +49,8 @@ def conv_projection(
 def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
     runtime.check_float_tensor("x", x, _SHAPE)
     runtime.check_rank("x", x, 3, _SHAPE)
-    if not isinstance(grid, tuple) or len(grid) != 2:
-        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W)")
+    if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):
+        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W) of integers")
     height, width = grid
     if height < 1 or width < 1 or x.shape[1] - height * width not in (0, 1):
         raise ValueError(
@@ -78,12 +79,9 @@ def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
     k = weight.shape[3]
     runtime.check_shape(f"{name}.weight", weight, (channels, 1, k, k), "(depthwise, square)")
     runtime.check_like(f"{name}.weight", weight, "x", x)
-    for field in ("bn_weight", "bn_bias", "running_mean", "running_var"):
-        tensor = getattr(conv, field)
-        if tensor is not None:
-            runtime.check_float_tensor(f"{name}.{field}", tensor, "(channels,)")
-            runtime.check_shape(f"{name}.{field}", tensor, (channels,), "(channels,)")
-            runtime.check_like(f"{name}.{field}", tensor, "x", x, also=(torch.float32,))
+    if k < 1:
+        raise ValueError(f"{name}.weight: got shape {tuple(weight.shape)}, expected a kernel of at least 1×1")
+    _check_batch_norm(name, conv, x)
     if (conv.running_mean is None) != (conv.running_var is None):
         raise ValueError(f"{name}: running_mean and running_var must both be given or both be None")
     for field, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
@@ -92,3 +90,22 @@ def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
             raise ValueError(f"{name}.{field}: got {value!r}, expected an integer of at least {least}")
     if not conv.eps > 0:
         raise ValueError(f"{name}.eps: got {conv.eps!r}, expected a positive number")
+
+
+def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
+    fields = ("bn_weight", "bn_bias", "running_mean", "running_var")
+    tensors = [(f"{name}.{field}", getattr(conv, field)) for field in fields]
+    tensors = [(field, tensor) for field, tensor in tensors if tensor is not None]
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    for field, tensor in tensors:
+        runtime.check_float_tensor(field, tensor, "(channels,)")
+        runtime.check_shape(field, tensor, (x.shape[2],), "(channels,)")
+        runtime.check_like(field, tensor, "x", x, also=(torch.float32,) if half else ())
+        if tensor.dtype != tensors[0][1].dtype:
+            raise TypeError(f"{field}: has dtype {tensor.dtype}, {tensors[0][0]} {tensors[0][1].dtype}")
+    tracked = conv.num_batches_tracked
+    if tracked is not None and (tracked.numel() != 1 or tracked.is_floating_point()):
+        raise TypeError(f"{name}.num_batches_tracked: got {tracked!r}, expected an integer scalar")
+    momentum = conv.momentum
+    if momentum is not None and not (isinstance(momentum, float | int) and 0 <= momentum <= 1):
+        raise ValueError(f"{name}.momentum: got {momentum!r}, expected a number in [0, 1] or None")

@@ -107,10 +107,12 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
     def __init__(self, name: str):
         global _requested
         _check_backend(name, "backend")
-        self._previous = _requested
+        self._name, self._previous = name, _requested
         _requested = name
 
     def __enter__(self) -> use_backend:
+        global _requested
+        _requested = self._name  # again, for an object that is entered more than once
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -323,7 +325,7 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: s
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
     """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
 
-    Under autocast the dtypes may differ, as with PyTorch's own operators.
+    Under autocast the dtypes may differ, but for float64, as with PyTorch's own operators.
 
     Raises:
         ValueError: Another device.
@@ -331,7 +333,8 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
     """
     if tensor.device != x.device:
         raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
-    if tensor.dtype != x.dtype and tensor.dtype not in also and not autocast_enabled(x):
+    castable = torch.float64 not in (tensor.dtype, x.dtype) and autocast_enabled(x)
+    if tensor.dtype != x.dtype and tensor.dtype not in also and not castable:
         got, expected = (str(t.dtype).removeprefix("torch.") for t in (tensor, x))
         raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
 

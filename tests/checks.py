@@ -1,7 +1,9 @@
-"""The accuracy rule that every kernel and model is held to."""
+"""What tests of several modules check by."""
 
 import torch
 from torch import Tensor
+
+from cvt_kernels import reference, runtime
 
 
 def assert_accurate(
@@ -25,3 +27,15 @@ def assert_accurate(
     assert ours <= factor * theirs + floor * ulp, (
         f"error {ours:.3e}, PyTorch's {theirs:.3e}, one ulp {ulp:.3e}"
     )
+
+
+def record_calls(operator: str) -> list[tuple[tuple, dict]]:
+    """Registers a native backend that notes its arguments before the reference serves the call."""
+    calls = []
+
+    def function(*args, **kwargs):
+        calls.append((args, kwargs))
+        return getattr(reference, operator)(*args, **kwargs)
+
+    runtime.register(operator, "native", runtime.Implementation(function))
+    return calls

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import record_calls
 
 import cvt_kernels as ck
 
@@ -14,11 +15,13 @@ def make(tokens, **changes):
     )  # fmt: skip
 
 
-def test_serves_what_the_reference_serves():
+def test_a_backend_gets_the_arguments_as_they_are():
+    calls = record_calls("attention")
     q, k, v, bias = make(9), make(4), make(4), torch.randn(3, 9, 4)
-    out = ck.attention(q, k, v, scale=0.2, bias=bias)
-    assert torch.equal(out, ck.reference.attention(q, k, v, scale=0.2, bias=bias))
-    assert out.is_contiguous()
+    out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
+    assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0})]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.2 + bias
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
 
 
 def test_slices_of_one_wider_tensor():
@@ -57,6 +60,11 @@ def test_autocast_mixes_dtypes():
         ({"v": make(4, device="meta")}, ValueError, "v: is on meta, expected cpu as q"),
         ({"q": make(9).long()}, TypeError, "q: got dtype int64"),
         ({"q": None}, TypeError, "q: got NoneType, expected a tensor"),
+        (
+            {"q": make(9, dim=0), "k": make(4, dim=0), "v": make(4, dim=0)},
+            ValueError,
+            "q: got shape .* one channel",
+        ),
         ({"scale": float("nan")}, ValueError, "scale: got nan"),
         ({"scale": float("inf")}, ValueError, "scale: got inf"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: got 1.0"),

@@ -134,6 +134,9 @@ def test_to_hugging_face_and_back(tmp_path):
     assert list(peer.config.id2label.values()) == labels
     peer.save_pretrained(tmp_path / "back")
     assert equal(create_model(SMALL, checkpoint=tmp_path / "back").state_dict(), ours.state_dict())
+    (tmp_path / "back" / "config.json").write_text('{"model_type": "cvt", "id2label": 5}')
+    assert read_checkpoint(tmp_path / "back").labels is None
+    peer.save_pretrained(tmp_path / "back")
     checkpoint = read_checkpoint(tmp_path / "back")
     assert checkpoint.labels == labels
     assert checkpoint.num_classes == 10
@@ -164,6 +167,8 @@ def test_saving_says_that_hugging_face_runs_another_activation(tmp_path):
 def test_models_that_hugging_face_cannot_express(tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         save_huggingface(small(**overrides), tmp_path / "out")
+    with pytest.raises(TypeError, match=r"labels: got .* expected one string per class"):
+        save_huggingface(small(), tmp_path / "out", labels=[object()] * 10)
     with pytest.raises(ValueError, match="labels: got 3 names, expected 10"):
         save_huggingface(small(), tmp_path / "out", labels=["a", "b", "c"])
     for model in (create_model(SMALL, features_only=True), small(num_classes=0), torch.nn.Linear(2, 2)):
@@ -216,7 +221,18 @@ def test_another_number_of_classes_replaces_the_head_and_says_so(tmp_path):
 
 def test_the_checkpoint_decides_the_number_of_classes_unless_told(tmp_path):
     torch.save(small(num_classes=6).state_dict(), tmp_path / "w.pth")
-    assert create_model(SMALL, checkpoint=tmp_path / "w.pth").num_classes == 6
+    with pytest.warns(UserWarning, match="head of 6 classes and the model one of 10"):
+        assert create_model(SMALL, checkpoint=tmp_path / "w.pth").num_classes == 10  # a configuration tells
+    model = create_model("cvt_13", num_classes=6)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    assert create_model("cvt_13", checkpoint=tmp_path / "w.pth").num_classes == 6
+
+
+def test_a_hugging_face_model_by_name_says_which_activation_runs(tmp_path):
+    save_huggingface(create_model("cvt_13", activation="gelu"), tmp_path)
+    with pytest.warns(UserWarning, match="runs exact GELU; this one runs quick_gelu"):
+        assert create_model("cvt_13", checkpoint=tmp_path).config.activation == "quick_gelu"
+    create_model("cvt_13", checkpoint=tmp_path, activation="gelu")
 
 
 def test_parts_that_the_model_lacks_are_left_out(tmp_path):
@@ -229,6 +245,36 @@ def test_parts_that_the_model_lacks_are_left_out(tmp_path):
 
 
 # Bad files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.to_sparse, lambda t: t.to("meta"), torch.Tensor.long, lambda t: t + 1j, lambda t: t > 0],
+)
+def test_tensors_of_another_kind_leave_the_model_as_it_was(tmp_path, change):
+    state = small().state_dict()
+    name = "stage2.blocks.0.mlp.fc1.weight"
+    torch.save(state | {name: change(state[name])}, tmp_path / "w.pth")
+    model = small(seed=1)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"1 of another kind \(first: stage2.blocks.0.mlp.fc1.weight, "):
+        load_checkpoint(model, tmp_path / "w.pth")
+    assert equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["head.weight", "stage0.patch_embed.proj.weight"])
+def test_scalars_in_place_of_weights(tmp_path, name):
+    torch.save(small().state_dict() | {name: torch.tensor(1.0)}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="of another shape"):
+        create_model(SMALL, checkpoint=tmp_path / "w.pth")
+
+
+def test_a_model_without_memory_is_refused(tmp_path):
+    torch.save(small().state_dict(), tmp_path / "w.pth")
+    with torch.device("meta"):
+        model = create_model(SMALL)
+    with pytest.raises(CheckpointError, match="of another kind"):
+        load_checkpoint(model, tmp_path / "w.pth")
 
 
 def write(path, content):
@@ -318,9 +364,16 @@ def test_bad_directories(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "cvt"}')
     with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor pytorch_model.bin"):
         read_checkpoint(tmp_path)
-    index = {"weight_map": {"a": "model-1-of-1.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-1-of-1.safetensors"):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": ["a"]}')
+    with pytest.raises(CheckpointError, match=r"index.json: has no weight_map"):
+        read_checkpoint(tmp_path)
+    for shard in ("model-1-of-1.safetensors", 1):
+        index.write_text(json.dumps({"weight_map": {"a": shard}}))
+        with pytest.raises(CheckpointError, match=f"{shard}: is not a safetensors file"):
+            read_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100000)
+    with pytest.raises(CheckpointError, match=r"config.json: is not JSON"):
         read_checkpoint(tmp_path)
 
 

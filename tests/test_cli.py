@@ -108,14 +108,22 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
     assert "three.txt names 3 classes, expected 12" in fails(photos[0], "--labels", tmp_path / "three.txt")
     assert "labels: " in fails(photos[0], "--labels", tmp_path / "none.txt")
     assert "other.pth: is not a CvT of cvt_13" in fails(photos[0], checkpoint=tmp_path / "other.pth")
-    assert "text.pth: is damaged, or not a file" in fails(photos[0], checkpoint=tmp_path / "text.pth")
-    assert "cut.pth: is damaged" in fails(photos[0], checkpoint=tmp_path / "cut.pth")
+    assert "text.pth: is not a file of torch.save, or damaged; it begins with b'hello'" in fails(
+        photos[0], checkpoint=tmp_path / "text.pth"
+    )
+    assert "cut.pth: is not a file of torch.save, or damaged" in fails(
+        photos[0], checkpoint=tmp_path / "cut.pth"
+    )
     assert "none.pth does not exist" in fails(photos[0], checkpoint=tmp_path / "none.pth")
     assert "does not fit this model" in fails(photos[0], "--model", "cvt_21")
     assert "it looks like cvt_13" in fails(photos[0], "--model", "cvt_21")
     assert "error: --device nonsense: " in fails(photos[0], "--device", "nonsense")
     assert "--top: got '0', expected a positive integer" in fails(photos[0], "--top", 0)
     assert "invalid choice: 'cvt_99'" in fails(photos[0], "--model", "cvt_99")
+    assert "--device meta: computes nothing" in fails(photos[0], "--device", "meta")
+    broken = {name: t / 0 if name == "norm.weight" else t for name, t in weights[1].state_dict().items()}
+    torch.save(broken, tmp_path / "broken.pth")
+    assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
     if not torch.cuda.is_available():
         assert "--device cuda: " in fails(photos[0], "--device", "cuda")
 
@@ -138,9 +146,10 @@ def test_bench_compares_on_real_photographs(capsys, tmp_path):
         difference, largest, agreement = rows[photo][1:]
         assert float(difference) < 1e-4 < 1 < float(largest)
         assert agreement == "5/5"
-    code, out, _ = classify(capsys, bench.sample_photos()[0], "--checkpoint", tmp_path)
+    code, out, err = classify(capsys, bench.sample_photos()[0], "--checkpoint", tmp_path)
     assert code == 0
     assert out.count("LABEL_") == 5
+    assert "runs exact GELU; this one runs quick_gelu" in err
 
 
 def test_bench_with_given_weights_and_photos(capsys, weights, photos):
@@ -172,6 +181,10 @@ def test_bench_bad_input(capsys, tmp_path, monkeypatch):
     assert "other.pth: is not a CvT of cvt_13" in fails("--checkpoint", tmp_path / "other.pth")
     assert "--rounds: got '-1', expected a positive integer" in fails("--rounds", -1)
     assert "error: " in fails("--save-weights", tmp_path / "file" / "below", "--rounds", "1")
+    monkeypatch.setattr("cvt_kernels.runtime._requested", "triton")
+    assert "backend 'triton' is unavailable" in fails("--save-weights", tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.setattr("cvt_kernels.runtime._requested", "auto")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is not installed; pip install 'cvt-kernels[bench]'" in fails()
     monkeypatch.setitem(sys.modules, "sklearn", None)

@@ -66,6 +66,7 @@ def test_drop_path_schedules(schedule, rates):
         ({"qkv_bias": 1}, TypeError, "qkv_bias: got 1, expected bool"),
         ({"mlp_ratio": "4"}, TypeError, "mlp_ratio: got '4', expected float"),
         ({"mlp_ratio": 0.001}, ValueError, "mlp_ratio: 0.001 leaves stage 0 no hidden channel"),
+        ({"mlp_ratio": float("inf")}, ValueError, "mlp_ratio: got inf, expected at least 0 and finite"),
         ({"drop_rate": 1.0}, ValueError, "drop_rate: got 1.0, expected at least 0 and below 1"),
         ({"drop_path_rate": float("nan")}, ValueError, "drop_path_rate: got nan"),
         (

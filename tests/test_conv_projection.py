@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import record_calls
 from torch import nn
 
 import cvt_kernels as ck
@@ -19,11 +20,15 @@ def make_x(tokens=20, channels=6, **settings):
 
 
 @pytest.mark.parametrize("tokens", [20, 21])
-def test_serves_what_the_reference_serves(tokens):
-    x, convs = make_x(tokens), [make_conv(), make_conv(stride=2), make_conv(stride=2)]
+def test_a_backend_gets_the_arguments_as_they_are(tokens):
+    calls = record_calls("conv_projection")
+    x, convs = make_x(tokens), (make_conv(), make_conv(stride=2), make_conv(stride=2))
     outs = ck.conv_projection(x, GRID, convs, training=False)
-    expected = ck.reference.conv_projection(x, GRID, convs, training=False)
-    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    (((got, grid, branches), keywords),) = calls
+    assert got is x
+    assert grid == GRID
+    assert all(a is b for a, b in zip(branches, convs, strict=True))
+    assert keywords == {"training": False}
     assert [tuple(out.shape) for out in outs] == [(2, n + tokens - 20, 6) for n in (20, 6, 6)]
     if tokens == 21:
         assert all(torch.equal(out[:, 0], x[:, 0]) for out in outs)
@@ -46,6 +51,21 @@ def test_half_precision_beside_float32_batch_norm():
     (out,) = ck.conv_projection(make_x(dtype=torch.bfloat16), GRID, [conv], training=True)
     assert out.dtype == torch.bfloat16
     assert conv.running_mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_batch_norm_dtypes_that_pytorch_refuses_change_nothing(dtype):
+    conv = make_conv()
+    conv = conv._replace(weight=conv.weight.to(dtype))
+    if dtype == torch.bfloat16:
+        conv = conv._replace(bn_weight=conv.bn_weight.bfloat16(), bn_bias=conv.bn_bias.bfloat16())
+    with pytest.raises(TypeError, match="dtype"):
+        ck.conv_projection(make_x(dtype=dtype), GRID, [conv], training=True)
+    assert conv.num_batches_tracked == 0
+
+
+def test_branches_may_come_from_a_generator():
+    assert len(ck.conv_projection(make_x(), GRID, (make_conv() for _ in range(2)), training=False)) == 2
 
 
 def test_autocast_mixes_dtypes():
@@ -79,6 +99,19 @@ BAD_CONVS = [
     ({"bn_weight": torch.ones(5)}, ValueError, r"convs\[1\].bn_weight: got shape \(5,\), expected \(6,\)"),
     ({"bn_bias": torch.ones(C, dtype=torch.float16)}, TypeError, r"convs\[1\].bn_bias: has dtype float16"),
     ({"running_var": None}, ValueError, r"convs\[1\]: running_mean and running_var"),
+    (
+        {"bn_bias": torch.ones(C).double()},
+        TypeError,
+        r"convs\[1\].bn_bias: has dtype float64, expected float32",
+    ),
+    (
+        {"num_batches_tracked": torch.ones(2)},
+        TypeError,
+        r"convs\[1\].num_batches_tracked: got .* integer scalar",
+    ),
+    ({"momentum": 5.0}, ValueError, r"convs\[1\].momentum: got 5.0, expected a number in \[0, 1\]"),
+    ({"momentum": "a"}, ValueError, r"convs\[1\].momentum: got 'a'"),
+    ({"weight": torch.ones(C, 1, 0, 0)}, ValueError, r"convs\[1\].weight: .* at least 1×1"),
     ({"stride": -2}, ValueError, r"convs\[1\].stride: got -2, expected an integer of at least 1"),
     ({"stride": (2, 2)}, ValueError, r"convs\[1\].stride: got \(2, 2\)"),
     ({"padding": -1}, ValueError, r"convs\[1\].padding: got -1"),
@@ -105,6 +138,13 @@ def test_bad_branches(change, error, message):
         (make_x(22), GRID, None, ValueError, "grid: got 4×5 for 22 tokens"),
         (make_x(), (0, 20), None, ValueError, "grid: got 0×20"),
         (make_x(), 20, None, TypeError, r"grid: got 20, expected a tuple \(H, W\)"),
+        (
+            make_x(),
+            (4.0, 5.0),
+            None,
+            TypeError,
+            r"grid: got \(4.0, 5.0\), expected a tuple \(H, W\) of integers",
+        ),
         (make_x()[0], GRID, None, ValueError, "x: got shape .* expected 3 dimensions"),
         (make_x().int(), GRID, None, TypeError, "x: got dtype int32"),
         ([1.0], GRID, None, TypeError, "x: got list, expected a tensor"),

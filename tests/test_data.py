@@ -73,6 +73,33 @@ def test_grayscale_of_16_bits_is_scaled_not_clipped(tmp_path):
     assert colours(read_image(tmp_path / "a.png")) == [(51,) * 3, (204,) * 3]
 
 
+def test_grayscale_of_16_bits_with_a_transparent_value(tmp_path):
+    values = np.full((20, 40), 7, dtype=np.uint16)
+    values[:, 20:] = 204 * 257
+    Image.fromarray(values).save(tmp_path / "a.png", transparency=7)
+    assert colours(read_image(tmp_path / "a.png")) == [(255,) * 3, (204,) * 3]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_unknown_range_are_refused(tmp_path, dtype):
+    Image.fromarray(np.full((20, 40), 200, dtype=dtype)).save(tmp_path / "a.tiff")
+    with pytest.raises(ImageError, match=r"a.tiff: has 32-bit pixels of unknown range"):
+        read_image(tmp_path / "a.tiff")
+
+
+def test_an_odd_exif_tag_does_not_spoil_the_picture(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0100] = 6, 40
+    STORED[6](two_halves()).save(tmp_path / "a.jpg", exif=exif, subsampling=0)
+    jpeg = (tmp_path / "a.jpg").read_bytes()
+    for tag in (b"\x01\x00\x00\x03", b"\x01\x00\x00\x04", b"\x00\x01\x03\x00", b"\x00\x01\x04\x00"):
+        if tag in jpeg:  # ImageWidth as SHORT or LONG, in either byte order: now of type BYTE
+            broken = tag.replace(b"\x03", b"\x01").replace(b"\x04", b"\x01")
+            (tmp_path / "a.jpg").write_bytes(jpeg.replace(tag, broken, 1))
+    assert (tmp_path / "a.jpg").read_bytes() != jpeg
+    assert near(colours(read_image(tmp_path / "a.jpg")), [RED, BLUE], 4)
+
+
 def test_transparency_is_shown_on_white(tmp_path):
     image = two_halves().convert("RGBA")
     image.putalpha(Image.fromarray(np.repeat(np.uint8([[255] * 20 + [0] * 20]), 20, axis=0)))
@@ -186,6 +213,7 @@ def test_missing_small_and_not_a_file(tmp_path):
     ("name", "content"),
     [
         ("a.txt", "cat\ndog\ncorgi, Pembroke\n"),
+        ("a.txt", "\ufeffcat\ndog\ncorgi, Pembroke"),
         ("a.json", '["cat", "dog", "corgi, Pembroke"]'),
         ("a.json", '{"2": "corgi, Pembroke", "0": "cat", "1": "dog"}'),
     ],
@@ -201,6 +229,7 @@ def test_labels(tmp_path, name, content):
         ("a.txt", b"cat\ndog\n", "a.txt names 2 classes, expected 3"),
         ("a.txt", b"\xff\xfe\x00c", "a.txt is not UTF-8 text"),
         ("a.json", b'["cat"', "a.json is not JSON"),
+        ("a.json", b"[" * 100000, "a.json is not JSON"),
         ("a.json", b"[1, 2, 3]", "a.json has no list of names"),
         ("a.json", b'"cat"', "a.json has no list of names"),
         ("a.json", b'{"1": "a", "2": "b", "3": "c"}', "a.json names 2 classes, expected 3"),

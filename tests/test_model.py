@@ -14,7 +14,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, CvT, CvTConfig, CvTFeatures, create_model
-from cvt.model import Block, DropPath, tokens_to_map
+from cvt.model import Block, DropPath, Stage, tokens_to_map
 from cvt_kernels import runtime
 from cvt_kernels.bench import randomize
 
@@ -229,6 +229,46 @@ def test_batch_norm_in_the_embedding_comes_before_the_layer_norm():
     torch.testing.assert_close(embed(x)[0], expected)
 
 
+def test_every_kind_of_dropout_acts_in_training_and_only_there():
+    x = torch.randn(8, 3, 64, 64)
+    for overrides in (
+        {"drop_rate": 0.2},
+        {"attn_drop_rate": 0.2},
+        {"drop_path_rate": 0.3, "drop_path_schedule": "constant"},
+    ):
+        model = small(**overrides, cls_token=True)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.0
+        assert not torch.equal(model.train()(x), model(x)), overrides
+        assert torch.equal(model.eval()(x), model(x)), overrides
+    plain = small().train()
+    assert torch.equal(plain(x), plain(x))
+
+
+def test_dropouts_are_where_the_configuration_puts_them():
+    model = create_model(SMALL, drop_rate=(0.1, 0.2, 0.3), attn_drop_rate=(0.4, 0.5, 0.6), drop_path_rate=0.3)
+    called = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout | DropPath):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    model(torch.randn(4, 3, 64, 64))
+    for i, stage in enumerate((model.stage0, model.stage1, model.stage2)):
+        assert [block.drop_path.rate for block in stage.blocks] == list(
+            model.config.stages[i].drop_path_rates
+        )
+        assert stage.pos_drop.p == (0.1, 0.2, 0.3)[i]
+        assert called.count(f"stage{i}.pos_drop") == 1
+        for j, block in enumerate(stage.blocks):
+            assert block.attn.attn_drop.p == (0.4, 0.5, 0.6)[i]
+            assert block.attn.proj_drop.p == block.mlp.drop.p == (0.1, 0.2, 0.3)[i]
+            calls = {
+                part: called.count(f"stage{i}.blocks.{j}.{part}")
+                for part in ("attn.proj_drop", "mlp.drop", "drop_path")
+            }
+            assert calls == {"attn.proj_drop": 1, "mlp.drop": 2, "drop_path": 2}
+
+
 def test_drop_path_drops_samples_and_keeps_the_mean():
     drop = DropPath(0.25)
     out = drop(torch.ones(4000, 2, 3))
@@ -306,6 +346,12 @@ def test_features_only(indices, expected):
     assert model.feature_info.module_name() == [f"stage{i}" for i in expected]
 
 
+@pytest.mark.parametrize("indices", [2, "12", (i for i in range(2)), (0.0,)])
+def test_out_indices_of_the_wrong_type(indices):
+    with pytest.raises(TypeError, match=r"out_indices: got .* expected a tuple of integers"):
+        create_model(SMALL, features_only=True, out_indices=indices)
+
+
 @pytest.mark.parametrize("indices", [(), (3,), (0, -4)])
 def test_bad_out_indices(indices):
     with pytest.raises(ValueError, match=r"out_indices: got .* expected indices of 3 stages"):
@@ -337,16 +383,13 @@ def test_initialisation_is_microsofts():
 def test_blocks_use_the_public_operators():
     """Every block goes through the backend choice, so that a faster backend reaches all of it."""
     called = []
+    for operator in runtime.OPERATORS:
 
-    def recorder(operator):
-        def function(*args, **kwargs):
+        def function(*args, operator=operator, **kwargs):
             called.append(operator)
             return getattr(ck.reference, operator)(*args, **kwargs)
 
-        return function
-
-    for operator in runtime.OPERATORS:
-        runtime.register(operator, "native", runtime.Implementation(recorder(operator)))
+        runtime.register(operator, "native", runtime.Implementation(function))
     model = small().eval()
     with ck.use_backend("native"):
         logits = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
@@ -379,6 +422,14 @@ def test_compiles_without_graph_breaks(mode):
     torch.testing.assert_close(compiled(x), model(x))
     for (name, ours), theirs in zip(model.named_buffers(), compiled.buffers(), strict=True):
         torch.testing.assert_close(theirs, ours, msg=name)
+
+
+def test_compiles_with_dynamic_shapes():
+    stage = Stage(CvTConfig(cls_token=True).stages[0]).eval()
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in ((2, 3, 48, 64), (3, 3, 64, 80)):
+        x = torch.randn(size)
+        torch.testing.assert_close(compiled(x)[0], stage(x)[0])
 
 
 def test_exports():
@@ -444,6 +495,11 @@ def test_data_parallel_training_step(tmp_path):
             torch.randn(2, 3, 64, 64, device="meta"),
             ValueError,
             "images: are on meta, expected cpu as the model",
+        ),
+        (
+            torch.randn(1, 3, 32, 32),
+            ValueError,
+            "images: one of 32×32 leaves BatchNorm a single value per channel",
         ),
         (torch.randn(2, 3, 2, 64), ValueError, "images: 2×64 pixels are too few"),
         (np.zeros((2, 3, 64, 64)), TypeError, "images: got ndarray, expected a tensor"),

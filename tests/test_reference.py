@@ -340,32 +340,37 @@ def test_layer_norm_and_gelu_gradients(approximate):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_operator_keeps_the_dtype_and_its_accuracy(dtype):
-    def check(function, same_dtype, *tensors):
-        exact = function(*(t.double() for t in tensors))
-        assert_accurate(function(*tensors), same_dtype(*tensors), exact)
+    """Each against another composition in the same dtype, and against that in float64."""
 
-    x, weight, bias = torch.randn(2, 20, 16).to(dtype), torch.randn(16).to(dtype), torch.randn(16).to(dtype)
-    check(reference.layer_norm, lambda x, w, b: F.layer_norm(x, (16,), w, b), x, weight, bias)
+    def check(function, composition, *tensors):
+        exact = composition(*(t.double() for t in tensors))
+        assert_accurate(function(*tensors), composition(*tensors), exact, floor=4)
+
+    def normed(x, weight, bias):
+        return layer_norm_formula(x, weight, bias, 1e-5)
+
+    def tanh_gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 20, 16), (16,), (16,)))
+    check(reference.layer_norm, normed, x, weight, bias)
     check(
-        lambda x, w: reference.add_layer_norm(x, x, w)[1],
-        lambda x, w: F.layer_norm(2 * x, (16,), w),
-        x,
-        weight,
+        lambda x, w, b: reference.add_layer_norm(x, x, w, b)[1],
+        lambda x, w, b: normed(2 * x, w, b),
+        *(x, weight, bias),
     )
-    check(reference.bias_gelu, lambda x, b: F.gelu(x + b), x, bias)
-    check(lambda x: reference.gelu(x, approximate="quick"), lambda x: x * torch.sigmoid(1.702 * x), x)
+    check(lambda x: reference.gelu(x, approximate="quick"), lambda x: x / (1 + torch.exp(-1.702 * x)), x)
+    check(reference.bias_gelu, lambda x, b: 0.5 * (x + b) * (1 + torch.erf((x + b) / math.sqrt(2))), x, bias)
     check(
         lambda x, w, b: reference.layer_norm_gelu(x, w, b, approximate="tanh"),
-        lambda x, w, b: F.gelu(F.layer_norm(x, (16,), w, b), approximate="tanh"),
-        x, weight, bias,
-    )  # fmt: skip
-    q, k, v = (torch.randn(2, n, 2, 16).to(dtype) for n in (9, 5, 5))
-    check(reference.attention, sdpa, q, k, v)
-    conv = random_conv(16, dtype=dtype, padding=1, stride=2)
-    exact_conv = ConvBatchNorm(
-        *(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in conv)
+        lambda x, w, b: tanh_gelu(normed(x, w, b)),
+        *(x, weight, bias),
     )
-    theirs = modules(conv, 16).eval()(tokens_to_image(x, (4, 5)))
+    check(reference.attention, sdpa, *(torch.randn(2, n, 2, 16).to(dtype) for n in (9, 5, 5)))
+    conv = random_conv(16, dtype=dtype, padding=1, stride=2)
+    branch = modules(conv, 16).eval()
     (out,) = reference.conv_projection(x, (4, 5), [conv], training=False)
-    (exact,) = reference.conv_projection(x.double(), (4, 5), [exact_conv], training=False)
-    assert_accurate(out, image_to_tokens(theirs, x[:, :0]), exact)
+    with torch.no_grad():
+        same_dtype = image_to_tokens(branch(tokens_to_image(x, (4, 5))), x[:, :0])
+        exact = image_to_tokens(branch.double()(tokens_to_image(x.double(), (4, 5))), x[:, :0].double())
+    assert_accurate(out, same_dtype, exact)

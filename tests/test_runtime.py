@@ -80,6 +80,11 @@ def test_use_backend_as_statement_and_nested():
         assert runtime.requested_backend() == "reference"
     ck.use_backend("triton")
     assert runtime.requested_backend() == "triton"
+    again = ck.use_backend("reference")
+    for _ in range(2):
+        with again:
+            assert runtime.requested_backend() == "reference"
+        assert runtime.requested_backend() == "triton"
     with pytest.raises(ZeroDivisionError), ck.use_backend("auto"):
         _ = 1 / 0
     assert runtime.requested_backend() == "triton"
