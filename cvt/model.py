@@ -80,7 +80,7 @@ class ConvEmbed(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         x = self.bn(self.proj(x.contiguous(memory_format=torch.channels_last)))
         height, width = x.shape[2:]
-        return self.norm(x.flatten(2).transpose(1, 2)), (height, width)
+        return self.norm(x.permute(0, 2, 3, 1).flatten(1, 2)), (height, width)
 
 
 class ConvProjection(nn.Module):
@@ -394,7 +394,7 @@ def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
     """Tokens (B, T, C) to their map (B, C, H, W), a channels-last view without the class token."""
     height, width = grid
     spatial = tokens[:, tokens.shape[1] - height * width :]
-    return spatial.transpose(1, 2).unflatten(2, (height, width))
+    return spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)
 
 
 def _init_weights(module: nn.Module) -> None:

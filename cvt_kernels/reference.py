@@ -103,11 +103,13 @@ def conv_projection(
     height, width = grid
     tokens, channels = x.shape[1:]
     class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
-    image = spatial.transpose(1, 2).unflatten(2, (height, width))  # (B, C, H, W), channels last in memory
+    # In this order: for B = 1, the strides that transpose and unflatten would leave make the CPU's
+    # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).
+    image = spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
     outputs = []
     for conv in convs:
         y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
-        y = _batch_norm(y, conv, training).flatten(2).transpose(1, 2)
+        y = _batch_norm(y, conv, training).permute(0, 2, 3, 1).flatten(1, 2)
         outputs.append(torch.cat([class_token, y], dim=1) if tokens > height * width else y.contiguous())
     return tuple(outputs)
 

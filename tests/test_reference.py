@@ -190,9 +190,10 @@ def test_conv_projection_over_odd_sizes(data):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("class_tokens", [0, 1])
-def test_conv_projection_gradients(training, class_tokens):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_conv_projection_gradients(training, class_tokens, batch):
     grid, channels = (4, 3), 2
-    x = torch.randn(2, class_tokens + 12, channels, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(batch, class_tokens + 12, channels, dtype=torch.float64, requires_grad=True)
     convs = [random_conv(channels, grad=True, stride=s, padding=1) for s in (1, 2)]
     names = ("weight", "bn_weight", "bn_bias")
 
