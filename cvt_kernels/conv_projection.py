@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,30 @@ from .reference import ConvBatchNorm
 
 _SHAPE = "(batch, tokens, channels)"
 
+
+def _triton(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    from . import conv_projection_triton  # imports Triton, so not before it is needed
+
+    return conv_projection_triton.conv_projection(*args, **kwargs)
+
+
+def _triton_refuses(*args: Any, **kwargs: Any) -> str | None:
+    from . import conv_projection_triton
+
+    return conv_projection_triton.refuses(*args, **kwargs)
+
+
+runtime.register(
+    "conv_projection",
+    "triton",
+    runtime.Implementation(
+        _triton,
+        ("cuda",),
+        runtime.triton_missing,
+        _triton_refuses,
+        opt_in="has not run on a GPU yet; use_backend('triton') tries it",
+    ),
+)
 runtime.register("conv_projection", "reference", runtime.Implementation(reference.conv_projection))
 
 

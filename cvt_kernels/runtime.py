@@ -8,6 +8,7 @@ globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompi
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import shutil
@@ -61,15 +62,18 @@ class Implementation(NamedTuple):
         devices: Device types that it serves; None for every one.
         missing: Why this machine cannot run it at all, or None if it can. Asked once, at the first call.
         refuses: Given the arguments of one call, why it cannot serve that call, or None if it can.
+        opt_in: Why ``auto`` leaves it alone and only an explicit request takes it; None if ``auto`` may.
     """
 
     function: Callable[..., Any]
     devices: tuple[str, ...] | None = None
     missing: Callable[[], str | None] | None = None
     refuses: Callable[..., str | None] | None = None
+    opt_in: str | None = None
 
 
 _implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _requested = os.environ.get("CVT_KERNELS_BACKEND") or "auto"
 _step_downs: dict[tuple[str, str], str] = {}
 
@@ -159,7 +163,12 @@ def unavailable(operator: str, backend: str, device_type: str | None = None) -> 
     reason = _missing(operator, backend)
     if reason is None and device_type is not None:
         devices = _implementations[operator][backend].devices
-        if devices is not None and device_type not in devices:
+        opt_in = _implementations[operator][backend].opt_in
+        if opt_in is not None and _requested != backend:
+            return opt_in
+        # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
+        interpreted = _INTERPRETING and backend == _requested == "triton" and device_type == "cpu"
+        if devices is not None and device_type not in devices and not interpreted:
             reason = f"serves {' and '.join(devices)} tensors, not {device_type}"
     return reason
 
@@ -211,6 +220,15 @@ def machine() -> Machine:
         gpus=_gpus(),
         nvcc=_nvcc(),
     )
+
+
+def triton_missing() -> str | None:
+    """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not torch.cuda.is_available() and not _INTERPRETING:
+        return "there is no NVIDIA GPU"
+    return None
 
 
 def _installed_version(package: str) -> str | None:
