@@ -5,7 +5,7 @@ Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial to
 A program takes one image, one region of its grid (a strip of rows × a block of columns, cut in the same
 proportion for every branch) and BC channels. It computes a branch in tiles of P pixels × BC channels; each
 lane of P holds R consecutive output rows in registers, so that a loaded input row serves all of them. The
-second and third branch find x in L1 or L2.
+second and third branch are meant to find x in L1 or L2; the units below count on it, and no GPU has confirmed it.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 

@@ -207,6 +207,31 @@ def test_double_backward_raises():
         dx.sum().backward()
 
 
+def test_the_kernels_do_the_work(monkeypatch):
+    """One training step launches each of them: the tests above would pass with a silent reference too."""
+    from cvt_kernels import conv_projection_triton as kernels
+
+    launched = []
+
+    def launch(kernel, *args, original=kernels._launch, **kwargs):
+        launched.append(kernel)
+        original(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "_launch", launch)
+    x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
+    run("triton", x, (3, 3), convs, True)
+    assert launched == [
+        kernels._conv_projection_stats_kernel,
+        kernels._merge_stats_kernel,
+        kernels._conv_projection_fwd_kernel,
+        kernels._conv_projection_bwd_sums_kernel,
+        kernels._sum_regions_kernel,
+        kernels._conv_projection_bwd_conv_kernel,
+        kernels._sum_regions_kernel,
+        kernels._conv_projection_bwd_input_kernel,
+    ]
+
+
 def test_an_empty_batch_goes_to_the_reference():
     x, convs = make(2, (3, 3), 2, 0)
     assert all(out.shape[0] == 0 for out in ck.conv_projection(x[:0], (3, 3), convs, training=False))
