@@ -2,13 +2,21 @@
 
 Needs no GPU: the launchers run on tensors without memory (``device="meta"``), and each launch that they would
 make is compiled instead. Triton ships the assembler and the disassembler.
+
+``python -m cvt_kernels.aot --arch 90 --dtype bfloat16`` compiles every kernel at CvT's shapes, prints a line
+for each and fails if registers spill.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +28,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from . import runtime
+
 #: Shared memory that one block may use, KiB.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 #: 32-bit registers of a multiprocessor, and the most warps and blocks that it holds.
@@ -30,17 +40,19 @@ _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.int64: "i64",
 }
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel, its grid, arguments, constants and warps."""
+    """One launch: the kernel, its grid, arguments, constants, warps and the most registers of a thread."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
+    registers: int
 
 
 class Resources(NamedTuple):
@@ -65,20 +77,59 @@ class Resources(NamedTuple):
     occupancy: float
 
 
+#: What one stage's attention block works on: (H, W), channels, class tokens.
+Stage = tuple[tuple[int, int], int, int]
+
+#: The stages of CvT-13 (and, but for depth, CvT-21) and CvT-W24 at the resolutions of the paper.
+STAGES: dict[str, tuple[Stage, Stage, Stage]] = {
+    "cvt_13 at 224": (((56, 56), 64, 0), ((28, 28), 192, 0), ((14, 14), 384, 1)),
+    "cvt_13 at 384": (((96, 96), 64, 0), ((48, 48), 192, 0), ((24, 24), 384, 1)),
+    "cvt_w24 at 384": (((96, 96), 192, 0), ((48, 48), 768, 0), ((24, 24), 1024, 1)),
+}
+
+
 @contextlib.contextmanager
-def record(module: Any) -> Iterator[list[Launch]]:
-    """Within it, the launchers of ``module`` note their launches in the yielded list and start nothing."""
+def record(module: Any, chip: runtime.Chip) -> Iterator[list[Launch]]:
+    """Within it, the launchers of ``module`` plan for ``chip``, list their launches and start nothing."""
     launches: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *args: Any, config: Any, **constants: Any) -> None:
-        launches.append(Launch(kernel, grid, args, constants, config.num_warps))
+        launches.append(Launch(kernel, grid, args, constants, config.num_warps, config.registers))
 
-    original = module._launch
-    module._launch = note
+    originals = module._launch, runtime.chip
+    module._launch, runtime.chip = note, lambda device: chip
     try:
         yield launches
     finally:
-        module._launch = original
+        module._launch, runtime.chip = originals
+
+
+def conv_projection_launches(
+    stage: Stage, dtype: torch.dtype, chip: runtime.Chip, *, batch: int = 256
+) -> list[Launch]:
+    """What evaluation and a training step of CvT's projection launch (q stride 1, k and v stride 2)."""
+    from . import conv_projection_triton as kernels
+
+    grid, channels, class_tokens = stage
+    geometry = kernels.Geometry(grid, (3, 3, 3), (1, 2, 2), (1, 1, 1), (1, 1, 1), (1e-5,) * 3)
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = meta(batch, grid[0] * grid[1] + class_tokens, channels)
+    weights, vectors = [meta(channels, 1, 3, 3)] * 3, [meta(channels, dtype=torch.float32)] * 3
+    tracked = [meta(dtype=torch.int64)] * 3
+    dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
+    with record(kernels, chip) as launches:
+        kernels.forward(x, geometry, weights, *[vectors] * 4)
+        mean, variance = kernels.statistics(x, geometry, weights)
+        kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
+        sums = kernels.backward_sums(x, geometry, weights, vectors, vectors, dys)
+        dconvs, _ = kernels.backward_conv(
+            x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
+        )
+        kernels.backward_input(geometry, weights, dconvs, dys)
+    return launches
 
 
 def source(launch: Launch) -> ASTSource:
@@ -92,7 +143,8 @@ def source(launch: Launch) -> ASTSource:
         if isinstance(value, tuple):
             return tuple(describe(v, (*path, i)) for i, v in enumerate(value))
         if isinstance(value, Tensor):
-            attributes[path] = [["tt.divisibility", 16]]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
             return f"*{_DTYPES[value.dtype]}"
         if isinstance(value, float):
             return "fp32"
@@ -115,7 +167,9 @@ def source(launch: Launch) -> ASTSource:
 def compile_launch(launch: Launch, arch: int) -> Resources:
     """Compiles a launch for compute capability ``arch`` (90 for sm_90) and reads the machine code."""
     compiled = triton.compile(
-        source(launch), target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.num_warps}
+        source(launch),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": launch.num_warps, "maxnreg": launch.registers},
     )
     with tempfile.TemporaryDirectory() as scratch:
         cubin = Path(scratch, "kernel.cubin")
@@ -159,3 +213,53 @@ def _occupancy(registers: int, shared: int, num_warps: int, arch: int) -> float:
     if shared:
         blocks = min(blocks, SHARED_KIB[arch] * 1024 // shared)
     return min(blocks * num_warps, _MAX_WARPS[arch]) / _MAX_WARPS[arch]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compiles every kernel at the stages of ``STAGES``; 1 if one spills or takes too much shared memory."""
+    parser = argparse.ArgumentParser(prog="python -m cvt_kernels.aot", description=main.__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--model", nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+    failed, seen = False, set()
+    for arch, dtype, model, stage in itertools.product(
+        options.arch, options.dtype, options.model, options.stage
+    ):
+        launches = conv_projection_launches(
+            STAGES[model][stage - 1], getattr(torch, dtype), runtime.Chip(arch, 132)
+        )
+        for launch in launches:
+            code = source(launch)
+            key = arch, launch.kernel.__name__, str((code.signature, code.constants, code.attrs))
+            if key in seen:
+                continue
+            seen.add(key)
+            found = compile_launch(launch, arch)
+            failed |= found.spills > 0 or found.shared > SHARED_KIB[arch] * 1024
+            row = {"arch": arch, "dtype": dtype, "model": model, "stage": stage, "kernel": key[1]}
+            print(json.dumps(row | found._asdict()) if options.json else _line(row, found), flush=True)
+    return int(failed)
+
+
+def _line(row: dict[str, Any], found: Resources) -> str:
+    load, store = (max(map(_bits, counts), default=0) for counts in (found.loads, found.stores))
+    return (
+        f"sm_{row['arch']:<3} {row['dtype']:<8} {row['model']:<14} stage {row['stage']}  {row['kernel']:<35} "
+        f"{found.registers:>3} registers  {found.spills} spills  {found.shared:>5} B shared  "
+        f"{found.occupancy:.0%} occupancy  {load}-bit loads, {store}-bit stores"
+    )
+
+
+def _bits(instruction: str) -> int:
+    """Width of one access: LDG.E.128 is 128, LDG.E.U16 is 16, LDG.E is 32."""
+    widths = [int(n) for n in re.findall(r"\.U?(8|16|64|128)\b", instruction)]
+    return widths[0] if widths else 32
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,13 +25,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from . import runtime
 from .reference import ConvBatchNorm
-from .runtime import autocast_enabled
 
 # Launch configurations ------------------------------------------------------------------------------------
 
@@ -43,10 +45,13 @@ class LaunchConfig:
     Attributes:
         pixels: P, pixels of a tile.
         channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
-        rows: R, output rows that a lane holds in registers (1 above 3×3).
+        rows: R, outputs that a lane holds in registers: below one another (1 above 3×3); beside one another
+            in bwd_input.
         region_rows: Rows of a region on the input grid.
         region_cols: Columns of a region on the input grid.
         num_warps: Warps of a program.
+        registers: The most that a thread may take. Without a bound the assembler aims at an occupancy of its own
+            choice and spills to reach it.
     """
 
     pixels: int
@@ -55,35 +60,54 @@ class LaunchConfig:
     region_rows: int
     region_cols: int
     num_warps: int
+    registers: int = 255
 
 
-# By kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread. Wider dtypes get
-# fewer channels, so that it stays one vector. Nothing spills for bfloat16 on sm_80 and sm_90
-# (tests/test_aot.py). None has been timed on a GPU yet.
-CONFIGS: dict[str, LaunchConfig] = {
-    "fwd": LaunchConfig(pixels=16, channels=64, rows=1, region_rows=16, region_cols=32, num_warps=4),
-    "stats": LaunchConfig(pixels=16, channels=64, rows=1, region_rows=16, region_cols=32, num_warps=4),
-    "bwd_sums": LaunchConfig(pixels=16, channels=64, rows=1, region_rows=16, region_cols=32, num_warps=4),
-    "bwd_conv": LaunchConfig(pixels=16, channels=64, rows=1, region_rows=16, region_cols=32, num_warps=8),
-    "bwd_input": LaunchConfig(pixels=16, channels=64, rows=1, region_rows=16, region_cols=32, num_warps=4),
-}
+# By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread.
+# 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same registers. A thread
+# takes up to 255 registers, most for the weights of its channels, so a multiprocessor holds two programs; the regions of
+# both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or 256 KiB (sm_90, sm_100), half as many rows in
+# 128 KiB. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
+
+
+def _configs(region_rows: int) -> dict[str, LaunchConfig]:
+    base = LaunchConfig(pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4)
+    return {
+        **dict.fromkeys(("fwd", "stats", "bwd_sums"), base),
+        **dict.fromkeys(("bwd_conv", "bwd_input"), replace(base, rows=1)),
+    }
+
+
+CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
 _MERGE = LaunchConfig(pixels=64, channels=16, rows=1, region_rows=0, region_cols=0, num_warps=4)
+_UPDATE = LaunchConfig(pixels=1, channels=256, rows=1, region_rows=0, region_cols=0, num_warps=1)
 
 # Kernels --------------------------------------------------------------------------------------------------
 #
 # BRANCH is (kernel size, stride, padding, dilation, columns per tile, rows per lane R); TILE is (P, BC, accumulator
 # dtype). ``region`` bundles (strip, strips, column block, column blocks, c, c_mask, height, width, token stride,
-# channels). Weights come as (k·k, C), so that a thread's channels are adjacent.
+# channels, offset of this block's packed weights). Packed weights are (channel blocks, taps of all branches, BC), which
+# each branch enters at its first tap.
 
 
 @triton.jit
 def _locate(channels, strips, col_blocks, BC: tl.constexpr):
-    """This program's channels, region, image, strip and column block; channel blocks are neighbours."""
+    """This program's channels and their block, region, image, strip and column block; channel blocks are neighbours."""
     channel_blocks = tl.cdiv(channels, BC)
     region = tl.program_id(0) // channel_blocks
-    c = tl.program_id(0) % channel_blocks * BC + tl.arange(0, BC)
+    block = tl.program_id(0) % channel_blocks
+    c = block * BC + tl.arange(0, BC)
     image = (region // (col_blocks * strips)).to(tl.int64)
-    return c, c < channels, region, image, region // col_blocks % strips, region % col_blocks
+    return c, c < channels, block, region, image, region // col_blocks % strips, region % col_blocks
+
+
+@triton.jit
+def _taps(BRANCHES: tl.constexpr):
+    """Taps of all branches."""
+    taps = 0
+    for i in tl.static_range(len(BRANCHES)):
+        taps += BRANCHES[i][0] * BRANCHES[i][0]
+    return taps
 
 
 @triton.jit
@@ -95,34 +119,52 @@ def _share(size, part, parts):
 
 @triton.jit
 def _load_weight(w_ptr, t, region, TILE: tl.constexpr):
-    """[1, BC] of tap t, from (k·k, C)."""
-    return tl.load(w_ptr + t * region[9] + region[4], mask=region[5], other=0.0).to(TILE[2])[None, :]
+    """[1, BC] of tap t, from packed weights: taps are a constant apart, so that one address serves them all."""
+    return tl.load(w_ptr + region[10] + tl.arange(0, TILE[1]) + t * TILE[1]).to(TILE[2])[None, :]
 
 
 @triton.jit
 def _load_taps(w_ptr, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
-    """The K×K weights as a tuple of [1, BC]; none above 3×3, which would not fit in registers."""
+    """The K×K weights (C, 1, K, K) as a tuple of [1, BC]; none above 3×3, which would not fit in registers.
+
+    One tile is loaded and turned in shared memory, once: a thread's channels lie K·K apart, and loading them one by
+    one would take as many instructions as the pixels do.
+    """
     K: tl.constexpr = BRANCH[0]
+    BC: tl.constexpr = TILE[1]
     taps = ()
     if K <= 3:
-        for t in tl.static_range(K * K):
-            taps = taps + (_load_weight(w_ptr, t, region, TILE),)
+        t = tl.arange(0, 16)
+        offset = region[4][:, None] * (K * K) + t[None, :]
+        tile = tl.load(w_ptr + offset, mask=region[5][:, None] & (t < K * K)[None, :], other=0.0)
+        parts = (tl.reshape(tile, [BC, 2, 2, 2, 2]),)
+        for _ in tl.static_range(4):
+            low = ()
+            high = ()
+            for i in tl.static_range(len(parts)):
+                even, odd = tl.split(parts[i])
+                low = low + (even,)
+                high = high + (odd,)
+            parts = low + high
+        for i in tl.static_range(K * K):
+            taps = taps + (parts[i].to(TILE[2])[None, :],)
     return taps
 
 
 @triton.jit
-def _load_pixels(x_ptr, row, col, c, c_mask, height, width, stride_t, TILE: tl.constexpr):
+def _load_pixels(x_ptr, row, col, c, c_mask, height, width, stride_t):
     """[P, BC] pixels of a zero-padded map."""
     inside = (row >= 0) & (row < height) & (col >= 0) & (col < width)
     offset = (row * width + col) * stride_t
-    return tl.load(
-        x_ptr + offset[:, None] + c[None, :], mask=inside[:, None] & c_mask[None, :], other=0.0
-    ).to(TILE[2])
+    return tl.load(x_ptr + offset[:, None] + c[None, :], mask=inside[:, None] & c_mask[None, :], other=0.0)
 
 
 @triton.jit
-def _conv_rows(x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
-    """The convolution at the R output rows from ``row`` on, as a tuple of [P, BC]."""
+def _conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
+    """``start`` [1, BC] plus the convolution at the R output rows from ``row`` on, as a tuple of [P, BC].
+
+    Without ``taps`` it loads packed weights as it goes.
+    """
     PAD: tl.constexpr = BRANCH[2]
     P: tl.constexpr = TILE[0]
     BC: tl.constexpr = TILE[1]
@@ -133,13 +175,13 @@ def _conv_rows(x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr, TILE:
     c, c_mask = region[4], region[5]
     accs = ()
     for _ in tl.static_range(R):
-        accs = accs + (tl.zeros([P, BC], TILE[2]),)
+        accs = accs + (tl.zeros([P, BC], TILE[2]) + start,)
     for j in tl.static_range((R - 1) * STRIDE + (K - 1) * DIL + 1):  # input rows, from the first tap's on
         for b in tl.static_range(K):
             x = _load_pixels(
                 x_ptr, row * STRIDE - PAD + j, col * STRIDE - PAD + b * DIL,
-                c, c_mask, region[6], region[7], region[8], TILE,
-            )  # fmt: skip
+                c, c_mask, region[6], region[7], region[8],
+            ).to(TILE[2])  # fmt: skip
             updated = ()
             for r in tl.static_range(R):
                 acc = accs[r]
@@ -168,8 +210,12 @@ def _fwd_branch(
     R: tl.constexpr = BRANCH[5]
     P: tl.constexpr = TILE[0]
     c, c_mask, channels = region[4], region[5], region[9]
-    scale = _load_channel(gamma_ptr, c, c_mask, TILE) / tl.sqrt(_load_channel(var_ptr, c, c_mask, TILE) + eps)
-    shift = _load_channel(beta_ptr, c, c_mask, TILE) - _load_channel(mean_ptr, c, c_mask, TILE) * scale
+    scale = (
+        _load_channel(gamma_ptr, c, c_mask, TILE) / tl.sqrt(_load_channel(var_ptr, c, c_mask, TILE) + eps)
+    )[None, :]
+    beta = _load_channel(beta_ptr, c, c_mask, TILE)[None, :]
+    # Subtracted first, in the accumulator: (β − mean · scale) would cancel where the mean is many deviations.
+    start = -_load_channel(mean_ptr, c, c_mask, TILE)[None, :]
     taps = _load_taps(w_ptr, region, BRANCH, TILE)
     first_row, end_row = _share(out_height, region[0], region[1])
     first_col, end_col = _share(out_width, region[2], region[3])
@@ -177,9 +223,9 @@ def _fwd_branch(
     for row0 in range(first_row, end_row, P // COLS * R):
         for col0 in range(first_col, end_col, COLS):
             row, col = row0 + lane // COLS * R, col0 + lane % COLS
-            accs = _conv_rows(x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+            accs = _conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
             for r in tl.static_range(R):
-                y = accs[r] * scale[None, :] + shift[None, :]
+                y = accs[r] * scale + beta
                 offset = ((row + r) * out_width + col) * channels
                 mask = ((row + r < end_row) & (col < end_col))[:, None] & c_mask[None, :]
                 tl.store(y_ptr + offset[:, None] + c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -192,14 +238,15 @@ def _conv_projection_fwd_kernel(
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Every branch of one region, normalised by the given statistics, and the class token."""
-    c, c_mask, _, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
-    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels)
+    c, c_mask, block, _, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
+    packed = block * _taps(BRANCHES) * TILE[1]
+    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels, packed)
     x_ptr += image * stride_b
     for i in tl.static_range(len(BRANCHES)):
         y_ptr = y_ptrs[i] + image * (out_heights[i] * out_widths[i] + CLASS_TOKEN) * channels
         if CLASS_TOKEN:
-            token = tl.load(x_ptr + c, mask=c_mask)
-            tl.store(y_ptr + c, token, mask=c_mask & (strip == 0) & (col_block == 0))
+            first = c_mask & (strip == 0) & (col_block == 0)
+            tl.store(y_ptr + c, tl.load(x_ptr + c, mask=first), mask=first)
         _fwd_branch(
             x_ptr + CLASS_TOKEN * stride_t, w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i],
             y_ptr + CLASS_TOKEN * channels, epss[i], out_heights[i], out_widths[i], region,
@@ -231,13 +278,14 @@ def _stats_branch(
     first_row, end_row = _share(out_height, region[0], region[1])
     first_col, end_col = _share(out_width, region[2], region[3])
     lane = tl.arange(0, P)
+    start = tl.zeros([1, BC], TILE[2])
     count = tl.zeros([P], TILE[2])
     mean = tl.zeros([P, BC], TILE[2])
     m2 = tl.zeros([P, BC], TILE[2])
     for row0 in range(first_row, end_row, P // COLS * R):
         for col0 in range(first_col, end_col, COLS):
             row, col = row0 + lane // COLS * R, col0 + lane % COLS
-            accs = _conv_rows(x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+            accs = _conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
             for r in tl.static_range(R):
                 valid = ((row + r < end_row) & (col < end_col)).to(TILE[2])
                 count += valid
@@ -258,8 +306,9 @@ def _conv_projection_stats_kernel(
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations over one region: partial (branches, 2, regions, C)."""
-    c, c_mask, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
-    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels)
+    c, c_mask, block, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
+    packed = block * _taps(BRANCHES) * TILE[1]
+    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels, packed)
     x_ptr += image * stride_b + CLASS_TOKEN * stride_t
     plane = regions.to(tl.int64) * channels
     partial_ptr += index.to(tl.int64) * channels
@@ -307,6 +356,36 @@ def _merge_stats_kernel(
 
 
 @triton.jit
+def _update_running_kernel(
+    mean_ptr, var_ptr, running_mean_ptrs, running_var_ptrs, tracked_ptrs, momenta, corrections, channels,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sets running ← running + momentum · (batch − running) of one branch, and its count of batches.
+
+    A momentum below 0 means the average over all batches. ROWS are the branches' rows in (branches, C) statistics.
+    Launched with one warp: another might count the batch before this one has read the count.
+    """
+    BC: tl.constexpr = TILE[1]
+    for i in tl.static_range(len(ROWS)):
+        if tl.program_id(0) == i:
+            count = tl.load(tracked_ptrs[i]) + 1
+            momentum = tl.where(momenta[i] < 0, 1.0 / count.to(TILE[2]), momenta[i])
+            for c0 in range(0, channels, BC):
+                c = c0 + tl.arange(0, BC)
+                batch_mean = tl.load(mean_ptr + ROWS[i] * channels + c, mask=c < channels)
+                batch_var = tl.load(var_ptr + ROWS[i] * channels + c, mask=c < channels) * corrections[i]
+                _lerp(running_mean_ptrs[i] + c, batch_mean, momentum, c < channels)
+                _lerp(running_var_ptrs[i] + c, batch_var, momentum, c < channels)
+            tl.store(tracked_ptrs[i], count)
+
+
+@triton.jit
+def _lerp(ptr, value, weight, mask):
+    old = tl.load(ptr, mask=mask).to(value.dtype)
+    tl.store(ptr, (old + weight * (value - old)).to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _region_size(index, regions, out_height, out_width, strips, col_blocks):
     """Output pixels of each region; 0 beyond the last."""
     first_row, end_row = _share(out_height, index // col_blocks % strips, strips)
@@ -324,8 +403,8 @@ def _load_partial(ptr, index, c, c_mask, regions, channels):
 
 
 @triton.jit
-def _sum_regions_kernel(partial_ptr, sum_ptr, channels, regions, TILE: tl.constexpr):
-    """(rows, regions, C) to (rows, C)."""
+def _sum_regions_kernel(partial_ptr, sum_ptr, channels, regions, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """(rows, regions, C) to the sums over regions; a group of n rows becomes (C, n), one after the other."""
     P: tl.constexpr = TILE[0]
     BC: tl.constexpr = TILE[1]
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -336,7 +415,11 @@ def _sum_regions_kernel(partial_ptr, sum_ptr, channels, regions, TILE: tl.conste
     for first in range(0, regions, P):
         index = first + tl.arange(0, P)
         total += tl.sum(_load_partial(partial_ptr, index, c, c_mask, regions, channels), axis=0)
-    tl.store(sum_ptr + row * channels + c, total, mask=c_mask)
+    place = c
+    for i in tl.static_range(len(GROUPS)):
+        own = (row >= GROUPS[i][0]) & (row < GROUPS[i][0] + GROUPS[i][1])
+        place = tl.where(own, GROUPS[i][0] * channels + c * GROUPS[i][1] + row - GROUPS[i][0], place)
+    tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=c_mask)
 
 
 @triton.jit
@@ -350,8 +433,9 @@ def _bwd_sums_branch(
     P: tl.constexpr = TILE[0]
     BC: tl.constexpr = TILE[1]
     c, c_mask, channels = region[4], region[5], region[9]
-    mean = _load_channel(mean_ptr, c, c_mask, TILE)
+    start = -_load_channel(mean_ptr, c, c_mask, TILE)[None, :]
     rstd = 1.0 / tl.sqrt(_load_channel(var_ptr, c, c_mask, TILE) + eps)
+    taps = _load_taps(w_ptr, region, BRANCH, TILE)
     first_row, end_row = _share(out_height, region[0], region[1])
     first_col, end_col = _share(out_width, region[2], region[3])
     lane = tl.arange(0, P)
@@ -361,11 +445,13 @@ def _bwd_sums_branch(
         for col0 in range(first_col, end_col, COLS):
             row, col = row0 + lane // COLS * R, col0 + lane % COLS
             own_col = tl.where(col < end_col, col, -1)  # outside, hence 0
-            accs = _conv_rows(x_ptr, w_ptr, (), row, col, region, BRANCH, TILE)
+            accs = _conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
             for r in tl.static_range(R):
-                dy = _load_pixels(dy_ptr, row + r, own_col, c, c_mask, end_row, out_width, channels, TILE)
+                dy = _load_pixels(dy_ptr, row + r, own_col, c, c_mask, end_row, out_width, channels).to(
+                    TILE[2]
+                )
                 sum_dy += dy
-                sum_dy_xhat += dy * (accs[r] - mean[None, :])
+                sum_dy_xhat += dy * accs[r]
     tl.store(partial_ptr + c, tl.sum(sum_dy, axis=0), mask=c_mask)
     tl.store(partial_ptr + plane + c, tl.sum(sum_dy_xhat, axis=0) * rstd, mask=c_mask)
 
@@ -377,8 +463,9 @@ def _conv_projection_bwd_sums_kernel(
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Σdy and Σdy·x̂ of every branch over one region: partial (branches, 2, regions, C)."""
-    c, c_mask, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
-    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels)
+    c, c_mask, block, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
+    packed = block * _taps(BRANCHES) * TILE[1]
+    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels, packed)
     x_ptr += image * stride_b + CLASS_TOKEN * stride_t
     plane = regions.to(tl.int64) * channels
     partial_ptr += index.to(tl.int64) * channels
@@ -406,13 +493,12 @@ def _bwd_conv_branch(
     K: tl.constexpr = BRANCH[0]
     STRIDE: tl.constexpr = BRANCH[1]
     DIL: tl.constexpr = BRANCH[3]
-    R: tl.constexpr = BRANCH[5]
     ROWS: tl.constexpr = K if K <= 3 else 1  # rows of taps whose gradient this program sums
     c, c_mask, channels = region[4], region[5], region[9]
     rstd = 1.0 / tl.sqrt(_load_channel(var_ptr, c, c_mask, TILE) + eps)
     scale = (_load_channel(gamma_ptr, c, c_mask, TILE) * rstd)[None, :]
     if BATCH_STATS:
-        mean = _load_channel(mean_ptr, c, c_mask, TILE)[None, :]
+        start = -_load_channel(mean_ptr, c, c_mask, TILE)[None, :]
         offset = (_load_channel(sums_ptr, c, c_mask, TILE) * inverse_count)[None, :]
         slope = (_load_channel(sums_ptr + channels, c, c_mask, TILE) * inverse_count * rstd)[None, :]
     first_row, end_row = _share(out_height, region[0], region[1])
@@ -421,127 +507,202 @@ def _bwd_conv_branch(
     dws = ()
     for _ in tl.static_range(ROWS * K):
         dws = dws + (tl.zeros([P, BC], TILE[2]),)
-    for row0 in range(first_row, end_row, P // COLS * R):
+    for row0 in range(first_row, end_row, P // COLS):
         for col0 in range(first_col, end_col, COLS):
-            row, col = row0 + lane // COLS * R, col0 + lane % COLS
-            own_col = tl.where(col < end_col, col, -1)  # outside, hence 0
-            if BATCH_STATS:  # weights from L1: the registers hold the sums of dw
-                accs = _conv_rows(x_ptr, w_ptr, (), row, col, region, BRANCH, TILE)
-            dconvs = ()
-            for r in tl.static_range(R):
-                dconv = _load_pixels(dy_ptr, row + r, own_col, c, c_mask, end_row, out_width, channels, TILE)
-                if BATCH_STATS:
-                    dconv = dconv - offset - (accs[r] - mean) * slope
-                valid = ((row + r < end_row) & (col < end_col))[:, None] & c_mask[None, :]
-                dconv = tl.where(valid, dconv * scale, 0.0)
-                place = ((row + r) * out_width + col) * channels
-                tl.store(
-                    dconv_ptr + place[:, None] + c[None, :], dconv.to(dconv_ptr.dtype.element_ty),
-                    mask=valid & (tap_row == 0),
-                )  # fmt: skip
-                dconvs = dconvs + (dconv,)
-            for j in tl.static_range((R - 1) * STRIDE + (ROWS - 1) * DIL + 1):
+            row, col = row0 + lane // COLS, col0 + lane % COLS
+            inside = (row < end_row) & (col < end_col)
+            window = ()  # in the dtype of x, to take half the registers; shared by the convolution and dw
+            for a in tl.static_range(ROWS):
                 for b in tl.static_range(K):
-                    in_row = row * STRIDE - PAD + tap_row * DIL + j
-                    in_col = col * STRIDE - PAD + b * DIL
-                    x = _load_pixels(x_ptr, in_row, in_col, c, c_mask, region[6], region[7], region[8], TILE)
-                    updated = ()
-                    for t in tl.static_range(ROWS * K):
-                        dw = dws[t]
-                        for r in tl.static_range(R):
-                            if t % K == b and j - r * STRIDE == t // K * DIL:
-                                dw += x * dconvs[r]
-                        updated = updated + (dw,)
-                    dws = updated
+                    in_row, in_col = row * STRIDE - PAD + (tap_row + a) * DIL, col * STRIDE - PAD + b * DIL
+                    window = window + (
+                        _load_pixels(x_ptr, in_row, in_col, c, c_mask, region[6], region[7], region[8]),
+                    )
+            own_row = tl.where(inside, row, -1)  # outside, hence 0
+            dconv = _load_pixels(dy_ptr, own_row, col, c, c_mask, end_row, out_width, channels).to(TILE[2])
+            if BATCH_STATS:
+                if ROWS == K:
+                    acc = tl.zeros([P, BC], TILE[2]) + start
+                    for t in tl.static_range(K * K):
+                        acc += window[t].to(TILE[2]) * _load_weight(w_ptr, t, region, TILE)
+                else:
+                    acc = _conv_rows(start, x_ptr, w_ptr, (), row, col, region, BRANCH, TILE)[0]
+                dconv = dconv - offset - acc * slope
+            valid = inside[:, None] & c_mask[None, :]
+            dconv = tl.where(valid, dconv * scale, 0.0)
+            place = (row * out_width + col) * channels
+            tl.store(
+                dconv_ptr + place[:, None] + c[None, :], dconv.to(dconv_ptr.dtype.element_ty),
+                mask=valid & (tap_row == 0),
+            )  # fmt: skip
+            updated = ()
+            for t in tl.static_range(ROWS * K):
+                updated = updated + (dws[t] + window[t].to(TILE[2]) * dconv,)
+            dws = updated
     for t in tl.static_range(ROWS * K):
         tl.store(partial_ptr + (tap_row * K + t) * plane + c, tl.sum(dws[t], axis=0), mask=c_mask)
 
 
 @triton.jit
 def _conv_projection_bwd_conv_kernel(
-    x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptrs,
+    x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
     inverse_counts, out_heights, out_widths, height, width, channels, regions, stride_b, stride_t, strips, col_blocks,
     CLASS_TOKEN: tl.constexpr, BATCH_STATS: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of every branch's convolution over one region: of its output, dconv, and its weight.
 
     Above 3×3 the second axis of the grid is the row of taps, since more sums would not fit in registers; the
-    partial sums are (taps, regions, C).
+    partial sums are (taps of all branches, regions, C).
     """
-    c, c_mask, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
-    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels)
+    c, c_mask, block, index, image, strip, col_block = _locate(channels, strips, col_blocks, TILE[1])
+    packed = block * _taps(BRANCHES) * TILE[1]
+    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, stride_t, channels, packed)
     tap_row = tl.program_id(1)
     x_ptr += image * stride_b + CLASS_TOKEN * stride_t
+    plane = regions.to(tl.int64) * channels
+    partial_ptr += index.to(tl.int64) * channels
     for i in tl.static_range(len(BRANCHES)):
         if tap_row < (1 if BRANCHES[i][0] <= 3 else BRANCHES[i][0]):
             spatial = out_heights[i] * out_widths[i]
             _bwd_conv_branch(
                 x_ptr, w_ptrs[i], dy_ptrs[i] + (image * (spatial + CLASS_TOKEN) + CLASS_TOKEN) * channels,
                 gamma_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], sums_ptr + 2 * i * channels,
-                dconv_ptrs[i] + image * spatial * channels, partial_ptrs[i] + index.to(tl.int64) * channels,
-                regions.to(tl.int64) * channels, inverse_counts[i], tap_row, out_heights[i], out_widths[i],
-                region, BATCH_STATS, BRANCHES, i, TILE,
+                dconv_ptrs[i] + image * spatial * channels, partial_ptr, plane, inverse_counts[i], tap_row,
+                out_heights[i], out_widths[i], region, BATCH_STATS, BRANCHES, i, TILE,
             )  # fmt: skip
+        partial_ptr += BRANCHES[i][0] * BRANCHES[i][0] * plane
 
 
 @triton.jit
-def _bwd_input_branch(
-    acc, dconv_ptr, w_ptr, row, col, out_height, out_width, region, BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr
+def _bwd_input_block(
+    accs, dconv_ptr, w_ptr, block_row, block_col, out_height, out_width, region,
+    ROW: tl.constexpr, COL: tl.constexpr, BLOCK: tl.constexpr,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one branch's dconv passes to the input pixels (row, col): the transposed convolution."""
+    """Adds one branch's transposed convolution of dconv at pixels (ROW, COL…) of a block of BLOCK × BLOCK.
+
+    The stride divides BLOCK, so that the taps of each pixel are known now; a loaded dconv serves all that it reaches.
+    """
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     K: tl.constexpr = BRANCH[0]
+    STRIDE: tl.constexpr = BRANCH[1]
     PAD: tl.constexpr = BRANCH[2]
     DIL: tl.constexpr = BRANCH[3]
+    FIRST: tl.constexpr = (PAD - (K - 1) * DIL) // STRIDE
+    END: tl.constexpr = (BLOCK - 1 + PAD) // STRIDE + 1
+    STEP: tl.constexpr = BLOCK // STRIDE
+    for j in tl.static_range(FIRST, END):
+        for i in tl.static_range(FIRST, END):
+            dconv = _load_pixels(
+                dconv_ptr, block_row * STEP + j, block_col * STEP + i, region[4], region[5],
+                out_height, out_width, region[9],
+            ).to(TILE[2])  # fmt: skip
+            updated = ()
+            for n in tl.static_range(len(accs)):
+                acc = accs[n]
+                for t in tl.static_range(K * K):
+                    if j * STRIDE - PAD + t // K * DIL == ROW and i * STRIDE - PAD + t % K * DIL == COL + n:
+                        acc += dconv * _load_weight(w_ptr, t, region, TILE)
+                updated = updated + (acc,)
+            accs = updated
+    return accs
+
+
+@triton.jit
+def _bwd_input_pixel(
+    acc, dconv_ptr, w_ptr, row, col, out_height, out_width, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same at single pixels and for any stride: each asks which taps reach it."""
+    BRANCH: tl.constexpr = BRANCHES[INDEX]
+    K: tl.constexpr = BRANCH[0]
     STRIDE: tl.constexpr = BRANCH[1]
+    PAD: tl.constexpr = BRANCH[2]
+    DIL: tl.constexpr = BRANCH[3]
     for a in tl.static_range(K):
         y = row + PAD - a * DIL
         y = tl.where((y >= 0) & (y % STRIDE == 0), y // STRIDE, -1)
         for b in tl.static_range(K):
             x = col + PAD - b * DIL
             x = tl.where((x >= 0) & (x % STRIDE == 0), x // STRIDE, -1)
-            dconv = _load_pixels(
-                dconv_ptr, y, x, region[4], region[5], out_height, out_width, region[9], TILE
-            )
-            acc += dconv * _load_weight(w_ptr, a * K + b, region, TILE)
+            dconv = _load_pixels(dconv_ptr, y, x, region[4], region[5], out_height, out_width, region[9])
+            acc += dconv.to(TILE[2]) * _load_weight(w_ptr, a * K + b, region, TILE)
     return acc
+
+
+@triton.jit
+def _bwd_input_tile(
+    dconv_ptrs, w_ptrs, image, block_row, block_col, out_heights, out_widths, region,
+    ROW: tl.constexpr, COL: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BRANCHES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """All branches at WIDTH pixels from (ROW, COL) on of a block of BLOCK × BLOCK: a tuple of [P, BC]."""
+    P: tl.constexpr = TILE[0]
+    BC: tl.constexpr = TILE[1]
+    accs = ()
+    for _ in tl.static_range(WIDTH):
+        accs = accs + (tl.zeros([P, BC], TILE[2]),)
+    for i in tl.static_range(len(BRANCHES)):
+        dconv_ptr = dconv_ptrs[i] + image * out_heights[i] * out_widths[i] * region[9]
+        if BLOCK % BRANCHES[i][1] == 0:
+            accs = _bwd_input_block(
+                accs, dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i], region, ROW, COL, BLOCK,
+                BRANCHES, i, TILE,
+            )  # fmt: skip
+        else:
+            accs = (
+                _bwd_input_pixel(
+                    accs[0], dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i], region,
+                    BRANCHES, i, TILE,
+                ),
+            )  # fmt: skip
+    return accs
 
 
 @triton.jit
 def _conv_projection_bwd_input_kernel(
     dx_ptr, w_ptrs, dconv_ptrs, dy_ptrs, out_heights, out_widths,
     height, width, channels, strips, col_blocks,
-    CLASS_TOKEN: tl.constexpr, COLS: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
+    CLASS_TOKEN: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The input's gradient over one region of the input grid, all branches summed in registers."""
+    """The input's gradient over one region of the input grid, all branches summed in registers.
+
+    A lane takes BLOCK × BLOCK pixels, WIDTH of a row at a time; BLOCK is 1 unless every stride divides it.
+    """
     P: tl.constexpr = TILE[0]
     BC: tl.constexpr = TILE[1]
-    c, c_mask, _, image, strip, col_block = _locate(channels, strips, col_blocks, BC)
-    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, channels, channels)
+    c, c_mask, block, _, image, strip, col_block = _locate(channels, strips, col_blocks, BC)
+    packed = block * _taps(BRANCHES) * TILE[1]
+    region = (strip, strips, col_block, col_blocks, c, c_mask, height, width, channels, channels, packed)
     dx_ptr += image * (height * width + CLASS_TOKEN) * channels
     if CLASS_TOKEN:
+        first = c_mask & (strip == 0) & (col_block == 0)
         total = tl.zeros([BC], TILE[2])
         for i in tl.static_range(len(BRANCHES)):
             dy_ptr = dy_ptrs[i] + image * (out_heights[i] * out_widths[i] + 1) * channels
-            total += tl.load(dy_ptr + c, mask=c_mask, other=0.0).to(TILE[2])
-        tl.store(dx_ptr + c, total.to(dx_ptr.dtype.element_ty), mask=c_mask & (strip == 0) & (col_block == 0))
+            total += tl.load(dy_ptr + c, mask=first, other=0.0).to(TILE[2])
+        tl.store(dx_ptr + c, total.to(dx_ptr.dtype.element_ty), mask=first)
         dx_ptr += channels
-    first_row, end_row = _share(height, strip, strips)
-    first_col, end_col = _share(width, col_block, col_blocks)
+    first_row, end_row = _share(tl.cdiv(height, BLOCK), strip, strips)  # in blocks
+    first_col, end_col = _share(tl.cdiv(width, BLOCK), col_block, col_blocks)
     lane = tl.arange(0, P)
     for row0 in range(first_row, end_row, P // COLS):
         for col0 in range(first_col, end_col, COLS):
-            row, col = row0 + lane // COLS, col0 + lane % COLS
-            acc = tl.zeros([P, BC], TILE[2])
-            for i in tl.static_range(len(BRANCHES)):
-                dconv_ptr = dconv_ptrs[i] + image * out_heights[i] * out_widths[i] * channels
-                acc = _bwd_input_branch(
-                    acc, dconv_ptr, w_ptrs[i], row, col, out_heights[i], out_widths[i], region,
-                    BRANCHES, i, TILE,
+            block_row, block_col = row0 + lane // COLS, col0 + lane % COLS
+            inside = (block_row < end_row) & (block_col < end_col)
+            for pixel in tl.static_range(0, BLOCK * BLOCK, WIDTH):
+                accs = _bwd_input_tile(
+                    dconv_ptrs, w_ptrs, image, block_row, block_col, out_heights, out_widths, region,
+                    pixel // BLOCK, pixel % BLOCK, BLOCK, WIDTH, BRANCHES, TILE,
                 )  # fmt: skip
-            offset = (row * width + col) * channels
-            mask = ((row < end_row) & (col < end_col))[:, None] & c_mask[None, :]
-            tl.store(dx_ptr + offset[:, None] + c[None, :], acc.to(dx_ptr.dtype.element_ty), mask=mask)
+                for n in tl.static_range(WIDTH):
+                    row, col = block_row * BLOCK + pixel // BLOCK, block_col * BLOCK + pixel % BLOCK + n
+                    offset = (row * width + col) * channels
+                    mask = (inside & (row < height) & (col < width))[:, None] & c_mask[None, :]
+                    tl.store(
+                        dx_ptr + offset[:, None] + c[None, :], accs[n].to(dx_ptr.dtype.element_ty), mask=mask
+                    )
 
 
 # Launchers ------------------------------------------------------------------------------------------------
@@ -583,6 +744,12 @@ class Geometry(NamedTuple):
         ]
 
 
+def _config(kernel: str, capability: int) -> LaunchConfig:
+    """That of the newest listed chip that is no newer than this one, or of the oldest."""
+    known = [listed for listed in CONFIGS if listed <= capability]
+    return CONFIGS[max(known, default=min(CONFIGS))][kernel]
+
+
 class Plan(NamedTuple):
     """A launch: its configuration, and how many regions it cuts each image into."""
 
@@ -594,15 +761,24 @@ class Plan(NamedTuple):
 
     @classmethod
     def make(cls, kernel: str, x: Tensor, grid: tuple[int, int]) -> Plan:
-        """The plan of a kernel for tokens like ``x`` (B, T, C) on ``grid``."""
+        """The plan of a kernel for tokens like ``x`` (B, T, C) on ``grid``.
+
+        Regions shrink until every multiprocessor has two programs, which small batches would not give otherwise.
+        """
         batch, _, channels = x.shape
-        config = CONFIGS[kernel]
-        size = x.element_size()
-        config = replace(
-            config, channels=config.channels * 2 // size, num_warps=max(config.num_warps * 2 // size, 4)
-        )
-        strips, col_blocks = -(-grid[0] // config.region_rows), -(-grid[1] // config.region_cols)
+        chip = runtime.chip(x.device)
+        config = _config(kernel, chip.capability)
+        size = min(x.element_size(), 4)  # float64 is for the interpreter
+        config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
         channel_blocks = -(-channels // config.channels)
+        col_blocks = -(-grid[1] // config.region_cols)
+        region_rows = config.region_rows
+        while (
+            region_rows > 2 * config.rows
+            and batch * channel_blocks * col_blocks * -(-grid[0] // region_rows) < 2 * chip.multiprocessors
+        ):
+            region_rows //= 2
+        strips = -(-grid[0] // region_rows)
         return cls(config, strips, col_blocks, channel_blocks, batch * strips * col_blocks)
 
     @property
@@ -618,7 +794,7 @@ class Plan(NamedTuple):
         )
 
     def columns(self, width: int) -> int:
-        """Columns of a tile on a grid of this width."""
+        """Columns of a tile on a grid of this width, a power of 2."""
         return min(self.config.pixels, triton.next_power_of_2(-(-width // self.col_blocks)))
 
 
@@ -644,15 +820,29 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
-def _pack(weight: Tensor) -> Tensor:
-    """(C, 1, k, k) to (k·k, C), so that a thread's weights are adjacent."""
-    return weight.flatten(1).t().contiguous()
+def _pack(weights: Sequence[Tensor], config: LaunchConfig) -> list[Tensor]:
+    """Every (C, 1, k, k) within one (channel blocks, taps of all branches, BC), from its first tap on."""
+    padding = -weights[0].shape[0] % config.channels
+    blocks = [F.pad(w.flatten(1), (0, 0, 0, padding)) if padding else w.flatten(1) for w in weights]
+    packed = torch.cat(
+        [w.unflatten(0, (-1, config.channels)).transpose(1, 2) for w in blocks], dim=1
+    ).flatten()
+    taps = [w[0].numel() for w in weights]
+    return [packed[sum(taps[:i]) * config.channels :] for i in range(len(taps))]
+
+
+def _pack_large(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
+    """Packed where a kernel does not turn them itself."""
+    if all(weight.shape[3] <= 3 for weight in weights):
+        return tuple(weights)
+    packed = _pack(weights, config)
+    return tuple(w if w.shape[3] <= 3 else p for w, p in zip(weights, packed, strict=True))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: LaunchConfig, **constants: Any) -> None:
     """Launches on the device of the first argument, on its current stream."""
     with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants, num_warps=config.num_warps)
+        kernel[grid](*args, **constants, num_warps=config.num_warps, maxnreg=config.registers)
 
 
 def forward(
@@ -667,7 +857,7 @@ def forward(
     plan = Plan.make("fwd", x, geometry.grid)
     _launch(
         _conv_projection_fwd_kernel, (plan.programs,),
-        x, tuple(map(_pack, weights)), tuple(gammas), tuple(betas), tuple(means), tuple(variances),
+        x, _pack_large(weights, plan.config), tuple(gammas), tuple(betas), tuple(means), tuple(variances),
         tuple(outs), geometry.epss, *_sizes(geometry), *geometry.grid, channels, x.stride(0), x.stride(1),
         plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens,
         BRANCHES=plan.branches(geometry), TILE=_tile(plan.config, x),
@@ -687,7 +877,7 @@ def statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tupl
     branches = plan.branches(geometry)
     _launch(
         _conv_projection_stats_kernel, (plan.programs,),
-        x, tuple(map(_pack, weights)), partial, *_sizes(geometry), *geometry.grid, channels, plan.regions,
+        x, _pack_large(weights, plan.config), partial, *_sizes(geometry), *geometry.grid, channels, plan.regions,
         x.stride(0), x.stride(1), plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens, BRANCHES=branches,
         TILE=_tile(plan.config, x), config=plan.config,
     )  # fmt: skip
@@ -699,21 +889,35 @@ def statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tupl
     return mean, variance
 
 
-def _sum_regions(partial: Tensor) -> Tensor:
-    """(…, regions, C) to (…, C) in a fixed order."""
-    *rows, regions, channels = partial.shape
-    total = partial.new_empty(*rows, channels)
-    grid = (-(-channels // _MERGE.channels), total.numel() // channels)
+def update_running(
+    mean: Tensor, variance: Tensor, rows: Sequence[int], running_means: Sequence[Tensor],
+    running_vars: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float], corrections: Sequence[float],
+) -> None:  # fmt: skip
+    """Updates running statistics as ``F.batch_norm`` does.
+
+    Args:
+        mean, variance: Of the batch, (branches, C).
+        rows: Which branch each of the following belongs to.
+        momenta: Below 0 for the average over all batches.
+        corrections: n / (n − 1), which makes the variance unbiased.
+    """
     _launch(
-        _sum_regions_kernel,
-        grid,
-        partial,
-        total,
-        channels,
-        regions,
-        TILE=_tile(_MERGE, partial),
-        config=_MERGE,
-    )
+        _update_running_kernel, (len(rows),),
+        mean, variance, tuple(running_means), tuple(running_vars), tuple(tracked), tuple(momenta),
+        tuple(corrections), mean.shape[1], ROWS=tuple(rows), TILE=_tile(_UPDATE, mean), config=_UPDATE,
+    )  # fmt: skip
+
+
+def _sum_regions(partial: Tensor, groups: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """(rows, regions, C) to its sums over regions in a fixed order: for each group of n rows (C, n), flat."""
+    rows, regions, channels = partial.shape
+    total = partial.new_empty(rows * channels, dtype=dtype)
+    starts = [sum(groups[:i]) for i in range(len(groups))]
+    _launch(
+        _sum_regions_kernel, (-(-channels // _MERGE.channels), rows),
+        partial, total, channels, regions, GROUPS=tuple(zip(starts, groups, strict=True)),
+        TILE=_tile(_MERGE, partial), config=_MERGE,
+    )  # fmt: skip
     return total
 
 
@@ -725,21 +929,21 @@ def backward_sums(
     x = _readable(x)
     channels = x.shape[2]
     plan = Plan.make("bwd_sums", x, geometry.grid)
-    partial = x.new_empty(len(weights), 2, plan.regions, channels, dtype=_accumulator(x))
+    partial = x.new_empty(2 * len(weights), plan.regions, channels, dtype=_accumulator(x))
     _launch(
         _conv_projection_bwd_sums_kernel, (plan.programs,),
-        x, tuple(map(_pack, weights)), tuple(dys), tuple(means), tuple(variances), geometry.epss, partial,
+        x, _pack_large(weights, plan.config), tuple(dys), tuple(means), tuple(variances), geometry.epss, partial,
         *_sizes(geometry), *geometry.grid, channels, plan.regions, x.stride(0), x.stride(1),
         plan.strips, plan.col_blocks, CLASS_TOKEN=_class_tokens(x, geometry),
         BRANCHES=plan.branches(geometry), TILE=_tile(plan.config, x),
         config=plan.config,
     )  # fmt: skip
-    return _sum_regions(partial)
+    return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, channels)
 
 
 def backward_conv(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None, counts: Sequence[int],
+    variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None, counts: Sequence[float],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C) and weights (C, 1, k, k).
 
@@ -751,24 +955,20 @@ def backward_conv(
     batch, _, channels = x.shape
     plan = Plan.make("bwd_conv", x, geometry.grid)
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
-    partials = [
-        x.new_empty(k * k, plan.regions, channels, dtype=_accumulator(x)) for k in geometry.kernel_sizes
-    ]
+    taps = [k * k for k in geometry.kernel_sizes]
+    partial = x.new_empty(sum(taps), plan.regions, channels, dtype=_accumulator(x))
     tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
     _launch(
         _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows),
-        x, tuple(map(_pack, weights)), tuple(dys), tuple(gammas), tuple(means), tuple(variances), geometry.epss,
-        x if sums is None else sums, tuple(dconvs), tuple(partials), tuple(1.0 / n for n in counts),
+        x, tuple(_pack(weights, plan.config)), tuple(dys), tuple(gammas), tuple(means), tuple(variances), geometry.epss,
+        x if sums is None else sums, tuple(dconvs), partial, tuple(1.0 / n for n in counts),
         *_sizes(geometry), *geometry.grid, channels, plan.regions, x.stride(0), x.stride(1),
         plan.strips, plan.col_blocks, CLASS_TOKEN=_class_tokens(x, geometry), BATCH_STATS=sums is not None,
         BRANCHES=plan.branches(geometry), TILE=_tile(plan.config, x),
         config=plan.config,
     )  # fmt: skip
-    dweights = [
-        _sum_regions(partial).t().contiguous().view(weight.shape).to(weight.dtype)
-        for partial, weight in zip(partials, weights, strict=True)
-    ]
-    return dconvs, dweights
+    dweights = _sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
+    return dconvs, [dw.view(channels, 1, k, k) for dw, k in zip(dweights, geometry.kernel_sizes, strict=True)]
 
 
 def backward_input(
@@ -781,10 +981,12 @@ def backward_input(
     class_tokens = dys[0].shape[1] - heights[0] * widths[0]
     dx = dconvs[0].new_empty(batch, height * width + class_tokens, channels)
     plan = Plan.make("bwd_input", dx, geometry.grid)
+    block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
     _launch(
         _conv_projection_bwd_input_kernel, (plan.programs,),
-        dx, tuple(map(_pack, weights)), tuple(dconvs), tuple(dys), heights, widths, height, width, channels,
-        plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens, COLS=plan.columns(width),
+        dx, tuple(_pack(weights, plan.config)), tuple(dconvs), tuple(dys), heights, widths, height, width, channels,
+        plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens, COLS=plan.columns(-(-width // block)), BLOCK=block,
+        WIDTH=min(plan.config.rows, block),
         BRANCHES=plan.branches(geometry), TILE=_tile(plan.config, dx),
         config=plan.config,
     )  # fmt: skip
@@ -799,17 +1001,20 @@ def backward_input(
 
 def _gradients(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor], batch_stats: bool, counts: Sequence[int],
+    variances: Sequence[Tensor], dys: Sequence[Tensor], batch_stats: bool, synchronised: _Synchronised | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """[dx, *dweights, *dgammas, *dbetas]."""
+    """[dx, *dweights, *dgammas, *dbetas]; those of the parameters are this process's share."""
     dys = [dy.contiguous() for dy in dys]
     sums = backward_sums(x, geometry, weights, means, variances, dys)
+    all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
+    if batch_stats and synchronised is not None:
+        all_sums, counts = synchronised.mean_of(sums), [1.0] * len(weights)
     dconvs, dweights = backward_conv(
-        x, geometry, weights, gammas, means, variances, dys, sums if batch_stats else None, counts
+        x, geometry, weights, gammas, means, variances, dys, all_sums if batch_stats else None, counts
     )
     dx = backward_input(geometry, weights, dconvs, dys)
-    dgammas = [total.to(gamma.dtype, copy=True) for total, gamma in zip(sums[:, 1], gammas, strict=True)]
-    dbetas = [total.to(gamma.dtype, copy=True) for total, gamma in zip(sums[:, 0], gammas, strict=True)]
+    dgammas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 1].unbind(), gammas, strict=True)]
+    dbetas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 0].unbind(), gammas, strict=True)]
     return [dx, *dweights, *dgammas, *dbetas]
 
 
@@ -817,16 +1022,43 @@ def _counts(batch: int, geometry: Geometry) -> list[int]:
     return [batch * height * width for height, width in geometry.output_grids]
 
 
+class _Synchronised(NamedTuple):
+    """A batch spread over the processes of a group: how many values per channel it has, (branches,)."""
+
+    group: Any
+    counts: Tensor
+
+    @classmethod
+    def merge(
+        cls, mean: Tensor, variance: Tensor, counts: list[int], group: Any
+    ) -> tuple[Any, Tensor, Tensor]:
+        """(this, mean, variance) of the whole batch, equal in every process, from those of each share."""
+        local = torch.cat([mean, variance, mean.new_tensor(counts)[:, None]], dim=1)
+        shares = local.new_empty(dist.get_world_size(group), *local.shape)
+        dist.all_gather(list(shares.unbind()), local, group)
+        means, variances, count = shares.split([mean.shape[1], mean.shape[1], 1], dim=2)
+        total = count.sum(dim=0)
+        mean = (means * count).sum(dim=0) / total
+        variance = ((variances + (means - mean) ** 2) * count).sum(dim=0) / total
+        return cls(group, total[:, 0]), mean, variance
+
+    def mean_of(self, sums: Tensor) -> Tensor:
+        """Sums (branches, 2, C) of this process to the mean over the whole batch."""
+        total = sums.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.counts[:, None, None]
+
+
 class _ConvProjection(torch.autograd.Function):
-    """forward(x, geometry, batch_stats, *weights, *gammas, *betas, *means, *variances)."""
+    """forward(x, geometry, batch_stats, synchronised, *weights, *gammas, *betas, *means, *variances)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, geometry: Geometry, batch_stats: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, geometry: Geometry, batch_stats: bool, synchronised: _Synchronised | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Saves x, the parameters and the statistics."""
         weights, gammas, betas, means, variances = _groups(tensors, 5)
-        ctx.geometry, ctx.batch_stats = geometry, batch_stats
+        ctx.settings = geometry, batch_stats, synchronised
         ctx.save_for_backward(x, *weights, *gammas, *means, *variances)
         return tuple(forward(x, geometry, weights, gammas, betas, means, variances))
 
@@ -836,11 +1068,11 @@ class _ConvProjection(torch.autograd.Function):
         """Three passes; see the head of this file."""
         x, *tensors = ctx.saved_tensors
         weights, gammas, means, variances = _groups(tensors, 4)
-        counts = _counts(x.shape[0], ctx.geometry)
+        geometry, batch_stats, synchronised = ctx.settings
         dx, *dparameters = _gradients(
-            x, ctx.geometry, weights, gammas, means, variances, dys, ctx.batch_stats, counts
+            x, geometry, weights, gammas, means, variances, dys, batch_stats, synchronised
         )
-        return dx, None, None, *dparameters, *[None] * (2 * len(weights))
+        return dx, None, None, None, *dparameters, *[None] * (2 * len(weights))
 
 
 def _groups(tensors: Sequence[Any], count: int) -> list[Sequence[Any]]:
@@ -879,9 +1111,10 @@ def _backward_op(
     x: Tensor, weights: list[Tensor], gammas: list[Tensor], means: list[Tensor], variances: list[Tensor],
     dys: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
 ) -> list[Tensor]:  # fmt: skip
-    unpacked = _unpack_geometry(geometry, epss)
-    counts = _counts(x.shape[0], unpacked)
-    return _gradients(x, unpacked, weights, gammas, means, variances, dys, batch_stats, counts)
+    dx, *shared = _gradients(
+        x, _unpack_geometry(geometry, epss), weights, gammas, means, variances, dys, batch_stats
+    )
+    return [dx, *(gradient.clone() for gradient in shared)]  # an operator's outputs may not share storage
 
 
 @_backward_op.register_fake
@@ -916,6 +1149,12 @@ def _(x, weights, geometry, epss):
     return [x.new_empty(len(weights), x.shape[2], dtype=_accumulator(x)) for _ in range(2)]
 
 
+_update_op = torch.library.custom_op(
+    "cvt_kernels::update_running_statistics",
+    update_running,
+    mutates_args=("running_means", "running_vars", "tracked"),
+)
+
 # The backend ----------------------------------------------------------------------------------------------
 
 
@@ -927,8 +1166,16 @@ def refuses(
         return "the batch is empty"
     if x.shape[1] * x.shape[2] >= 2**31:
         return "one image has 2³¹ elements or more"
-    if not training and len({conv.running_mean is None for conv in convs}) > 1:
-        return "some branches have running statistics and some have none"
+    if not training:
+        mixed = len({conv.running_mean is None for conv in convs}) > 1
+        return "some branches have running statistics and some have none" if mixed else None
+    buffers = [id(conv.running_mean) for conv in convs if conv.running_mean is not None]
+    if len(buffers) > len(set(buffers)):
+        return "two branches share their running statistics"
+    if any(conv.process_group is not convs[0].process_group for conv in convs):
+        return "the branches synchronise over different process groups"
+    if convs[0].process_group is not None and torch.compiler.is_compiling():
+        return "torch.compile does not trace the exchange between processes"
     return None
 
 
@@ -942,44 +1189,62 @@ def conv_projection(
     """
     geometry = Geometry.of(grid, convs)
     weights = [conv.weight for conv in convs]
-    if autocast_enabled(x):
+    if runtime.autocast_enabled(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
     betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
-    batch_stats = training or convs[0].running_mean is None
-    compiling = torch.compiler.is_compiling()
-    constants = _pack_geometry(geometry), list(geometry.epss)
+    batch_stats, synchronised = training or convs[0].running_mean is None, None
     if batch_stats:
         with torch.no_grad():
-            mean, variance = (
-                _statistics_op(x, weights, *constants) if compiling else statistics(x, geometry, weights)
-            )
-            if training:
-                _update_running_statistics(convs, mean, variance, _counts(x.shape[0], geometry))
-        means, variances = list(mean.unbind()), list(variance.unbind())
+            means, variances, synchronised = _batch_statistics(x, geometry, weights, convs, training)
     else:
         means, variances = [conv.running_mean for conv in convs], [conv.running_var for conv in convs]
-    if compiling:
+    if torch.compiler.is_compiling():
+        constants = _pack_geometry(geometry), list(geometry.epss)
         return tuple(_forward_op(x, weights, gammas, betas, means, variances, *constants, batch_stats))
-    return _ConvProjection.apply(x, geometry, batch_stats, *weights, *gammas, *betas, *means, *variances)
+    return _ConvProjection.apply(
+        x, geometry, batch_stats, synchronised, *weights, *gammas, *betas, *means, *variances
+    )
 
 
-def _update_running_statistics(
-    convs: Sequence[ConvBatchNorm], means: Tensor, variances: Tensor, counts: Sequence[int]
-) -> None:
-    """As ``F.batch_norm``: running ← (1 − momentum) · running + momentum · batch, with the unbiased variance."""
-    for conv, mean, variance, count in zip(convs, means, variances, counts, strict=True):
-        if conv.running_mean is None or conv.running_var is None:
-            continue
-        momentum = conv.momentum
-        if conv.num_batches_tracked is not None:
-            conv.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / conv.num_batches_tracked.item()
-        momentum = 0.0 if momentum is None else momentum
-        for running, batch in (
-            (conv.running_mean, mean),
-            (conv.running_var, variance * (count / (count - 1))),
-        ):
-            running.copy_(torch.lerp(running.to(batch.dtype), batch, momentum))
+def _batch_statistics(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm], training: bool
+) -> tuple[list[Tensor], list[Tensor], _Synchronised | None]:
+    """(means, variances, how they were synchronised); in training the running statistics are updated too."""
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        mean, variance = _statistics_op(x, list(weights), _pack_geometry(geometry), list(geometry.epss))
+    else:
+        mean, variance = statistics(x, geometry, weights)
+    counts, synchronised = _counts(x.shape[0], geometry), None
+    corrections, unbiased = [n / max(n - 1, 1) for n in counts], variance
+    if training and convs[0].process_group is not None:
+        synchronised, mean, variance = _Synchronised.merge(mean, variance, counts, convs[0].process_group)
+        total = synchronised.counts[:, None]
+        corrections, unbiased = [1.0] * len(convs), variance * (total / (total - 1))
+    rows = [i for i, conv in enumerate(convs) if conv.running_mean is not None] if training else []
+    if rows:
+        tracking = [convs[i] for i in rows]
+        running_means, running_vars = zip(
+            *((conv.running_mean, conv.running_var) for conv in tracking), strict=True
+        )
+        (_update_op if compiling else update_running)(
+            mean, unbiased, rows, list(running_means), list(running_vars), [_tracked(conv) for conv in tracking],
+            [_momentum(conv) for conv in tracking], [corrections[i] for i in rows],
+        )  # fmt: skip
+        if not compiling:  # the operator tells autograd by itself
+            torch.autograd.graph.increment_version((*running_means, *running_vars))
+    return list(mean.unbind()), list(variance.unbind()), synchronised
+
+
+def _tracked(conv: ConvBatchNorm) -> Tensor:
+    if conv.num_batches_tracked is not None:
+        return conv.num_batches_tracked
+    return torch.zeros((), dtype=torch.int64, device=conv.weight.device)
+
+
+def _momentum(conv: ConvBatchNorm) -> float:
+    if conv.momentum is None:
+        return -1.0 if conv.num_batches_tracked is not None else 0.0
+    return float(conv.momentum)

@@ -10,7 +10,7 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ class ConvBatchNorm(NamedTuple):
         dilation: Spacing of the taps.
         momentum: Weight of the new batch in the running statistics; None averages over all batches.
         eps: Added to the variance.
+        process_group: If given, training takes the statistics of the batch over all its processes, as
+            ``nn.SyncBatchNorm`` does; no process may have an empty share.
     """
 
     weight: Tensor
@@ -46,6 +48,7 @@ class ConvBatchNorm(NamedTuple):
     dilation: int = 1
     momentum: float | None = 0.1
     eps: float = 1e-5
+    process_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> ConvBatchNorm:
@@ -53,7 +56,7 @@ class ConvBatchNorm(NamedTuple):
 
         Raises:
             ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
-                in the two directions; or if ``bn`` would have to synchronise with other processes.
+                in the two directions.
         """
         if conv.bias is not None:
             raise ValueError("conv: has a bias; expected bias=False, since BatchNorm subtracts it again")
@@ -63,8 +66,6 @@ class ConvBatchNorm(NamedTuple):
             value = getattr(conv, name)
             if isinstance(value, str) or len(set(value)) != 1:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
-        if isinstance(bn, nn.SyncBatchNorm) and bn.training and _world_size(bn.process_group) > 1:
-            raise ValueError("bn: SyncBatchNorm in training over several processes is not supported")
         return cls(
             conv.weight,
             bn.weight,
@@ -77,6 +78,7 @@ class ConvBatchNorm(NamedTuple):
             conv.dilation[0],
             bn.momentum,
             bn.eps,
+            _process_group(bn),
         )
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
@@ -86,10 +88,14 @@ class ConvBatchNorm(NamedTuple):
         return height, width
 
 
-def _world_size(process_group: Any) -> int:
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(process_group)
+def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
+    """The processes over which ``bn`` synchronises now, as SyncBatchNorm does in training."""
+    if not (
+        isinstance(bn, nn.SyncBatchNorm) and bn.training and dist.is_available() and dist.is_initialized()
+    ):
+        return None
+    group = bn.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def conv_projection(
@@ -122,6 +128,8 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
         conv.num_batches_tracked.add_(1)
         if momentum is None:
             momentum = 1.0 / conv.num_batches_tracked.item()
+    if training and conv.process_group is not None:
+        return _synchronised_batch_norm(y, conv, momentum)
     return F.batch_norm(
         y,
         conv.running_mean,
@@ -132,6 +140,32 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
         momentum=0.0 if momentum is None else momentum,
         eps=conv.eps,
     )
+
+
+def _synchronised_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | None) -> Tensor:
+    """By the statistics of the whole batch, of which each process of the group has a share y (B, C, H, W)."""
+    from torch.distributed.nn.functional import all_reduce  # differentiable
+
+    dtype = y.dtype
+    y = y.to(torch.promote_types(dtype, torch.float32))
+    group, dims = conv.process_group, (0, 2, 3)
+    count = all_reduce(y.new_tensor(y.numel() // y.shape[1]), group=group)
+    mean = all_reduce(y.sum(dims), group=group) / count
+    deviation = y - mean[:, None, None]
+    variance = all_reduce((deviation**2).sum(dims), group=group) / count
+    if conv.running_mean is not None and conv.running_var is not None:
+        with torch.no_grad():
+            for running, batch in (
+                (conv.running_mean, mean),
+                (conv.running_var, variance * count / (count - 1)),
+            ):
+                running.copy_(running + (momentum or 0.0) * (batch - running))
+    y = deviation * (variance + conv.eps).rsqrt()[:, None, None]
+    if conv.bn_weight is not None:
+        y = y * conv.bn_weight[:, None, None]
+    if conv.bn_bias is not None:
+        y = y + conv.bn_bias[:, None, None]
+    return y.to(dtype)
 
 
 def attention(

@@ -222,6 +222,24 @@ def machine() -> Machine:
     )
 
 
+class Chip(NamedTuple):
+    """What launch configurations depend on: compute capability (90 for sm_90), number of multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+def chip(device: torch.device) -> Chip:
+    """The GPU of a tensor's device. Triton's interpreter on the CPU is one multiprocessor of an sm_90."""
+    return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
+
+
+@functools.cache
+def _cuda_chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
 def triton_missing() -> str | None:
     """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
     if importlib.util.find_spec("triton") is None:

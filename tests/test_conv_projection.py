@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import record_calls
 from torch import nn
 
@@ -183,10 +184,63 @@ def test_modules_that_are_not_a_branch(settings, message):
         ck.ConvBatchNorm.from_modules(conv2d, nn.BatchNorm2d(4))
 
 
-def test_sync_batch_norm_is_taken_alone_and_refused_among_several(monkeypatch):
+def test_sync_batch_norm_synchronises_only_in_training_among_several():
     conv2d, bn = nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.SyncBatchNorm(4)
-    ck.ConvBatchNorm.from_modules(conv2d, bn)
-    monkeypatch.setattr(ck.reference, "_world_size", lambda group: 2)
-    with pytest.raises(ValueError, match="bn: SyncBatchNorm in training over several processes"):
-        ck.ConvBatchNorm.from_modules(conv2d, bn)
-    ck.ConvBatchNorm.from_modules(conv2d, bn.eval())
+    assert ck.ConvBatchNorm.from_modules(conv2d, bn).process_group is None
+
+
+SHARES = 3, 2  # images per process, not equal
+
+
+def _train_on_a_share(rank, backend, directory):
+    """One step in two processes, against BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(sum(SHARES), 20, 6, dtype=torch.float64).to(device)
+    convs = [nn.Conv2d(6, 6, 3, stride=s, padding=1, groups=6, bias=False) for s in (1, 2)]
+    convs = [conv.double().to(device) for conv in convs]
+    ours, joined = (
+        [kind(6).double().to(device) for _ in convs] for kind in (nn.SyncBatchNorm, nn.BatchNorm2d)
+    )
+    own = slice(0, SHARES[0]) if rank == 0 else slice(SHARES[0], None)
+    branches = [ck.ConvBatchNorm.from_modules(*pair) for pair in zip(convs, ours, strict=True)]
+    assert all(branch.process_group is dist.group.WORLD for branch in branches)
+    share = x[own].clone().requires_grad_()
+    with ck.use_backend(backend):
+        outs = ck.conv_projection(share, (4, 5), branches, training=True)
+        sum(out.sin().sum() for out in outs).backward()
+    dweights = [conv.weight.grad.clone() for conv in convs]
+
+    def compare(bns, x, own):
+        [conv.zero_grad() for conv in convs]
+        x = x.clone().requires_grad_()
+        image = x.transpose(1, 2).unflatten(2, (4, 5))
+        expected = [bn(conv(image)).flatten(2).transpose(1, 2) for conv, bn in zip(convs, bns, strict=True)]
+        sum(out.sin().sum() for out in expected).backward()
+        torch.testing.assert_close(list(outs), [out[own] for out in expected])
+        torch.testing.assert_close(share.grad, x.grad[own])
+        for our, bn in zip(ours, bns, strict=True):
+            torch.testing.assert_close(dict(our.named_buffers()), dict(bn.named_buffers()))
+
+    compare(joined, x, own)
+    local = [*dweights, *(p.grad for bn in ours for p in bn.parameters())]
+    for gradient in local:
+        dist.all_reduce(gradient)  # as DistributedDataParallel does; its mean aside
+    whole = [*(conv.weight.grad for conv in convs), *(p.grad for bn in joined for p in bn.parameters())]
+    torch.testing.assert_close(local, whole)
+    if device == "cuda":  # nn.SyncBatchNorm refuses CPU tensors
+        compare([nn.SyncBatchNorm(6).double().to(device) for _ in convs], x[own], slice(None))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_two_processes_share_a_batch(backend, tmp_path):
+    torch.multiprocessing.spawn(_train_on_a_share, args=(backend, str(tmp_path)), nprocs=2)
+
+
+def test_an_empty_share_is_refused():
+    x, conv = make_x()[:0], make_conv(process_group=dist.ProcessGroup(0, 2))
+    with pytest.raises(ValueError, match="x: got an empty batch, expected at least one image"):
+        ck.conv_projection(x, GRID, [conv], training=True)
+    ck.conv_projection(x, GRID, [conv], training=False)
