@@ -14,6 +14,12 @@ from cvt_kernels import runtime
 DATA = Path(__file__).parent / "data"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch):
     """The same random numbers in every test, and no trace of a backend that a test chose or registered."""

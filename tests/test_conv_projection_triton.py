@@ -1,7 +1,12 @@
 """The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
 
+import inspect
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+import triton
 from checks import assert_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,10 +15,19 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt_kernels import runtime
+from cvt_kernels import aot, runtime
+from cvt_kernels import conv_projection_triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1}
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that a kernel should have written and did not is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def make(batch, grid, channels, class_tokens, *, branches=CVT, kernel_sizes=(3, 3, 3), dtype=torch.float64):
@@ -65,17 +79,29 @@ def assert_backends_agree(x, grid, convs, training):
             assert_accurate(a.detach(), b.detach(), c.detach(), factor=factor, floor=4)
 
 
-# Channels and class token of CvT-13's first and last stage; the first grid is cut into two strips.
-STAGES = [((18, 18), 64, 0), ((7, 7), 384, 1)]
+# Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
+@pytest.mark.parametrize("stage", aot.STAGES["cvt_13 at 224"], ids=str)
+def test_every_stage_of_cvt_13(stage, monkeypatch):
+    grid, channels, class_tokens = stage
+    if DEVICE == "cpu":
+        wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
+        configs = {name: replace(config, **wide) for name, config in kernels.CONFIGS[90].items()}
+        monkeypatch.setattr(kernels, "CONFIGS", {90: configs})
+    x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
+    assert_backends_agree(x, grid, convs, True)
+    with ck.use_backend("triton"):
+        ours = ck.conv_projection(x, grid, convs, training=False)
+    theirs = ck.reference.conv_projection(x, grid, convs, training=False)
+    doubled = [move(conv, torch.float64) for conv in convs]
+    exact = ck.reference.conv_projection(x.double(), grid, doubled, training=False)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert_accurate(a, b, c, floor=4)
+        assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_first_and_last_stage_of_cvt_13(stage, training):
-    grid, channels, class_tokens = stage
-    assert_backends_agree(
-        *reorder(make(1, grid, channels, class_tokens, dtype=torch.float32), grid), training
-    )
+def test_several_strips_and_channel_blocks(training):
+    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), training)
 
 
 def reorder(made, grid):
@@ -87,18 +113,6 @@ def reorder(made, grid):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype, training):
     assert_backends_agree(*reorder(make(2, (5, 6), 24, 1, dtype=dtype), (5, 6)), training)
-
-
-def test_full_size_stage_three_of_cvt_13_in_evaluation():
-    x, convs = make(1, (14, 14), 384, 1, dtype=torch.float32)
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x, (14, 14), convs, training=False)
-    expected = ck.reference.conv_projection(
-        x.double(), (14, 14), [move(c, torch.float64) for c in convs], training=False
-    )
-    for out, exact in zip(outs, expected, strict=True):
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-        assert torch.equal(out[:, 0], x[:, 0])
 
 
 @settings(max_examples=8, deadline=None)
@@ -138,7 +152,7 @@ def test_gradcheck(training):
 
 
 def test_equal_bits_over_ten_runs():
-    x, convs = make(2, (5, 4), 6, 0, dtype=torch.float32)
+    x, convs = make(2, (5, 4), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
     first = run("triton", x, (5, 4), convs, True)
     for _ in range(9):
         again = run("triton", x, (5, 4), convs, True)
@@ -159,8 +173,8 @@ def test_half_precision_beside_float32_batch_norm(dtype):
 
 def test_a_huge_mean_beside_a_small_deviation():
     """Where Σy² − (Σy)²/n would be left with nothing, and β − mean · scale with little."""
-    x = 1e3 + torch.randn(2, 36, 4, device=DEVICE)
-    conv = move(random_conv(4, 1), torch.float32)
+    x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
+    conv = move(random_conv(32, 1), torch.float32)
     conv = conv._replace(weight=torch.ones_like(conv.weight))
     ours, theirs = (run(backend, x, (6, 6), [conv], True) for backend in ("triton", "reference"))
     exact = run("reference", x, (6, 6), [conv], True, double=True)
@@ -200,6 +214,45 @@ def test_strided_inputs():
             assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
 
 
+def test_images_two_billion_elements_apart():
+    """Offsets of images take 64 bits; the memory between the two is never touched."""
+    small, convs = make(2, (3, 2), 8, 1, dtype=torch.float16, branches=CVT[1:2], kernel_sizes=(3,))
+    memory = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
+    x = memory.as_strided(small.shape, (2**31, 8, 1)).copy_(small)
+    far, near = (run("triton", images, (3, 2), convs, True) for images in (x, small))
+    for a, b in zip(far, near, strict=True):
+        assert all(torch.equal(m, n) for m, n in zip(a, b, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements():
+    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    x, convs = make(1, (32, 32), 1024, 0, dtype=torch.float16)
+    with ck.use_backend("triton"):
+        outs = ck.conv_projection(x.expand(2100, -1, -1), (32, 32), convs, training=False)
+    assert outs[0].numel() > 2**31
+    assert all(torch.equal(out[-1], out[0]) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_cuda_graph(training):
+    x, convs = make(2, (6, 6), 64, 0, dtype=torch.float16)
+    static = x.clone()
+    stream = torch.cuda.Stream()
+    with ck.use_backend("triton"), torch.cuda.stream(stream):
+        for _ in range(2):
+            ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=training)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = ck.conv_projection(static, (6, 6), convs, training=training)
+        static.copy_(2 * x)
+        graph.replay()
+        stream.synchronize()
+        expected = ck.conv_projection(2 * x, (6, 6), convs, training=training)
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
 def test_double_backward_raises():
     x, convs = make(2, (3, 3), 2, 0)
     x.requires_grad_()
@@ -212,8 +265,6 @@ def test_double_backward_raises():
 
 def test_the_kernels_do_the_work(monkeypatch):
     """One training step launches each of them: the tests above would pass with a silent reference too."""
-    from cvt_kernels import conv_projection_triton as kernels
-
     launched = []
 
     def launch(kernel, *args, original=kernels._launch, **kwargs):
@@ -234,6 +285,87 @@ def test_the_kernels_do_the_work(monkeypatch):
         kernels._sum_regions_kernel,
         kernels._conv_projection_bwd_input_kernel,
     ]
+
+
+def count_pixels(launch):
+    """Pixels of an image that the launch's programs load (each on its own) and outputs that they store."""
+    arguments = dict(zip(inspect.signature(launch.kernel.fn).parameters, launch.args, strict=False))
+    height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
+    branches = launch.constants["BRANCHES"]
+    loaded, stored = (
+        0,
+        [np.zeros(size, int) for size in zip(arguments["out_heights"], arguments["out_widths"], strict=True)],
+    )
+    for strip in range(strips):
+        for block in range(cols):
+            touched = np.zeros((height, width), bool)
+            for (k, stride, pad, dilation, *_), out in zip(branches, stored, strict=True):
+                rows, columns = share(out.shape[0], strip, strips), share(out.shape[1], block, cols)
+                taps = np.arange(k) * dilation - pad
+                y, x = ((n[:, None] * stride + taps).ravel() for n in (rows, columns))
+                touched[np.ix_(y[(y >= 0) & (y < height)], x[(x >= 0) & (x < width)])] = True
+                out[np.ix_(rows, columns)] += 1
+            loaded += touched.sum()
+    assert all((out == 1).all() for out in stored)
+    return loaded, sum(out.size for out in stored)
+
+
+def share(size, part, parts):
+    length = -(-size // parts)
+    return np.arange(min(part * length, size), min((part + 1) * length, size))
+
+
+@pytest.mark.parametrize("chip", [runtime.Chip(80, 108), runtime.Chip(90, 132)], ids=str)
+@pytest.mark.parametrize("model", aot.STAGES)
+def test_bytes_per_launch(model, chip):
+    """Against x once and the outputs once in evaluation, 2.5 units; x once more in training, 3.5 units."""
+    for stage in aot.STAGES[model]:
+        (height, width), channels, _ = stage
+        launches = {
+            launch.kernel: launch for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
+        }
+        fwd, stats = (
+            launches[getattr(kernels, f"_conv_projection_{name}_kernel")] for name in ("fwd", "stats")
+        )
+        loaded, stored = count_pixels(fwd)
+        assert stored == 1.5 * height * width
+        assert loaded + stored <= 1.15 * 2.5 * height * width
+        partial = next(t for t in stats.args if torch.is_tensor(t) and t.shape[:2] == (3, 2))
+        # Written, the means read twice, the rest once; in pixels.
+        merged = partial.nbytes * 2.5 / (2 * 256 * channels)
+        training = loaded + stored + count_pixels(stats)[0] + merged
+        assert training <= 1.15 * 3.5 * height * width
+        blocks = -(-channels // fwd.constants["TILE"][1])
+        assert fwd.grid == (partial.shape[2] * blocks,) == stats.grid
+
+
+def test_small_batches_get_smaller_regions():
+    """Every multiprocessor gets two programs while a strip still has two rows."""
+    x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), runtime.Chip(90, 132)
+    with aot.record(kernels, chip):
+        assert kernels.Plan.make("fwd", x, (56, 56)).programs == 28 // 2 * 2
+        assert kernels.Plan.make("fwd", x.expand(8, -1, -1), (56, 56)).programs == 8 * 14 * 2
+        assert kernels.Plan.make("fwd", x.expand(256, -1, -1), (56, 56)).strips == 4
+
+
+def test_launch_configurations_of_other_gpus():
+    assert kernels._config("fwd", 75) == kernels.CONFIGS[80]["fwd"]
+    assert kernels._config("fwd", 89) == kernels.CONFIGS[86]["fwd"]
+    assert kernels._config("fwd", 103) == kernels.CONFIGS[100]["fwd"]
+
+
+def test_branches_that_one_launch_cannot_serve():
+    x, convs = make(2, (3, 3), 2, 0)
+    shared = [convs[0], convs[1]._replace(running_mean=convs[0].running_mean)]
+    groups = [convs[0], convs[1]._replace(process_group=torch.distributed.ProcessGroup(0, 2))]
+    bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
+    for branches, training, reason in (
+        (shared, True, "two branches share their running statistics"),
+        (groups, True, "the branches synchronise over different process groups"),
+        (bare, False, "some branches have running statistics and some have none"),
+    ):
+        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
+            ck.conv_projection(x, (3, 3), branches, training=training)
 
 
 def test_an_empty_batch_goes_to_the_reference():
@@ -269,8 +401,6 @@ def test_compiles_without_graph_breaks_as_a_block(training):
 
 
 def test_registered_operators_pass_opcheck():
-    from cvt_kernels import conv_projection_triton as kernels
-
     x, convs = make(2, (3, 3), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
     geometry = kernels.Geometry.of((3, 3), convs)
     constants = kernels._pack_geometry(geometry), list(geometry.epss)
