@@ -9,9 +9,10 @@ second and third branch are meant to find x in L1 or L2; the units below count o
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 
-- evaluation: x once, the outputs once: 1 + 1.5. One launch, after a small transpose of each weight.
-- training: the statistics (x: 1, and a merge of the partials), then the evaluation kernel with them: 3.5 in
-  all. The convolution is recomputed, not stored.
+- evaluation: x once, the outputs once: 1 + 1.5, in one launch.
+- training: the statistics (x: 1), a merge of the partials, an update of the running statistics, then the evaluation
+  kernel: 3.5 in all. The convolution is recomputed, not stored. Of a process group, each process merges the
+  statistics of all between those launches.
 - backward: Σdy and Σdy·x̂ (1 + 1.5), dconv and dw (2.5 + 1.5), dx (1.5 + 1); nothing is saved but x and the
   statistics.
 

@@ -136,7 +136,7 @@ def test_seven_by_seven():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_gradcheck(training):
-    x, convs = make(2, (3, 2), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
+    x, convs = make(2, (3, 2), 2, 1, branches=CVT[1:2], kernel_sizes=(3,))
     names = ("weight", "bn_weight", "bn_bias")
     parameters = [getattr(conv, name).requires_grad_() for conv in convs for name in names]
 
