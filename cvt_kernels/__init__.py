@@ -1,7 +1,7 @@
 """Fast, exact and easy CvT operators for PyTorch. See README.md for the tour."""
 
 from . import reference
-from .attention import attention
+from .attention import AttentionMap, attention, attention_map
 from .conv_projection import conv_projection
 from .layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .reference import ConvBatchNorm
@@ -10,11 +10,13 @@ from .runtime import BackendUnavailable, doctor, step_downs, use_backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMap",
     "BackendUnavailable",
     "ConvBatchNorm",
     "__version__",
     "add_layer_norm",
     "attention",
+    "attention_map",
     "bias_gelu",
     "conv_projection",
     "doctor",

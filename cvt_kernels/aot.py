@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -35,6 +38,9 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 #: 32-bit registers of a multiprocessor, and the most warps and blocks that it holds.
 _REGISTERS, _MAX_WARPS = 65536, {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 
+#: Instructions of the tensor cores: up to Ada and on consumer Blackwell, on Hopper, on Blackwell.
+_MMA = ("HMMA", "DMMA", "QMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
+
 _DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -45,14 +51,13 @@ _DTYPES = {
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel, its grid, arguments, constants, warps and the most registers of a thread."""
+    """One launch: the kernel, its grid, arguments, constants and Triton's options."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
-    num_warps: int
-    registers: int
+    options: dict[str, int]
 
 
 class Resources(NamedTuple):
@@ -64,6 +69,7 @@ class Resources(NamedTuple):
         spills: Loads and stores of spilled registers in the code.
         shared: Bytes of shared memory per block.
         loads, stores: Instruction → count, of global memory.
+        mma: Instruction → count, of tensor cores.
         occupancy: Warps that registers and shared memory let a multiprocessor hold, of those it could.
     """
 
@@ -74,6 +80,7 @@ class Resources(NamedTuple):
     shared: int
     loads: dict[str, int]
     stores: dict[str, int]
+    mma: dict[str, int]
     occupancy: float
 
 
@@ -89,19 +96,15 @@ STAGES: dict[str, tuple[Stage, Stage, Stage]] = {
 
 
 @contextlib.contextmanager
-def record(module: Any, chip: runtime.Chip) -> Iterator[list[Launch]]:
-    """Within it, the launchers of ``module`` plan for ``chip``, list their launches and start nothing."""
+def record(chip: runtime.Chip) -> Iterator[list[Launch]]:
+    """Within it, launchers of Triton kernels plan for ``chip``, list their launches and start nothing."""
     launches: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *args: Any, config: Any, **constants: Any) -> None:
-        launches.append(Launch(kernel, grid, args, constants, config.num_warps, config.registers))
+        launches.append(Launch(kernel, grid, args, constants, config.options))
 
-    originals = module._launch, runtime.chip
-    module._launch, runtime.chip = note, lambda device: chip
-    try:
+    with mock.patch.multiple(runtime, launch=note, chip=mock.Mock(return_value=chip)):
         yield launches
-    finally:
-        module._launch, runtime.chip = originals
 
 
 def conv_projection_launches(
@@ -120,7 +123,7 @@ def conv_projection_launches(
     weights, vectors = [meta(channels, 1, 3, 3)] * 3, [meta(channels, dtype=torch.float32)] * 3
     tracked = [meta(dtype=torch.int64)] * 3
     dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
-    with record(kernels, chip) as launches:
+    with record(chip) as launches:
         kernels.forward(x, geometry, weights, *[vectors] * 4)
         mean, variance = kernels.statistics(x, geometry, weights)
         kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
@@ -130,6 +133,35 @@ def conv_projection_launches(
         )
         kernels.backward_input(geometry, weights, dconvs, dys)
     return launches
+
+
+def attention_launches(
+    stage: Stage, dtype: torch.dtype, chip: runtime.Chip, *, batch: int = 256, bias: bool = False
+) -> list[Launch]:
+    """What evaluation and a training step of CvT's attention launch (heads of 64, k and v strided by 2)."""
+    from . import attention_triton as kernels
+
+    (height, width), channels, class_tokens = stage
+    queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
+    heads = channels // 64
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
+    table = meta(heads, queries, keys) if bias else None
+    with record(chip) as launches:
+        out, lse = kernels.forward(q, k, v, table, channels**-0.5)
+        kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+    return launches
+
+
+#: What ``main`` can compile, by name.
+OPERATORS: dict[str, Callable[..., list[Launch]]] = {
+    "conv_projection": conv_projection_launches,
+    "attention": attention_launches,
+    "attention_with_bias": functools.partial(attention_launches, bias=True),
+}
 
 
 def source(launch: Launch) -> ASTSource:
@@ -169,7 +201,7 @@ def compile_launch(launch: Launch, arch: int) -> Resources:
     compiled = triton.compile(
         source(launch),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": launch.num_warps, "maxnreg": launch.registers},
+        options=launch.options,
     )
     with tempfile.TemporaryDirectory() as scratch:
         cubin = Path(scratch, "kernel.cubin")
@@ -181,22 +213,23 @@ def compile_launch(launch: Launch, arch: int) -> Resources:
         raise RuntimeError(f"cuobjdump reports no resources of {launch.kernel.__name__}")
     registers, stack, _, local = map(int, found.groups())
     counts: dict[str, int] = {}
-    for instruction in re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?((?:LDG|STG|LDL|STL)[A-Z0-9_.]*)", code):
+    for instruction in re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code):
         counts[instruction] = counts.get(instruction, 0) + 1
 
-    def select(prefix: str) -> dict[str, int]:
-        return {name: count for name, count in counts.items() if name.startswith(prefix)}
+    def select(*prefixes: str) -> dict[str, int]:
+        return {name: count for name, count in counts.items() if name.startswith(prefixes)}
 
     shared = compiled.metadata.shared
     return Resources(
         registers,
         stack,
         local,
-        sum(select("LDL").values()) + sum(select("STL").values()),
+        sum(select("LDL", "STL").values()),
         shared,
         select("LDG"),
         select("STG"),
-        _occupancy(registers, shared, launch.num_warps, arch),
+        select(*_MMA),
+        _occupancy(registers, shared, launch.options["num_warps"], arch),
     )
 
 
@@ -220,30 +253,48 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cvt_kernels.aot", description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--operator", nargs="+", default=["conv_projection", "attention"], choices=OPERATORS)
     parser.add_argument("--model", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
-    failed, seen = False, set()
-    for arch, dtype, model, stage in itertools.product(
-        options.arch, options.dtype, options.model, options.stage
-    ):
-        launches = conv_projection_launches(
-            STAGES[model][stage - 1], getattr(torch, dtype), runtime.Chip(arch, 132)
-        )
-        for launch in launches:
-            code = source(launch)
-            key = arch, launch.kernel.__name__, str((code.signature, code.constants, code.attrs))
-            if key in seen:
-                continue
-            seen.add(key)
-            found = compile_launch(launch, arch)
-            failed |= found.spills > 0 or found.shared > SHARED_KIB[arch] * 1024
-            row = {"arch": arch, "dtype": dtype, "model": model, "stage": stage, "kernel": key[1]}
+    jobs = list(_jobs(options))
+    # Forked, since launches cannot be pickled; nothing has started a thread or a GPU yet.
+    with multiprocessing.get_context("fork").Pool(initializer=_keep, initargs=(jobs,)) as pool:
+        failed = False
+        for (row, _), found in zip(jobs, pool.imap(_compile_kept, range(len(jobs))), strict=True):
+            failed |= found.spills > 0 or found.shared > SHARED_KIB[row["arch"]] * 1024
             print(json.dumps(row | found._asdict()) if options.json else _line(row, found), flush=True)
     return int(failed)
+
+
+def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Launch]]:
+    """(What it is, launch) of everything to compile; launches that compile to the same code come once."""
+    seen = set()
+    for operator, arch, dtype, model, stage in itertools.product(
+        options.operator, options.arch, options.dtype, options.model, options.stage
+    ):
+        chip = runtime.Chip(arch, 132)
+        for launch in OPERATORS[operator](STAGES[model][stage - 1], getattr(torch, dtype), chip):
+            code, name = source(launch), launch.kernel.__name__
+            key = arch, name, str((code.signature, code.constants, code.attrs, launch.options))
+            if key not in seen:
+                seen.add(key)
+                yield {"arch": arch, "dtype": dtype, "model": model, "stage": stage, "kernel": name}, launch
+
+
+_kept: list[tuple[dict[str, Any], Launch]] = []
+
+
+def _keep(jobs: list[tuple[dict[str, Any], Launch]]) -> None:
+    _kept[:] = jobs
+
+
+def _compile_kept(index: int) -> Resources:
+    row, launch = _kept[index]
+    return compile_launch(launch, row["arch"])
 
 
 def _line(row: dict[str, Any], found: Resources) -> str:
@@ -251,7 +302,8 @@ def _line(row: dict[str, Any], found: Resources) -> str:
     return (
         f"sm_{row['arch']:<3} {row['dtype']:<8} {row['model']:<14} stage {row['stage']}  {row['kernel']:<35} "
         f"{found.registers:>3} registers  {found.spills} spills  {found.shared:>5} B shared  "
-        f"{found.occupancy:.0%} occupancy  {load}-bit loads, {store}-bit stores"
+        f"{found.occupancy:.0%} occupancy  {load}-bit loads, {store}-bit stores  "
+        f"{sum(found.mma.values())} tensor-core instructions"
     )
 
 

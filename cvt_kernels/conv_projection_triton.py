@@ -63,6 +63,11 @@ class LaunchConfig:
     num_warps: int
     registers: int = 255
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "maxnreg": self.registers}
+
 
 # By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread.
 # 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same registers. A thread
@@ -840,12 +845,6 @@ def _pack_large(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor
     return tuple(w if w.shape[3] <= 3 else p for w, p in zip(weights, packed, strict=True))
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: LaunchConfig, **constants: Any) -> None:
-    """Launches on the device of the first argument, on its current stream."""
-    with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants, num_warps=config.num_warps, maxnreg=config.registers)
-
-
 def forward(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], betas: Sequence[Tensor],
     means: Sequence[Tensor], variances: Sequence[Tensor],
@@ -856,7 +855,7 @@ def forward(
     class_tokens = _class_tokens(x, geometry)
     outs = [x.new_empty(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
     plan = Plan.make("fwd", x, geometry.grid)
-    _launch(
+    runtime.launch(
         _conv_projection_fwd_kernel, (plan.programs,),
         x, _pack_large(weights, plan.config), tuple(gammas), tuple(betas), tuple(means), tuple(variances),
         tuple(outs), geometry.epss, *_sizes(geometry), *geometry.grid, channels, x.stride(0), x.stride(1),
@@ -876,13 +875,13 @@ def statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tupl
     partial = x.new_empty(len(weights), 2, plan.regions, channels, dtype=_accumulator(x))
     mean, variance = (partial.new_empty(len(weights), channels) for _ in range(2))
     branches = plan.branches(geometry)
-    _launch(
+    runtime.launch(
         _conv_projection_stats_kernel, (plan.programs,),
         x, _pack_large(weights, plan.config), partial, *_sizes(geometry), *geometry.grid, channels, plan.regions,
         x.stride(0), x.stride(1), plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens, BRANCHES=branches,
         TILE=_tile(plan.config, x), config=plan.config,
     )  # fmt: skip
-    _launch(
+    runtime.launch(
         _merge_stats_kernel, (-(-channels // _MERGE.channels), len(weights)),
         partial, mean, variance, *_sizes(geometry), channels, plan.regions, plan.strips, plan.col_blocks,
         BRANCHES=branches, TILE=_tile(_MERGE, x), config=_MERGE,
@@ -902,7 +901,7 @@ def update_running(
         momenta: Below 0 for the average over all batches.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
-    _launch(
+    runtime.launch(
         _update_running_kernel, (len(rows),),
         mean, variance, tuple(running_means), tuple(running_vars), tuple(tracked), tuple(momenta),
         tuple(corrections), mean.shape[1], ROWS=tuple(rows), TILE=_tile(_UPDATE, mean), config=_UPDATE,
@@ -914,7 +913,7 @@ def _sum_regions(partial: Tensor, groups: Sequence[int], dtype: torch.dtype) -> 
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
     starts = [sum(groups[:i]) for i in range(len(groups))]
-    _launch(
+    runtime.launch(
         _sum_regions_kernel, (-(-channels // _MERGE.channels), rows),
         partial, total, channels, regions, GROUPS=tuple(zip(starts, groups, strict=True)),
         TILE=_tile(_MERGE, partial), config=_MERGE,
@@ -931,7 +930,7 @@ def backward_sums(
     channels = x.shape[2]
     plan = Plan.make("bwd_sums", x, geometry.grid)
     partial = x.new_empty(2 * len(weights), plan.regions, channels, dtype=_accumulator(x))
-    _launch(
+    runtime.launch(
         _conv_projection_bwd_sums_kernel, (plan.programs,),
         x, _pack_large(weights, plan.config), tuple(dys), tuple(means), tuple(variances), geometry.epss, partial,
         *_sizes(geometry), *geometry.grid, channels, plan.regions, x.stride(0), x.stride(1),
@@ -959,7 +958,7 @@ def backward_conv(
     taps = [k * k for k in geometry.kernel_sizes]
     partial = x.new_empty(sum(taps), plan.regions, channels, dtype=_accumulator(x))
     tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
-    _launch(
+    runtime.launch(
         _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows),
         x, tuple(_pack(weights, plan.config)), tuple(dys), tuple(gammas), tuple(means), tuple(variances), geometry.epss,
         x if sums is None else sums, tuple(dconvs), partial, tuple(1.0 / n for n in counts),
@@ -983,7 +982,7 @@ def backward_input(
     dx = dconvs[0].new_empty(batch, height * width + class_tokens, channels)
     plan = Plan.make("bwd_input", dx, geometry.grid)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
-    _launch(
+    runtime.launch(
         _conv_projection_bwd_input_kernel, (plan.programs,),
         dx, tuple(_pack(weights, plan.config)), tuple(dconvs), tuple(dys), heights, widths, height, width, channels,
         plan.strips, plan.col_blocks, CLASS_TOKEN=class_tokens, COLS=plan.columns(-(-width // block)), BLOCK=block,

@@ -240,6 +240,20 @@ def _cuda_chip(index: int) -> Chip:
     return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Any, **constants: Any) -> None:
+    """Starts a Triton kernel on the device of the first argument, on its current stream.
+
+    Args:
+        kernel: The kernel.
+        grid: Programs along each axis.
+        args: Its arguments; the first is a tensor.
+        config: Its launch configuration, whose ``options`` are Triton's.
+        constants: Its ``tl.constexpr`` arguments.
+    """
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants, **config.options)
+
+
 def triton_missing() -> str | None:
     """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
     if importlib.util.find_spec("triton") is None:

@@ -267,11 +267,11 @@ def test_the_kernels_do_the_work(monkeypatch):
     """One training step launches each of them: the tests above would pass with a silent reference too."""
     launched = []
 
-    def launch(kernel, *args, original=kernels._launch, **kwargs):
+    def launch(kernel, *args, original=runtime.launch, **kwargs):
         launched.append(kernel)
         original(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(kernels, "_launch", launch)
+    monkeypatch.setattr(runtime, "launch", launch)
     x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
     run("triton", x, (3, 3), convs, True)
     assert launched == [
@@ -342,7 +342,7 @@ def test_bytes_per_launch(model, chip):
 def test_small_batches_get_smaller_regions():
     """Every multiprocessor gets two programs while a strip still has two rows."""
     x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), runtime.Chip(90, 132)
-    with aot.record(kernels, chip):
+    with aot.record(chip):
         assert kernels.Plan.make("fwd", x, (56, 56)).programs == 28 // 2 * 2
         assert kernels.Plan.make("fwd", x.expand(8, -1, -1), (56, 56)).programs == 8 * 14 * 2
         assert kernels.Plan.make("fwd", x.expand(256, -1, -1), (56, 56)).strips == 4
