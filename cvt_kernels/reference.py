@@ -10,7 +10,7 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,17 +142,32 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
     )
 
 
+class _SumOverProcesses(torch.autograd.Function):
+    """All-reduce. All outputs depend on all inputs, so the gradients are summed over processes too."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The sum, equal in every process."""
+        ctx.group = group
+        total = share.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The sum of the gradients."""
+        return _SumOverProcesses.apply(gradient.contiguous(), ctx.group), None
+
+
 def _synchronised_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | None) -> Tensor:
     """By the statistics of the whole batch, of which each process of the group has a share y (B, C, H, W)."""
-    from torch.distributed.nn.functional import all_reduce  # differentiable
-
     dtype = y.dtype
     y = y.to(torch.promote_types(dtype, torch.float32))
     group, dims = conv.process_group, (0, 2, 3)
-    count = all_reduce(y.new_tensor(y.numel() // y.shape[1]), group=group)
-    mean = all_reduce(y.sum(dims), group=group) / count
+    count = _SumOverProcesses.apply(y.new_tensor(y.numel() // y.shape[1]), group)
+    mean = _SumOverProcesses.apply(y.sum(dims), group) / count
     deviation = y - mean[:, None, None]
-    variance = all_reduce((deviation**2).sum(dims), group=group) / count
+    variance = _SumOverProcesses.apply((deviation**2).sum(dims), group) / count
     if conv.running_mean is not None and conv.running_var is not None:
         with torch.no_grad():
             for running, batch in (

@@ -193,6 +193,33 @@ def test_everything_is_written(keys):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys"), [(197, 50), (784, 196)])
+def test_cuda_graph(queries, keys):
+    q, k, v = make(queries, keys, 3, 64, dtype=torch.float16)
+    static = q.clone()
+    stream = torch.cuda.Stream()
+    with ck.use_backend("triton"), torch.cuda.stream(stream):
+        ck.attention(static, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = ck.attention(static, k, v)
+        static.copy_(2 * q)
+        graph.replay()
+        stream.synchronize()
+        assert torch.equal(out, ck.attention(2 * q, k, v))
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements():
+    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    q, k, v = (t.expand(700, -1, -1, -1) for t in make(3136, 784, 16, 64, batch=1, dtype=torch.float16))
+    with ck.use_backend("triton"):
+        out = ck.attention(q, k, v)
+    assert out.numel() > 2**31
+    assert torch.equal(out[-1], out[0])
+
+
 def test_double_backward_raises():
     q, k, v = make(5, 4)
     with ck.use_backend("triton"):

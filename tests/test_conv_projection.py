@@ -1,5 +1,7 @@
 """The public function: what it accepts and what it refuses."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,9 +194,16 @@ def test_sync_batch_norm_synchronises_only_in_training_among_several():
 SHARES = 3, 2  # images per process, not equal
 
 
-def _train_on_a_share(rank, backend, directory):
-    """One step in two processes, against BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
+def _process(rank, backend, directory):
     dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
+    _train_on_a_share(rank, backend)
+    gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train_on_a_share(rank, backend):
+    """One step in two processes, against BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(sum(SHARES), 20, 6, dtype=torch.float64).to(device)
@@ -231,12 +240,11 @@ def _train_on_a_share(rank, backend, directory):
     torch.testing.assert_close(local, whole)
     if device == "cuda":  # nn.SyncBatchNorm refuses CPU tensors
         compare([nn.SyncBatchNorm(6).double().to(device) for _ in convs], x[own], slice(None))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_two_processes_share_a_batch(backend, tmp_path):
-    torch.multiprocessing.spawn(_train_on_a_share, args=(backend, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(_process, args=(backend, str(tmp_path)), nprocs=2)
 
 
 def test_an_empty_share_is_refused():
