@@ -248,7 +248,10 @@ def _attention_fwd_loop_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, bias_strides, scales, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0 for none)."""
+    """One tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0 for none).
+
+    A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
+    """
     BLOCK_D: tl.constexpr = SPEC.block_d
     batch, head, plane, block = _locate(blocks, heads)
     q_ptr = _at_head(q_ptr, strides[0], batch, head)
@@ -261,12 +264,13 @@ def _attention_fwd_loop_kernel(
     m = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
     total = tl.zeros([BLOCK_Q], SPEC.accumulator)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+    MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, whole, BLOCK_KV):
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
         m, total, acc = _online_step(
-            m, total, acc, q, k_ptr, v_ptr, strides, row, first, frame, BLOCK_KV, False, SPEC
+            m, total, acc, q, k_ptr, v_ptr, strides, row, first, frame, BLOCK_KV, MASKED, SPEC
         )
-    if TAIL:
+    if TAIL and not MASKED:
         m, total, acc = _online_step(
             m, total, acc, q, k_ptr, v_ptr, strides, row, whole, frame, TAIL, True, SPEC
         )
@@ -319,12 +323,13 @@ def _attention_bwd_dq_kernel(
     q = _load_rows(q_ptr, row, queries, strides[0][1], True, SPEC)
     lse = _load_lse(lse_ptr + plane * 2 * queries, row, queries)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+    MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, whole, BLOCK_KV):
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
         dq = _dq_step(
-            dq, q, dout, lse, delta, k_ptr, v_ptr, strides, row, first, frame, BLOCK_KV, False, SPEC
+            dq, q, dout, lse, delta, k_ptr, v_ptr, strides, row, first, frame, BLOCK_KV, MASKED, SPEC
         )
-    if TAIL:
+    if TAIL and not MASKED:
         dq = _dq_step(dq, q, dout, lse, delta, k_ptr, v_ptr, strides, row, whole, frame, TAIL, True, SPEC)
     _store_rows(dq_ptr + start, row, queries, heads * SPEC.head_dim, dq * scales[0], SPEC)
 
@@ -485,7 +490,7 @@ class LaunchConfig:
 # tensor cores unless TF32 is allowed, and hold their operands in registers: small tiles, many warps.
 #
 # Chosen by what the compiler makes of them. For CvT (D = 64) nothing spills on sm_80, sm_90 and sm_100
-# (tests/test_aot.py). Elsewhere little does; the most is the dq of float32 at D = 128, about 100 loads and stores. Where
+# (tests/test_aot.py). Elsewhere little does, and mostly with a bias or at D = 128. Where
 # there was a choice, two programs or more fit on a multiprocessor. None has been timed on a GPU yet.
 CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     (80, 2, 64): {
@@ -540,6 +545,9 @@ _FLOAT32: dict[int, dict[str, LaunchConfig]] = {
     },
 }
 CONFIGS |= {(generation, 4, d): kernels for generation in (80, 90) for d, kernels in _FLOAT32.items()}
+CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if generation == 90}
+# With 64 keys it takes 126 to 132 registers, where two programs need 128, or spills, depending on the tail.
+CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {"fwd_loop": LaunchConfig(128, 32, num_warps=8, num_stages=3)}
 
 _MAX_HEAD_DIM = 128
 #: Programs of a forward beyond which one takes several tiles of queries, which saves loads of keys and values: some
@@ -551,7 +559,7 @@ _BIAS_PROGRAMS = 512
 
 def configuration(kernel: str, head_dim: int, element_size: int, capability: int) -> LaunchConfig:
     """The configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
-    generation = 90 if 90 <= capability < 120 else 80
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
     return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
 
 
@@ -582,9 +590,14 @@ def _padded(size: int) -> int:
     return max(triton.next_power_of_2(size), 16)
 
 
-def _tail(keys: int, block_kv: int) -> int:
-    """Width of the last tile after as many whole ones as there are; 0 for none."""
-    return _padded(keys % block_kv) if keys % block_kv else 0
+def _tail(keys: int, block_kv: int, element_size: int) -> int:
+    """Width of the last tile after as many whole ones as there are; 0 for none.
+
+    In float32 as wide as the others, which makes it one of the loop: code of its own would double the registers.
+    """
+    if keys % block_kv == 0:
+        return 0
+    return _padded(keys % block_kv) if element_size == 2 else block_kv
 
 
 # Launchers ------------------------------------------------------------------------------------------------
@@ -693,7 +706,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
     else:
         runtime.launch(
             _attention_fwd_loop_kernel, (batch * heads * blocks,), *call.tensors, out, lse, *call.numbers, blocks,
-            BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv, TAIL=_tail(keys, config.block_kv), SPEC=call.spec,
+            BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv, TAIL=_tail(keys, config.block_kv, q.element_size()), SPEC=call.spec,
             config=config,
         )  # fmt: skip
     return out, lse
@@ -739,7 +752,7 @@ def _backward_queries(call: Call, out: Tensor, dout: Tensor, lse: Tensor, delta:
     runtime.launch(
         _attention_bwd_dq_kernel, (batch * heads * blocks,), *call.tensors, out, dout, lse, delta, dq,
         *call.numbers, blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-        TAIL=_tail(call.tensors[1].shape[1], config.block_kv), SPEC=call.spec, config=config,
+        TAIL=_tail(call.tensors[1].shape[1], config.block_kv, dq.element_size()), SPEC=call.spec, config=config,
     )  # fmt: skip
 
 

@@ -76,7 +76,9 @@ def test_odd_sizes(data):
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("keys", [20, 150])
+@pytest.mark.parametrize(
+    "keys", [20, 120, 150]
+)  # one tile; a last tile as wide as the others; a narrower one
 def test_head_dimensions(keys, dim):
     assert_backends_agree(make(33, keys, dim=dim, batch=1, dtype=torch.float16))
     assert_backends_agree(make(17, keys, dim=dim, batch=1, heads=1, dtype=torch.float32))
