@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import Tensor
 
 from . import reference, runtime
@@ -9,7 +12,16 @@ from . import reference, runtime
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = ("none", "tanh", "quick")
 
+
+def _native(operator: str, *args: Any, **kwargs: Any) -> Any:
+    from . import layer_norm_gelu_native  # needs the extension, so not before it is asked for
+
+    return getattr(layer_norm_gelu_native, operator)(*args, **kwargs)
+
+
 for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
+    _function = functools.partial(_native, _operator)
+    runtime.register(_operator, "native", runtime.Implementation(_function, ("cpu",), runtime.native_missing))
     runtime.register(_operator, "reference", runtime.Implementation(getattr(reference, _operator)))
 
 

@@ -8,6 +8,7 @@ globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompi
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import platform
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +54,10 @@ class BackendUnavailable(RuntimeError):  # noqa: N818 (the public name; it says 
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.operator, self.backend, self.reason)
+
+
+class ExtensionError(ImportError):
+    """The compiled extension is installed but does not load; the message says why."""
 
 
 class Implementation(NamedTuple):
@@ -207,6 +213,7 @@ class Machine(NamedTuple):
     cpu: str
     gpus: tuple[str, ...]
     nvcc: str
+    native: str
 
 
 @functools.cache
@@ -219,6 +226,7 @@ def machine() -> Machine:
         cpu=f"{_cpu_name()}, {torch.get_num_threads()} threads",
         gpus=_gpus(),
         nvcc=_nvcc(),
+        native=_native(),
     )
 
 
@@ -261,6 +269,54 @@ def triton_missing() -> str | None:
     if not torch.cuda.is_available() and not _INTERPRETING:
         return "there is no NVIDIA GPU"
     return None
+
+
+_EXTENSION = "cvt_kernels._C"
+
+
+def native_missing() -> str | None:
+    """Why there are no native kernels, or None; ``missing`` of their implementations.
+
+    Raises:
+        ExtensionError: They are installed but do not load.
+    """
+    if importlib.util.find_spec(_EXTENSION) is not None:
+        load_extension()
+        return None
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
+    lacking = "" if shutil.which(compiler) else f" (there is no C++ compiler {compiler!r} here)"
+    return (
+        "the extension is not part of this installation; with torch and a C++ compiler installed, "
+        f"'pip install --no-build-isolation .' builds it{lacking}"
+    )
+
+
+@functools.cache
+def load_extension() -> ModuleType:
+    """Imports the compiled extension, which registers its operators as ``torch.ops.cvt_kernels``.
+
+    Raises:
+        ExtensionError: It does not load.
+    """
+    try:
+        return importlib.import_module(_EXTENSION)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torch refuses a registration
+        raise ExtensionError(
+            f"{_EXTENSION} is installed but does not load; build it again with "
+            f"'pip install --no-build-isolation .' (torch {torch.__version__}): {error}"
+        ) from error
+
+
+def _native() -> str:
+    try:
+        missing = native_missing()
+    except ExtensionError as error:
+        return str(error)
+    if missing is not None:
+        return "not built"
+    facts = load_extension()
+    cuda = f"CUDA {facts.cuda} for {', '.join(facts.architectures)}" if facts.cuda else "no CUDA"
+    return f"{facts.version}, {cuda}, {facts.compiler}"
 
 
 def _installed_version(package: str) -> str | None:
@@ -311,6 +367,7 @@ def doctor() -> str:
         f"cpu      {facts.cpu}",
         *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
         f"nvcc     {facts.nvcc}",
+        f"native   {facts.native}",
         f"backend  {requested_backend()} requested",
         "",
     ]
@@ -332,7 +389,7 @@ def doctor() -> str:
 
 def _doctor_answer(operator: str, backend: str, device_types: tuple[str, ...], reasons: list[str]) -> str:
     """Answers "yes", or "no (n)" with the n-th of ``reasons``, to which a new reason is appended."""
-    refusals = [unavailable(operator, backend, device) for device in device_types]
+    refusals = [_unavailable_or_broken(operator, backend, device) for device in device_types]
     if None in refusals:
         return "yes"
     reason = f"{backend}: {refusals[0]}"
@@ -342,8 +399,16 @@ def _doctor_answer(operator: str, backend: str, device_types: tuple[str, ...], r
 
 
 def _first_available(operator: str, device_type: str) -> str:
-    served = (backend for backend in BACKENDS if unavailable(operator, backend, device_type) is None)
+    served = (b for b in BACKENDS if _unavailable_or_broken(operator, b, device_type) is None)
     return next(served, "none")
+
+
+def _unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
+    """As :func:`unavailable`, for a report that goes on where a call would raise."""
+    try:
+        return unavailable(operator, backend, device_type)
+    except ExtensionError:
+        return "the extension does not load, see above"
 
 
 # Argument checks that the public functions share ----------------------------------------------------------

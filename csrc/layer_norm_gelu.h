@@ -1,0 +1,73 @@
+// What the operators (layer_norm_gelu.cpp) ask of the loops (layer_norm_gelu_simd.cpp).
+//
+// Activations are `channels` adjacent values per row. `weight`, `bias`, `mean`, `rstd` and the sums are in the
+// accumulator's type (half.h); everything else is in the type of the call.
+#pragma once
+
+#include <cstdint>
+
+#include "math.h"
+
+namespace cvt_kernels {
+
+enum class DType { float64, float32, bfloat16, float16 };
+
+struct LayerNormForward {
+  const void* x;
+  const void* residual;  // or null: h = x + residual, else h is x and not written
+  const void* weight;
+  const void* bias;
+  double eps;
+  int64_t channels;
+  void* h;
+  void* out;
+  void* mean;
+  void* rstd;
+};
+
+struct LayerNormBackward {
+  const void* dout;
+  const void* dh;  // or null: added to dx
+  const void* h;
+  const void* mean;
+  const void* rstd;
+  const void* weight;
+  const void* bias;
+  int64_t channels;
+  void* dx;
+};
+
+struct GeluForward {
+  const void* x;
+  const void* bias;  // or null
+  int64_t channels;
+  void* out;
+};
+
+struct GeluBackward {
+  const void* dout;
+  const void* x;
+  const void* bias;  // or null
+  int64_t channels;
+  void* dx;
+};
+
+// The loops, compiled for one instruction set; each serves the rows from `begin` to `end`.
+struct Kernels {
+  // `scratch` has room for `channels` accumulators.
+  void (*layer_norm)(DType, Activation, const LayerNormForward&, int64_t begin, int64_t end, void* scratch);
+  // Adds the rows' part of dweight and dbias to `sums` (2, channels).
+  void (*layer_norm_backward)(DType, Activation, const LayerNormBackward&, int64_t begin, int64_t end, void* sums,
+                              void* scratch);
+  void (*gelu)(DType, Activation, const GeluForward&, int64_t begin, int64_t end);
+  // Adds the rows' part of dbias to `sums` (channels) unless the call has no bias.
+  void (*gelu_backward)(DType, Activation, const GeluBackward&, int64_t begin, int64_t end, void* sums);
+};
+
+extern const Kernels kernels_plain;
+#ifdef __x86_64__
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+}  // namespace cvt_kernels
