@@ -25,8 +25,9 @@ KERNEL_INLINE float load(const float* x) { return *x; }
 KERNEL_INLINE float load(const BFloat16* x) { return float_of(static_cast<uint32_t>(x->bits) << 16); }
 
 KERNEL_INLINE float load(const Half* x) {
-  const uint32_t sign = (x->bits & 0x8000u) << 16;
-  const uint32_t magnitude = (x->bits & 0x7fffu) << 13;
+  const uint32_t bits = x->bits;
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const uint32_t magnitude = (bits & 0x7fffu) << 13;
   const uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);  // from bias 15 to bias 127, subnormals too
   return float_of(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
 }
