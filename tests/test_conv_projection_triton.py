@@ -99,9 +99,8 @@ def test_every_stage_of_cvt_13(stage, monkeypatch):
         assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_several_strips_and_channel_blocks(training):
-    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), training)
+def test_several_strips_and_channel_blocks():
+    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), True)
 
 
 def reorder(made, grid):
@@ -152,10 +151,10 @@ def test_gradcheck(training):
 
 
 def test_equal_bits_over_ten_runs():
-    x, convs = make(2, (5, 4), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
-    first = run("triton", x, (5, 4), convs, True)
+    x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
+    first = run("triton", x, (4, 3), convs, True)
     for _ in range(9):
-        again = run("triton", x, (5, 4), convs, True)
+        again = run("triton", x, (4, 3), convs, True)
         assert all(
             torch.equal(a, b) for p, q in zip(first, again, strict=True) for a, b in zip(p, q, strict=True)
         )
