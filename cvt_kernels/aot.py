@@ -251,11 +251,12 @@ def _occupancy(registers: int, shared: int, num_warps: int, arch: int) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Compiles every kernel at the stages of ``STAGES``; 1 if one spills or takes too much shared memory."""
     parser = argparse.ArgumentParser(prog="python -m cvt_kernels.aot", description=main.__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities")
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], choices=SHARED_KIB)
+    dtypes = ["bfloat16", "float16", "float32"]
+    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--operator", nargs="+", default=["conv_projection", "attention"], choices=OPERATORS)
     parser.add_argument("--model", nargs="+", default=list(STAGES), choices=STAGES)
-    parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import reference, runtime
@@ -137,6 +138,9 @@ def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
     tracked = conv.num_batches_tracked
     if tracked is not None and (tracked.numel() != 1 or tracked.is_floating_point()):
         raise TypeError(f"{name}.num_batches_tracked: got {tracked!r}, expected an integer scalar")
+    group = conv.process_group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name}.process_group: got {type(group).__name__}, expected a ProcessGroup or None")
     momentum = conv.momentum
     if momentum is not None and not (isinstance(momentum, float | int) and 0 <= momentum <= 1):
         raise ValueError(f"{name}.momentum: got {momentum!r}, expected a number in [0, 1] or None")

@@ -262,17 +262,9 @@ def _conv_projection_fwd_kernel(
 
 @triton.jit
 def _stats_branch(
-    x_ptr,
-    w_ptr,
-    mean_ptr,
-    m2_ptr,
-    out_height,
-    out_width,
-    region,
-    BRANCHES: tl.constexpr,
-    INDEX: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, w_ptr, mean_ptr, m2_ptr, out_height, out_width, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Welford per lane, then one merge over the lanes."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     COLS: tl.constexpr = BRANCH[4]

@@ -1,5 +1,9 @@
 """What tests of several modules check by."""
 
+import importlib.util
+import os
+import shutil
+
 import torch
 from torch import Tensor
 
@@ -27,6 +31,12 @@ def assert_accurate(
     assert ours <= factor * theirs + floor * ulp, (
         f"error {ours:.3e}, PyTorch's {theirs:.3e}, one ulp {ulp:.3e}"
     )
+
+
+def not_built() -> bool:
+    """Whether the extension is missing for want of a compiler."""
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
+    return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler) is None
 
 
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:

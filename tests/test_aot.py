@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from cvt_kernels import aot
+
 
 def compile_ahead(*arguments, prelude="pass"):
     """In a process of its own, since the other tests import the kernels for the interpreter."""
@@ -74,6 +76,21 @@ def test_attention_compiles_without_spills(arch, dtype, operator):
         assert (row["stack"], row["local"], row["spills"]) == (0, 0, 0), row
         assert row["shared"] <= 99 * 1024, row
         assert any(mma.startswith(tensor_cores) for mma in row["mma"]) == (dtype != "float32"), row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "91"], "--arch: invalid choice: 91"),
+        (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["--stage", "0"], "--stage: invalid choice: 0"),
+        (["--model", "cvt_99"], "--model: invalid choice: 'cvt_99'"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        aot.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_spill_fails_the_command():

@@ -113,6 +113,7 @@ BAD_CONVS = [
         r"convs\[1\].num_batches_tracked: got .* integer scalar",
     ),
     ({"momentum": 5.0}, ValueError, r"convs\[1\].momentum: got 5.0, expected a number in \[0, 1\]"),
+    ({"process_group": "gloo"}, TypeError, r"convs\[1\].process_group: got str, expected a ProcessGroup"),
     ({"momentum": "a"}, ValueError, r"convs\[1\].momentum: got 'a'"),
     ({"weight": torch.ones(C, 1, 0, 0)}, ValueError, r"convs\[1\].weight: .* at least 1×1"),
     ({"stride": -2}, ValueError, r"convs\[1\].stride: got -2, expected an integer of at least 1"),

@@ -128,6 +128,14 @@ def test_odd_sizes(data):
         assert_backends_agree(x, grid, convs, data.draw(st.booleans()))
 
 
+@pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
+def test_strides_whose_taps_are_not_known_ahead(strides):
+    """Dx of a stride above 2, alone and beside one that is."""
+    branches = [{"stride": stride, "padding": 1} for stride in strides]
+    x, convs = make(2, (7, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
+    assert_backends_agree(x, (7, 5), convs, True)
+
+
 def test_seven_by_seven():
     x, convs = make(2, (8, 9), 5, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
     assert_backends_agree(x, (8, 9), convs, True)

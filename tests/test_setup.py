@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import not_built
 
 import cvt_kernels as ck
 from cvt_kernels import runtime
@@ -36,6 +37,10 @@ def test_cuda_that_cannot_be_built(value, message):
     assert message in result.stderr.splitlines()[-1]
 
 
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@needs_extension
 def test_build_facts():
     facts = runtime.load_extension()
     assert facts.version == ck.__version__
@@ -55,6 +60,7 @@ def _reload(monkeypatch):
         cache.cache_clear()
 
 
+@needs_extension
 @pytest.mark.usefixtures("_reload")
 def test_an_extension_that_does_not_load_says_why(monkeypatch):
     def import_module(name):
