@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,21 @@ if not torch.cuda.is_available():
 from cvt_kernels import runtime
 
 DATA = Path(__file__).parent / "data"
+
+
+class TorchRandom:
+    """PyTorch's random numbers, as hypothesis wants them: an example has the same ones whenever it is run."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_torch_random = TorchRandom()  # hypothesis keeps a weak reference only
+hypothesis.register_random(_torch_random)
+# The same examples in every run; `pytest --hypothesis-profile default` looks for others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

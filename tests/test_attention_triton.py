@@ -30,7 +30,7 @@ def run(backend, tensors, *, scale=None, double=False):
     return [out.detach(), *torch.autograd.grad(out, live, pattern.view_as(out).to(out.dtype))]
 
 
-def assert_backends_agree(tensors, *, scale=None):
+def assert_backends_agree(tensors, *, scale=None, floor=1):
     dtype = tensors[0].dtype
     ours, exact = run("triton", tensors, scale=scale), run("reference", tensors, scale=scale, double=True)
     if dtype == torch.float64:
@@ -40,7 +40,7 @@ def assert_backends_agree(tensors, *, scale=None):
     theirs = run("reference", tensors, scale=scale)
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
         # The bias's gradient may be a sum over all images and queries, hence a few more units.
-        assert_accurate(a, b, c, factor=3 if i else 2, floor=4 if i == 4 else 1)
+        assert_accurate(a, b, c, factor=3 if i else 2, floor=max(floor, 4) if i == 4 else floor)
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
@@ -65,7 +65,8 @@ def test_odd_sizes(data):
         shape = tuple(data.draw(st.sampled_from([1, n])) for n in full)[data.draw(st.integers(0, 4)) :]
     dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
     scale = data.draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
-    assert_backends_agree(make(queries, keys, heads, dim, batch=batch, bias=shape, dtype=dtype), scale=scale)
+    tensors = make(queries, keys, heads, dim, batch=batch, bias=shape, dtype=dtype)
+    assert_backends_agree(tensors, scale=scale, floor=16)  # few values: PyTorch's error may be 0 by luck
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])

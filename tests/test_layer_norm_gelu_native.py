@@ -58,7 +58,7 @@ def outputs_and_gradients(function, tensors, keywords):
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     outputs = function(*leaves, **keywords)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).view(t.shape) for t in outputs]
+    weights = [(torch.arange(t.numel()) % 17 / 8 - 1).view(t.shape) for t in outputs]  # exact in every dtype
     gradients = torch.autograd.grad(outputs, leaves, [w.to(t) for w, t in zip(weights, outputs, strict=True)])
     return [t.detach() for t in outputs] + list(gradients)
 
@@ -105,7 +105,14 @@ def test_any_shape_and_strides(call, sizes, channels, dtype, layout):
     for ours, same in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, expected)), strict=True):
         assert torch.equal(ours, same)
         assert ours.is_contiguous()
-    check(operator, keywords, laid)
+    # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck, and a row of three may
+    # have almost no variance.
+    ours = outputs_and_gradients(getattr(ck, operator), laid, keywords)
+    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in laid], keywords)
+    epsilon = 256 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + 2 * torch.finfo(dtype).eps
+    for got, expected in zip(ours, exact, strict=True):
+        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=epsilon * scale)
 
 
 def test_one_channel():
