@@ -10,7 +10,11 @@
 #include <cstring>
 
 // A call that is left in a loop keeps it from being vectorised.
+#ifdef __CUDACC__
+#define KERNEL_INLINE __host__ __device__ __forceinline__ static
+#else
 #define KERNEL_INLINE [[gnu::always_inline]] static inline
+#endif
 
 namespace cvt_kernels {
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 
 import torch
@@ -33,10 +34,14 @@ def assert_accurate(
     )
 
 
+def compiler() -> list[str]:
+    """The C++ compiler that builds the extension."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
 def not_built() -> bool:
     """Whether the extension is missing for want of a compiler."""
-    compiler = (os.environ.get("CXX") or "c++").split()[0]
-    return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler) is None
+    return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
 
 
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:

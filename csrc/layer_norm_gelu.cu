@@ -1,0 +1,52 @@
+// Launches of the CUDA kernels. setup.py compiles this file once per dtype, with KERNELS naming the table it fills and
+// TYPE the elements; it includes nothing of torch.
+
+#include <cuda_runtime.h>
+
+#include "layer_norm_gelu.cuh"
+
+namespace cvt_kernels::cuda {
+namespace {
+
+// Starts kernels on a stream and keeps the first error.
+struct Launcher {
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  template <class... Parameters, class... Arguments>
+  void operator()(void (*kernel)(Parameters...), int64_t blocks, int threads, const Arguments&... arguments) {
+    if (error != cudaSuccess || blocks == 0) return;
+    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(arguments...);
+    error = cudaGetLastError();
+  }
+  const char* message() const { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+};
+
+template <class F>
+const char* run(void* stream, F f) {
+  Launcher launcher{static_cast<cudaStream_t>(stream)};
+  f([&](auto... arguments) { launcher(arguments...); });
+  return launcher.message();
+}
+
+}  // namespace
+
+const Kernels KERNELS{
+    [](const LayerNormForward& call, Activation activation, const Layout& layout, void* stream) {
+      return run(stream, [&](auto launch) { layer_norm<TYPE>(call, activation, layout, launch); });
+    },
+    [](const LayerNormBackward& call, Activation activation, const Layout& layout, int64_t blocks, void* stream) {
+      return run(stream, [&](auto launch) { layer_norm_backward<TYPE>(call, activation, layout, blocks, launch); });
+    },
+    [](const GeluForward& call, Activation activation, const Layout& layout, void* stream) {
+      return run(stream, [&](auto launch) { gelu<TYPE>(call, activation, layout, launch); });
+    },
+    [](const GeluBackward& call, Activation activation, const Layout& layout, int64_t blocks, void* stream) {
+      return run(stream, [&](auto launch) { gelu_backward<TYPE>(call, activation, layout, blocks, launch); });
+    },
+    [](const SumOverBlocks& call, void* stream) {
+      return run(stream, [&](auto launch) { sum_over_blocks<TYPE>(call, launch); });
+    },
+};
+
+}  // namespace cvt_kernels::cuda

@@ -1,0 +1,151 @@
+// What the operators (layer_norm_gelu.cpp) ask of the CUDA kernels (layer_norm_gelu.cuh, launched by layer_norm_gelu.cu).
+//
+// A row of `channels` adjacent values belongs to `lanes` adjacent threads, which hold it in registers: rows of CvT are
+// short, and several fit a warp. Plain C++: no header of CUDA is needed to read it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "layer_norm_gelu.h"
+
+namespace cvt_kernels::cuda {
+
+constexpr int kMaxChannels = 8192;
+
+// Threads of a block, at most. A thread holds up to 32 values of a row, 16 where it reads them one by one.
+template <int vector>
+inline constexpr int kMaxThreadsOf = vector == 1 ? 512 : 256;
+inline constexpr int kMaxThreads = 512;
+
+// How rows lie in threads.
+struct Layout {
+  int vector;   // elements of one load: 16 bytes, or 1 where the rows are not aligned to that
+  int vectors;  // of a thread
+  int lanes;    // threads of a row, a power of two
+  int threads;  // of a block
+};
+
+struct LayerNormForward {
+  const void* x;
+  const void* residual;  // or null: h = x + residual, else h is x and not written
+  const void* weight;    // or null
+  const void* bias;      // or null
+  void* h;
+  void* out;
+  float* mean;
+  float* rstd;
+  int64_t rows;
+  float eps;
+  int channels;
+  bool float_parameters;  // weight and bias are float, whatever the type of x
+};
+
+struct LayerNormBackward {
+  const void* dout;
+  const void* dh;  // or null: added to dx
+  const void* h;
+  const void* weight;  // or null
+  const void* bias;    // or null; read only if there is an activation
+  const float* mean;
+  const float* rstd;
+  void* dx;
+  float* sums;  // (blocks, 2, channels): the parts of dweight and of dbias
+  int64_t rows;
+  int channels;
+  bool float_parameters;
+};
+
+struct GeluForward {
+  const void* x;
+  const void* bias;  // or null
+  void* out;
+  int64_t size;
+  int channels;  // of a row; without a bias, rows are cut where it suits
+  bool float_parameters;
+};
+
+struct GeluBackward {
+  const void* dout;
+  const void* x;
+  const void* bias;  // or null
+  void* dx;
+  float* sums;  // (blocks, channels): the parts of dbias; null without a bias
+  int64_t size;
+  int channels;
+  bool float_parameters;
+};
+
+struct SumOverBlocks {
+  const float* sums;  // (blocks, channels), `stride` elements from one block to the next
+  void* out;          // (channels), float if float_parameters
+  int64_t stride;
+  int blocks;
+  int channels;
+  bool float_parameters;
+};
+
+// Vectors of a thread that the kernels are compiled for: what the widths of CvT need, and one more for what is left.
+inline constexpr int kVectors[] = {1, 3, 4};          // of 8 elements of 16 bits
+inline constexpr int kFloatVectors[] = {2, 4, 6, 8};  // of 4 elements of 32 bits
+inline constexpr int kScalars[] = {16};
+
+// The layout that wastes the fewest threads, then the one with the most vectors in a thread (several loads under way,
+// few exchanges between threads), but with 8 threads to a row so that a load reads whole cache lines.
+inline Layout layout_of(DType dtype, int channels, bool aligned) {
+  const int vector = !aligned ? 1 : dtype == DType::float32 ? 4 : 8;
+  const int needed = channels / vector;
+  Layout best{vector, 0, 0, 0};
+  const auto consider = [&](int vectors) {
+    int lanes = 1;
+    while (lanes * vectors < needed) lanes *= 2;
+    if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) return;
+    const int size = lanes * vectors, best_size = best.lanes * best.vectors;
+    const bool smaller = best.vectors == 0 || size < best_size;
+    if (smaller || (size == best_size && lanes >= 8)) best = {vector, vectors, lanes, std::max(lanes, 128)};
+  };
+  if (vector == 1) std::for_each(std::begin(kScalars), std::end(kScalars), consider);
+  else if (vector == 4) std::for_each(std::begin(kFloatVectors), std::end(kFloatVectors), consider);
+  else std::for_each(std::begin(kVectors), std::end(kVectors), consider);
+  return best;
+}
+
+// Without a bias, GELU knows no rows and cuts its own, of `channels_of` elements.
+inline Layout flat_layout(DType dtype, bool aligned) {
+  if (!aligned) return {1, 16, 128, 128};
+  return dtype == DType::float32 ? Layout{4, 4, 128, 128} : Layout{8, 4, 128, 128};
+}
+
+inline int channels_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
+
+// Rows that a block works on at a time.
+inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
+
+// Blocks that cover all rows at once: without sums over rows, each thread has one row.
+inline int64_t blocks_for(const Layout& layout, int64_t rows) {
+  return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
+}
+
+// Blocks that stay, with sums over rows: about as many as a GPU holds at a time.
+inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiprocessors) {
+  const int elements = layout.vector * layout.vectors;
+  const int threads = elements <= 8 ? 1024 : elements <= 16 ? 768 : 384;
+  const int64_t most = static_cast<int64_t>(multiprocessors) * std::max(1, threads / layout.threads);
+  return std::max<int64_t>(1, std::min(blocks_for(layout, rows), most));
+}
+
+// The launches, for one type of elements, on a stream of the current device. Each returns an error, or null.
+struct Kernels {
+  const char* (*layer_norm)(const LayerNormForward&, Activation, const Layout&, void* stream);
+  const char* (*layer_norm_backward)(const LayerNormBackward&, Activation, const Layout&, int64_t blocks, void* stream);
+  const char* (*gelu)(const GeluForward&, Activation, const Layout&, void* stream);
+  const char* (*gelu_backward)(const GeluBackward&, Activation, const Layout&, int64_t blocks, void* stream);
+  const char* (*sum_over_blocks)(const SumOverBlocks&, void* stream);
+};
+
+extern const Kernels kernels_float32;
+extern const Kernels kernels_bfloat16;
+extern const Kernels kernels_float16;
+
+}  // namespace cvt_kernels::cuda

@@ -1,0 +1,175 @@
+// CUDA's model of execution on the host, for kernels that know threads, warp shuffles and barriers: the threads of a
+// block are fibers that run one after the other until each waits for the rest. A shuffle or barrier that some threads
+// do not reach ends the program, as it would hang or corrupt a GPU.
+#pragma once
+
+#include <sanitizer/common_interface_defs.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static  // one block runs at a time
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+using std::max;
+using std::min;
+
+inline uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace simt {
+
+constexpr size_t kStack = 256 * 1024;
+constexpr unsigned kWarpSize = 32;
+
+enum class State { running, at_barrier, at_shuffle, finished };
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(kStack);
+  State state;
+  float value;  // what it gives to a shuffle, then what it gets
+  int step;
+};
+
+struct Scheduler {
+  ucontext_t context;
+  const void* stack;
+  size_t stack_size;
+  std::vector<Fiber> fibers;
+  Fiber* current;
+  std::function<void()> body;
+};
+
+inline Scheduler scheduler;
+
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "simt: block %u: %s\n", blockIdx.x, why);
+  std::exit(1);
+}
+
+inline void enter() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler.stack, &scheduler.stack_size);
+  scheduler.body();
+  scheduler.current->state = State::finished;
+  __sanitizer_start_switch_fiber(nullptr, scheduler.stack, scheduler.stack_size);
+  setcontext(&scheduler.context);
+}
+
+// Leaves the fiber until the others have come as far.
+inline void wait(State state) {
+  Fiber& fiber = *scheduler.current;
+  fiber.state = state;
+  void* fake_stack;
+  __sanitizer_start_switch_fiber(&fake_stack, scheduler.stack, scheduler.stack_size);
+  swapcontext(&fiber.context, &scheduler.context);
+  __sanitizer_finish_switch_fiber(fake_stack, &scheduler.stack, &scheduler.stack_size);
+}
+
+inline void resume(unsigned thread) {
+  Fiber& fiber = scheduler.fibers[thread];
+  threadIdx = {thread, 0, 0};
+  fiber.state = State::running;
+  scheduler.current = &fiber;
+  void* fake_stack;
+  __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.data(), kStack);
+  swapcontext(&scheduler.context, &fiber.context);
+  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+}
+
+inline bool all(unsigned begin, unsigned end, State state) {
+  return std::all_of(scheduler.fibers.begin() + begin, scheduler.fibers.begin() + end,
+                     [&](const Fiber& fiber) { return fiber.state == state; });
+}
+
+// Exchanges the values of a warp whose threads have all come to the same shuffle.
+inline void shuffle(unsigned first) {
+  Fiber* warp = &scheduler.fibers[first];
+  float values[kWarpSize];
+  for (unsigned lane = 0; lane < kWarpSize; lane++) {
+    if (warp[lane].step != warp[0].step) fail("threads of a warp are at different shuffles");
+    values[lane] = warp[lane].value;
+  }
+  for (unsigned lane = 0; lane < kWarpSize; lane++) warp[lane].value = values[lane ^ static_cast<unsigned>(warp->step)];
+}
+
+inline void prepare(Fiber& fiber) {
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.data();
+  fiber.context.uc_stack.ss_size = kStack;
+  makecontext(&fiber.context, enter, 0);
+  fiber.state = State::running;
+}
+
+inline void run_block(unsigned threads, bool backwards) {
+  for (unsigned i = 0; i < threads; i++) prepare(scheduler.fibers[i]);
+  while (true) {
+    for (unsigned i = 0; i < threads; i++) {
+      const unsigned thread = backwards ? threads - 1 - i : i;
+      if (scheduler.fibers[thread].state == State::running) resume(thread);
+    }
+    if (all(0, threads, State::finished)) return;
+    bool proceeds = false;
+    const auto release = [&](unsigned begin, unsigned end) {
+      for (unsigned i = begin; i < end; i++) scheduler.fibers[i].state = State::running;
+      proceeds = true;
+    };
+    for (unsigned first = 0; first < threads; first += kWarpSize) {
+      if (!all(first, first + kWarpSize, State::at_shuffle)) continue;
+      shuffle(first);
+      release(first, first + kWarpSize);
+    }
+    if (all(0, threads, State::at_barrier)) release(0, threads);
+    if (!proceeds) fail("threads wait for others that do not come");
+  }
+}
+
+// Runs kernel(arguments...) for all blocks. Threads take turns forwards or backwards: a kernel that lacks a barrier
+// gives different results.
+template <class... Parameters, class... Arguments>
+void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int threads, const Arguments&... arguments) {
+  if (threads % static_cast<int>(kWarpSize) != 0) fail("a warp is not full");
+  const auto count = static_cast<unsigned>(threads);
+  if (scheduler.fibers.size() < count) scheduler.fibers.resize(count);
+  scheduler.body = [&] { kernel(arguments...); };
+  gridDim = {static_cast<unsigned>(blocks), 1, 1};
+  blockDim = {count, 1, 1};
+  for (unsigned block = 0; block < gridDim.x; block++) {
+    blockIdx = {block, 0, 0};
+    run_block(count, backwards);
+  }
+}
+
+}  // namespace simt
+
+inline void __syncthreads() { simt::wait(simt::State::at_barrier); }
+
+inline float __shfl_xor_sync(unsigned mask, float value, int step) {
+  if (mask != 0xffffffffu) simt::fail("a shuffle of a part of a warp");
+  simt::Fiber& fiber = *simt::scheduler.current;
+  fiber.value = value;
+  fiber.step = step;
+  simt::wait(simt::State::at_shuffle);
+  return fiber.value;
+}

@@ -1,0 +1,267 @@
+"""The CUDA kernels of csrc, compiled for the host under the address and undefined behaviour sanitizers."""
+
+import io
+import struct
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from checks import assert_accurate, compiler, not_built
+from torch import Tensor
+
+from cvt_kernels import reference
+
+TESTS = Path(__file__).parent
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPERATIONS = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
+ACTIVATIONS = ("identity", "none", "tanh", "quick")
+SANITIZE = "-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=address,undefined"
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+
+
+class Call(NamedTuple):
+    """A call of one kernel; see tests/simt_layer_norm_gelu.cpp."""
+
+    operation: str
+    x: Tensor
+    addend: Tensor | None = None  # residual, or dh
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    more: tuple[Tensor, ...] = ()  # of a backward: mean, rstd of LayerNorm; dout
+    activation: str = "identity"
+    misalignment: int = 0
+    multiprocessors: int = 1
+    backwards: bool = False
+    eps: float = 1e-5
+
+    def pack(self) -> bytes:
+        """As the program reads it."""
+        parameters = [t for t in (self.weight, self.bias) if t is not None]
+        header = (
+            OPERATIONS.index(self.operation),
+            {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[self.x.dtype],
+            ACTIVATIONS.index(self.activation),
+            self.x.numel() // self.x.shape[-1],
+            self.x.shape[-1],
+            self.misalignment,
+            self.multiprocessors,
+            self.backwards,
+            *(t is not None for t in (self.addend, self.weight, self.bias)),
+            any(t.dtype == torch.float32 for t in parameters),
+        )
+        arrays = [t for t in (self.x, self.addend, self.weight, self.bias, *self.more) if t is not None]
+        return struct.pack("12qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+
+    def results(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of what the program writes."""
+        like_x = (self.x.shape, self.x.dtype)
+        statistics = (self.x.shape[:-1], torch.float32)
+        parameters = [t for t in (self.weight, self.bias) if t is not None]
+        vector = (self.x.shape[-1:], parameters[0].dtype if parameters else self.x.dtype)
+        return {
+            "layer_norm": [like_x] * (1 + (self.addend is not None)) + [statistics] * 2,
+            "layer_norm_backward": [like_x] + [vector] * len(parameters),
+            "gelu": [like_x],
+            "gelu_backward": [like_x] + [vector] * len(parameters),
+        }[self.operation]
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs calls on the host; gives the results of each."""
+    program = tmp_path_factory.mktemp("simt") / "kernels"
+    command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all"]
+    subprocess.run([*command, str(TESTS / "simt_layer_norm_gelu.cpp"), "-o", str(program)], check=True)
+
+    def run(*calls: Call) -> list[list[Tensor]]:
+        done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        output = io.BytesIO(done.stdout)
+        results = [[from_bytes(output, *result) for result in call.results()] for call in calls]
+        assert not output.read()
+        return results
+
+    return run
+
+
+def from_bytes(stream: io.BytesIO, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    data = bytearray(stream.read(shape.numel() * dtype.itemsize))
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def make(
+    operation,
+    shape,
+    dtype,
+    activation="identity",
+    *,
+    addend=False,
+    weight=True,
+    bias=True,
+    parameters=None,
+    **more,
+):
+    """A call with random arguments; ``parameters`` is the dtype of weight and bias."""
+    x, residual, dout = (2 * torch.randn(3, *shape, dtype=torch.float64)).to(dtype).unbind()
+    vectors = torch.randn(2, shape[-1], dtype=torch.float64).to(parameters or dtype).unbind()
+    if operation == "layer_norm_backward":
+        statistics = (*(t.float() for t in mean_and_rstd(x.double(), 1e-5)), dout)
+    else:
+        statistics = (dout,) if operation == "gelu_backward" else ()
+    return Call(
+        operation, x, residual if addend else None, vectors[0] if weight and "norm" in operation else None,
+        vectors[1] if bias else None, statistics, activation, **more,
+    )  # fmt: skip
+
+
+def expected(call: Call, dtype: torch.dtype) -> list[Tensor]:
+    """What PyTorch's own operators make of a call in ``dtype``, in the order of the program's results."""
+    x, addend, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in call[1:5])
+    act = (
+        (lambda t: t)
+        if call.activation == "identity"
+        else lambda t: reference.gelu(t, approximate=call.activation)
+    )
+    if "gelu" in call.operation:
+        out = act(x if bias is None else x + bias)
+        inputs = [t for t in (x, bias) if t is not None]
+    else:
+        h = x if addend is None or call.more else x + addend
+        out = act(reference.layer_norm(h, weight, bias, eps=call.eps))
+        inputs = [t for t in (x, weight, bias) if t is not None]
+    if call.more:
+        gradients = torch.autograd.grad(out, inputs, call.more[-1].to(dtype))
+        return [gradients[0] if addend is None else gradients[0] + addend, *gradients[1:]]
+    if call.operation == "gelu":
+        return [out.detach()]
+    stored = h.to(call.x.dtype).double()  # of what is stored
+    return [t.detach() for t in ([out] if addend is None else [h, out])] + mean_and_rstd(stored, call.eps)
+
+
+def mean_and_rstd(x: Tensor, eps: float) -> list[Tensor]:
+    mean = x.mean(-1)
+    return [mean, ((x - mean[..., None]).square().mean(-1) + eps).rsqrt()]
+
+
+def assert_close_enough(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """For shapes, not for accuracy: on a few values PyTorch's error may be 0 by luck."""
+    epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+    scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
+
+
+CALLS = [
+    *[("layer_norm", activation) for activation in ACTIVATIONS],
+    *[("layer_norm_backward", activation) for activation in ACTIVATIONS],
+    *[("gelu", activation) for activation in ACTIVATIONS[1:]],
+    *[("gelu_backward", activation) for activation in ACTIVATIONS[1:]],
+]
+every_call = pytest.mark.parametrize(
+    ("operation", "activation"), CALLS, ids=["-".join(call) for call in CALLS]
+)
+
+
+@every_call
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
+    calls = [
+        make(operation, (rows, channels), dtype, activation, addend=rows % 2 == 1 and "norm" in operation)
+        for rows, channels in ((150, 64), (49, 192), (25, 384), (10, 1024))
+    ]
+    for call, results in zip(calls, run(*calls), strict=True):
+        exact, theirs = expected(call, torch.float64), expected(call, dtype)
+        for got, same, right in zip(results, theirs, exact, strict=True):
+            if got.shape == call.x.shape[:-1]:  # mean or rstd: kept in float32, whatever PyTorch does
+                torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
+            else:
+                assert_accurate(got, same, right, factor=3 if call.more else 2)
+
+
+def assert_right(run, calls, dtype):
+    """By the shape of things; an error that only rounding makes is for the accuracy test."""
+    epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+    for call, results in zip(calls, run(*calls), strict=True):
+        for got, exact in zip(results, expected(call, torch.float64), strict=True):
+            scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
+
+
+ONCE = [
+    ("layer_norm", "quick"),
+    ("layer_norm_backward", "quick"),
+    ("gelu", "none"),
+    ("gelu_backward", "none"),
+]
+every_operation = pytest.mark.parametrize(("operation", "activation"), ONCE, ids=["-".join(c) for c in ONCE])
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels(run, operation, activation, dtype):
+    """Each layout of rows in threads, with threads to spare and without; aligned and not."""
+    channels = (3, 8, 9, 24, 40, 65, 300, 768, 1030, 2000, 2048, 3001, 4096, 8191, 8192)
+    calls = [make(operation, (3, count), dtype, activation) for count in channels]
+    calls += [make(operation, (3, count), dtype, activation, misalignment=1) for count in (8, 192, 1024)]
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(run, operation, activation, dtype):
+    """None at all, one, a block that is not full; several turns of the blocks that stay."""
+    calls = [
+        make(operation, (rows, 64), dtype, activation, addend="norm" in operation) for rows in (0, 1, 37)
+    ]
+    calls.append(make(operation, (700, 48), dtype, activation))
+    calls.append(make(operation, (40, 1100), dtype, activation))
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_absent_and_float_parameters(run, operation, activation, dtype):
+    calls = [
+        make(operation, (5, channels), dtype, activation, weight=weight, bias=bias, parameters=torch.float32)
+        for channels in (40, 9)
+        for weight, bias in ((False, False), (True, False), (False, True), (True, True))
+    ]
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+def test_order_of_threads_does_not_matter(run, operation, activation):
+    """A barrier that is missing would show; so would a sum whose order is left to chance."""
+    for channels in (40, 200, 1500, 5000):
+        call = make(operation, (60, channels), torch.bfloat16, activation)
+        forwards, backwards = run(call, call._replace(backwards=True))
+        assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+
+
+def test_huge_mean_tiny_variance(run):
+    x = 1e4 + 1e-3 * torch.randn(16, 384)
+    ((got, _, _),) = run(Call("layer_norm", x))
+    assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()), factor=1)
+
+
+@every_operation
+def test_nan_and_infinities_stay_in_their_rows(run, operation, activation):
+    call = make(operation, (6, 32), torch.float32, activation)
+    clean = run(call)[0][0]
+    call.x[0, 3], call.x[1, 4], call.x[2, 5] = torch.nan, torch.inf, -torch.inf
+    got, exact = run(call)[0][0], expected(call, torch.float64)[0]
+    assert torch.equal(got[3:], clean[3:])
+    if "backward" not in operation:
+        torch.testing.assert_close(got.double(), exact, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_the_sanitizers_are_awake(run):
+    call = make("layer_norm", (5, 64), torch.float32)
+    with pytest.raises(AssertionError, match="heap-buffer-overflow"):
+        run(call._replace(operation="a_row_too_many"))
