@@ -1,13 +1,19 @@
 """The compiled extension cvt_kernels._C only; everything else is in pyproject.toml.
 
 It is built where torch and a C++ compiler are at hand; otherwise the Python part is installed alone, and
-``cvt-kernels doctor`` says so. Nothing is downloaded. ``CVT_KERNELS_CUDA=0`` or ``auto`` builds the CPU
-kernels; ``1`` insists on CUDA kernels, which this version does not have.
+``cvt-kernels doctor`` says so. Nothing is downloaded. The environment decides what it contains:
+
+- ``CVT_KERNELS_CUDA``: ``auto`` (the default) compiles the CUDA kernels too where there is a CUDA toolkit (in
+  CUDA_HOME, on the PATH, or installed from PyPI), with or without a GPU; ``0`` never does, ``1`` insists.
+- ``TORCH_CUDA_ARCH_LIST``: the GPUs to compile for, such as ``8.0;9.0+PTX``.
+- ``CXX``: the C++ compiler.
 """
 
+import functools
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,12 +25,14 @@ from typing import NamedTuple
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["csrc/module.cpp", "csrc/layer_norm_gelu.cpp", "csrc/layer_norm_gelu_simd.cpp"]
-HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
+CSRC = Path("csrc")
+SOURCES = sorted(str(path) for suffix in ("cpp", "cu") for path in CSRC.glob(f"*.{suffix}"))
+HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in CSRC.glob(f"*.{suffix}"))
 
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror"
 # Errno and traps would keep loops from being vectorised; values are not changed by doing without them.
 SIMD_FLAGS = "-fopenmp-simd -fno-math-errno -fno-trapping-math"
+NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Werror"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 
 # The loops are compiled for each and chosen when they first run.
@@ -34,6 +42,10 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx2": "-mavx2 -mfma -mf16c",
         "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
     }
+
+# Elements of the CUDA kernels, each compiled by a process of its own.
+CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
+ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
 class Step(NamedTuple):
@@ -64,24 +76,138 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     # torch's headers bring pybind11 along.
     includes = [str(root / "include"), sysconfig.get_path("include")]
     common = [*shlex.split(FLAGS), *DEFINES, *(part for path in includes for part in ("-isystem", path))]
-    facts = [f'-DCVT_KERNELS_VERSION="{version}"', f'-DCVT_KERNELS_COMPILER="{compiler_version()}"']
-
-    def compiled(source: str, name: str, flags: list[str]) -> Step:
-        output = build / f"{name}.o"
-        command = [*compiler(), *common, *flags, "-c", source, "-o", str(output)]
-        return Step(output, [source, *HEADERS], command)
-
-    module, operators, loops = SOURCES
-    objects = [compiled(module, "module", facts), compiled(operators, "layer_norm_gelu", [])]
-    for name, flags in INSTRUCTION_SETS.items():
-        table = f"-DKERNELS=kernels_{name}"
-        objects.append(
-            compiled(loops, f"layer_norm_gelu_{name}", [table, *shlex.split(f"{SIMD_FLAGS} {flags}")])
-        )
-    names = [str(step.output) for step in objects]
+    toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
-    link = [*compiler(), "-shared", *names, f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(target)]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
+    cuda, targets = [], []
+    if toolkit is not None:
+        targets = architectures(toolkit)
+        cuda = ["-DCVT_KERNELS_CUDA"]
+        libraries += [str(toolkit.runtime), "-lrt", "-lpthread", "-ldl"]
+    facts = {
+        "VERSION": version,
+        "COMPILER": compiler_version(),
+        "CUDA_VERSION": toolkit.version if toolkit is not None else "",
+        "ARCHITECTURES": ",".join(target.code for target in targets),
+    }
+
+    def step(name: str, source: str, command: list[str]) -> Step:
+        output = build / f"{name}.o"
+        return Step(output, [source, *HEADERS], [*command, "-c", source, "-o", str(output)])
+
+    def compiled(name: str, flags: list[str], source: str = "") -> Step:
+        return step(name, source or f"csrc/{name}.cpp", [*compiler(), *common, *cuda, *flags])
+
+    objects = [
+        compiled("module", [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]),
+        compiled("layer_norm_gelu", []),
+    ]
+    for name, flags in INSTRUCTION_SETS.items():
+        options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
+        objects.append(compiled(f"layer_norm_gelu_{name}", options, "csrc/layer_norm_gelu_simd.cpp"))
+    if toolkit is not None:
+        objects.append(compiled("layer_norm_gelu_cuda", []))
+        nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), "-ccbin", compiler()[0]]
+        nvcc += [f"-gencode=arch={target.virtual},code={target.code}" for target in targets]
+        for name, element in CUDA_TYPES.items():
+            options = [f"-DKERNELS=kernels_{name}", f"-DTYPE={element}"]
+            objects.append(step(f"cuda_{name}", "csrc/layer_norm_gelu.cu", [*nvcc, *options]))
+        objects.sort(key=lambda made: not made.output.name.startswith("cuda_"))  # the longest first
+    names = [str(made.output) for made in objects]
+    link = [*compiler(), "-shared", *names, *libraries, "-o", str(target)]
     return [*objects, Step(target, names, link)]
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit: compiler, version as in ``13.0``, static runtime library, and GPUs as in ``90``."""
+
+    nvcc: str
+    version: str
+    runtime: Path
+    known: frozenset[str]
+
+
+@functools.cache
+def find_toolkit() -> Toolkit | None:
+    """The CUDA toolkit to build with; None if there is none that can be used, or none is wanted.
+
+    Raises:
+        SystemExit: ``CVT_KERNELS_CUDA=1`` and there is none that can be used.
+    """
+    requested = os.environ.get("CVT_KERNELS_CUDA") or "auto"
+    if requested == "0":
+        return None
+    nvcc = find_nvcc()
+    reason = "no nvcc was found: neither in CUDA_HOME, nor on the PATH, nor from PyPI's nvidia-cuda-nvcc"
+    found = reason if nvcc is None else examine(nvcc)
+    if isinstance(found, Toolkit):
+        return found
+    if requested == "1":
+        raise SystemExit(f"CVT_KERNELS_CUDA=1: {found}")
+    print(f"cvt-kernels: building without CUDA kernels: {found}", file=sys.stderr)
+    return None
+
+
+def find_nvcc() -> str | None:
+    """The first nvcc of CUDA_HOME, the PATH and PyPI's packages."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/nowhere"
+    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    return (
+        shutil.which("nvcc", path=str(Path(home) / "bin"))
+        or shutil.which("nvcc")
+        or next(map(str, packaged), None)
+    )
+
+
+def examine(nvcc: str) -> Toolkit | str:
+    """The toolkit of a compiler, or why it cannot be used."""
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", version)
+    plan = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", plan, re.MULTILINE)
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    if found is None or top is None:
+        return f"{nvcc} does not run"
+    if int(found[1]) < 12:
+        return f"{nvcc} is of CUDA {found[1]}.{found[2]}, but 12.0 is the oldest that knows C++20"
+    places = [Path(path) for path in re.findall(r'"-L([^"]*)"', plan)] + [Path(top[1]) / "lib"]
+    runtime = next((p / "libcudart_static.a" for p in places if (p / "libcudart_static.a").exists()), None)
+    if runtime is None:
+        return (
+            f"{nvcc} comes without libcudart_static.a (PyPI's nvidia-cuda-nvcc wants nvidia-cuda-crt, "
+            f"nvidia-nvvm, nvidia-cuda-runtime and nvidia-cuda-cccl, all {found[1]}.{found[2]}.*)"
+        )
+    return Toolkit(nvcc, f"{found[1]}.{found[2]}", runtime, frozenset(re.findall(r"compute_(\d+)", known)))
+
+
+class Target(NamedTuple):
+    """What nvcc compiles for: ``compute_90`` and, as machine code or as PTX, ``sm_90`` or ``compute_90``."""
+
+    virtual: str
+    code: str
+
+
+def architectures(toolkit: Toolkit) -> list[Target]:
+    """Reads ``TORCH_CUDA_ARCH_LIST``: versions as in ``8.0;9.0+PTX``, by semicolons or spaces.
+
+    Raises:
+        SystemExit: It holds something else, or what the toolkit does not know.
+    """
+    requested = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    targets = []
+    for name in re.split(r"[;\s]+", (requested or ARCHITECTURES).strip()):
+        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+        if found is None:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name!r}, expected versions such as 8.0;9.0+PTX")
+        if found[1] + found[2] not in toolkit.known:
+            if not requested:  # the toolkit is older than the GPU
+                continue
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name}, which CUDA {toolkit.version} does not know")
+        number = found[1] + found[2] + found[3]
+        targets.append(Target(f"compute_{number}", f"sm_{number}"))
+        if found[4]:
+            targets.append(Target(f"compute_{number}", f"compute_{number}"))
+    return targets
 
 
 def run(plan: list[Step], build: Path) -> None:
@@ -106,7 +232,8 @@ def run(plan: list[Step], build: Path) -> None:
         commands = [step.command for step in plan]
     for command in commands:
         if subprocess.run(command).returncode:
-            raise SystemExit(f"cvt_kernels._C was not built: {shlex.join(command)} failed")
+            hint = "" if find_toolkit() is None else "; CVT_KERNELS_CUDA=0 builds without CUDA"
+            raise SystemExit(f"cvt_kernels._C was not built: {shlex.join(command)} failed{hint}")
 
 
 def ninja_path(path: object) -> str:
@@ -141,12 +268,15 @@ def extensions() -> list[Extension]:
     cuda = os.environ.get("CVT_KERNELS_CUDA") or "auto"
     if cuda not in ("auto", "0", "1"):
         raise SystemExit(f"CVT_KERNELS_CUDA: got {cuda!r}, expected auto, 0 or 1")
-    if cuda == "1":
-        raise SystemExit("CVT_KERNELS_CUDA=1: this version has no CUDA kernels in csrc; use auto or 0")
     reason = missing()
     if reason is not None:
+        if cuda == "1":
+            raise SystemExit(f"CVT_KERNELS_CUDA=1: the extension cannot be built: {reason}")
         print(f"cvt-kernels: installing without the extension cvt_kernels._C: {reason}", file=sys.stderr)
         return []
+    toolkit = find_toolkit()
+    if toolkit is not None:
+        architectures(toolkit)  # complains before anything is built
     return [Extension("cvt_kernels._C", SOURCES, depends=HEADERS)]
 
 

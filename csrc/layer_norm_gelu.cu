@@ -47,6 +47,12 @@ const Kernels KERNELS{
     [](const SumOverBlocks& call, void* stream) {
       return run(stream, [&](auto launch) { sum_over_blocks<TYPE>(call, launch); });
     },
+    [](int* count) {
+      int device = 0;
+      cudaError_t error = cudaGetDevice(&device);
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+      return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    },
 };
 
 }  // namespace cvt_kernels::cuda

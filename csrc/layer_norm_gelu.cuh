@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(La
     }
     write<VECTOR>(static_cast<T*>(call.out) + start + channel, h[i]);
   }
-  if (at.lane == 0) {
+  if (at.lane == 0 && call.mean != nullptr) {
     call.mean[row] = mean + correction;
     call.rstd[row] = rstd;
   }

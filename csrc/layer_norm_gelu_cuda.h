@@ -34,7 +34,7 @@ struct LayerNormForward {
   const void* bias;      // or null
   void* h;
   void* out;
-  float* mean;
+  float* mean;  // or null, with rstd
   float* rstd;
   int64_t rows;
   float eps;
@@ -111,13 +111,13 @@ inline Layout layout_of(DType dtype, int channels, bool aligned) {
   return best;
 }
 
-// Without a bias, GELU knows no rows and cuts its own, of `channels_of` elements.
+// Without a bias, GELU knows no rows and cuts its own, of `width_of` elements.
 inline Layout flat_layout(DType dtype, bool aligned) {
   if (!aligned) return {1, 16, 128, 128};
   return dtype == DType::float32 ? Layout{4, 4, 128, 128} : Layout{8, 4, 128, 128};
 }
 
-inline int channels_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
+inline int width_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
 
 // Rows that a block works on at a time.
 inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
@@ -142,6 +142,7 @@ struct Kernels {
   const char* (*gelu)(const GeluForward&, Activation, const Layout&, void* stream);
   const char* (*gelu_backward)(const GeluBackward&, Activation, const Layout&, int64_t blocks, void* stream);
   const char* (*sum_over_blocks)(const SumOverBlocks&, void* stream);
+  const char* (*multiprocessors)(int* count);  // of the current device
 };
 
 extern const Kernels kernels_float32;

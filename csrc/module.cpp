@@ -29,10 +29,22 @@ STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   m.impl("gelu_backward", TORCH_BOX(&cvt_kernels::gelu_backward));
 }
 
+#ifdef CVT_KERNELS_CUDA
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CUDA, m) {
+  m.impl("layer_norm", TORCH_BOX(&cvt_kernels::cuda::layer_norm));
+  m.impl("add_layer_norm", TORCH_BOX(&cvt_kernels::cuda::add_layer_norm));
+  m.impl("layer_norm_inference", TORCH_BOX(&cvt_kernels::cuda::layer_norm_inference));
+  m.impl("add_layer_norm_inference", TORCH_BOX(&cvt_kernels::cuda::add_layer_norm_inference));
+  m.impl("layer_norm_backward", TORCH_BOX(&cvt_kernels::cuda::layer_norm_backward));
+  m.impl("gelu", TORCH_BOX(&cvt_kernels::cuda::gelu));
+  m.impl("gelu_backward", TORCH_BOX(&cvt_kernels::cuda::gelu_backward));
+}
+#endif
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What cvt_kernels was compiled with; importing it registers the operators torch.ops.cvt_kernels.*.";
   m.attr("version") = CVT_KERNELS_VERSION;
-  m.attr("cuda") = "";  // version of the CUDA toolkit
-  m.attr("architectures") = pybind11::tuple();
+  m.attr("cuda") = CVT_KERNELS_CUDA_VERSION;  // of the toolkit; empty without CUDA kernels
+  m.attr("architectures") = CVT_KERNELS_ARCHITECTURES;  // as in "sm_80,sm_90,compute_90"
   m.attr("compiler") = CVT_KERNELS_COMPILER;
 }

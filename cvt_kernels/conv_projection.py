@@ -35,7 +35,7 @@ runtime.register(
         ("cuda",),
         runtime.triton_missing,
         _triton_refuses,
-        opt_in="has not run on a GPU yet; use_backend('triton') tries it",
+        opt_in={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
     ),
 )
 runtime.register("conv_projection", "reference", runtime.Implementation(reference.conv_projection))

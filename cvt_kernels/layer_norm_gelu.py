@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import reference, runtime
@@ -19,23 +20,37 @@ def _native(operator: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(layer_norm_gelu_native, operator)(*args, **kwargs)
 
 
+def _native_refuses(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    if not x.is_cuda:
+        return None
+    if x.dtype == torch.float64:
+        return "has no CUDA kernels for float64"
+    if operator != "gelu" and x.shape[-1] > _MAX_CUDA_CHANNELS:
+        return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
+    return None
+
+
+_MAX_CUDA_CHANNELS = 8192
+_UNTRIED = {"cuda": "has not run on a GPU yet; use_backend('native') tries it"}
 # Measured on the CPU beside PyTorch at CvT's shapes: what is slower at one of them is left to those who ask.
-_SLOWER = "is not faster than PyTorch at every shape of CvT; use_backend('native') takes it"
+_SLOWER = {"cpu": "is not faster than PyTorch at every shape of CvT; use_backend('native') takes it"}
 _NATIVE = {
-    "layer_norm": _SLOWER,
-    "add_layer_norm": _SLOWER,
-    "gelu": _SLOWER,
-    "bias_gelu": None,
-    "layer_norm_gelu": _SLOWER,
+    "layer_norm": _UNTRIED | _SLOWER,
+    "add_layer_norm": _UNTRIED | _SLOWER,
+    "gelu": _UNTRIED | _SLOWER,
+    "bias_gelu": _UNTRIED,
+    "layer_norm_gelu": _UNTRIED | _SLOWER,
 }
 
 for _operator, _opt_in in _NATIVE.items():
-    _function = functools.partial(_native, _operator)
-    runtime.register(
-        _operator,
-        "native",
-        runtime.Implementation(_function, ("cpu",), runtime.native_missing, opt_in=_opt_in),
+    _implementation = runtime.Implementation(
+        functools.partial(_native, _operator),
+        ("cpu", "cuda"),
+        runtime.native_missing,
+        functools.partial(_native_refuses, _operator),
+        opt_in=_opt_in,
     )
+    runtime.register(_operator, "native", _implementation)
     runtime.register(_operator, "reference", runtime.Implementation(getattr(reference, _operator)))
 
 

@@ -7,6 +7,7 @@ globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -14,7 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -66,16 +67,17 @@ class Implementation(NamedTuple):
     Attributes:
         function: Takes the arguments of the public function.
         devices: Device types that it serves; None for every one.
-        missing: Why this machine cannot run it at all, or None if it can. Asked once, at the first call.
+        missing: Given a device type, why this machine cannot run it there at all, or None if it can. Asked
+            once, at the first call.
         refuses: Given the arguments of one call, why it cannot serve that call, or None if it can.
-        opt_in: Why ``auto`` leaves it alone and only an explicit request takes it; None if ``auto`` may.
+        opt_in: By device type, why ``auto`` leaves it alone and only an explicit request takes it.
     """
 
     function: Callable[..., Any]
     devices: tuple[str, ...] | None = None
-    missing: Callable[[], str | None] | None = None
+    missing: Callable[[str], str | None] | None = None
     refuses: Callable[..., str | None] | None = None
-    opt_in: str | None = None
+    opt_in: Mapping[str, str] = {}
 
 
 _implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
@@ -164,19 +166,19 @@ def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     raise BackendUnavailable(operator, backend, _step_downs[operator, backend])
 
 
-def unavailable(operator: str, backend: str, device_type: str | None = None) -> str | None:
-    """Why ``backend`` cannot run ``operator`` here (on ``device_type``, if given); None if it can."""
-    reason = _missing(operator, backend)
-    if reason is None and device_type is not None:
-        devices = _implementations[operator][backend].devices
-        opt_in = _implementations[operator][backend].opt_in
-        if opt_in is not None and _requested != backend:
-            return opt_in
-        # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
-        interpreted = _INTERPRETING and backend == _requested == "triton" and device_type == "cpu"
-        if devices is not None and device_type not in devices and not interpreted:
-            reason = f"serves {' and '.join(devices)} tensors, not {device_type}"
-    return reason
+def unavailable(operator: str, backend: str, device_type: str) -> str | None:
+    """Why ``backend`` cannot run ``operator`` on a type of device here; None if it can."""
+    implementation = _implementations[operator].get(backend)
+    if implementation is None:
+        return "not implemented in this version"
+    reason = _missing(operator, backend, device_type)
+    if reason is not None:
+        return reason
+    # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
+    interpreted = _INTERPRETING and backend == _requested == "triton" and device_type == "cpu"
+    if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
+        return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
+    return None if _requested == backend else implementation.opt_in.get(device_type)
 
 
 def step_downs() -> dict[tuple[str, str], str]:
@@ -184,8 +186,8 @@ def step_downs() -> dict[tuple[str, str], str]:
     return dict(_step_downs)
 
 
-def _missing(operator: str, backend: str) -> str | None:
-    return _ask_missing(operator, backend)
+def _missing(operator: str, backend: str, device_type: str) -> str | None:
+    return _ask_missing(operator, backend, device_type)
 
 
 # What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
@@ -194,11 +196,9 @@ _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _ask_missing(operator: str, backend: str) -> str | None:
-    implementation = _implementations[operator].get(backend)
-    if implementation is None:
-        return "not implemented in this version"
-    return implementation.missing() if implementation.missing is not None else None
+def _ask_missing(operator: str, backend: str, device_type: str) -> str | None:
+    missing = _implementations[operator][backend].missing
+    return missing(device_type) if missing is not None else None
 
 
 # Facts of this machine ------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, config: Any, **consta
         kernel[grid](*args, **constants, **config.options)
 
 
-def triton_missing() -> str | None:
+def triton_missing(device_type: str) -> str | None:
     """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -274,21 +274,56 @@ def triton_missing() -> str | None:
 _EXTENSION = "cvt_kernels._C"
 
 
-def native_missing() -> str | None:
-    """Why there are no native kernels, or None; ``missing`` of their implementations.
+def native_missing(device_type: str) -> str | None:
+    """Why there are no native kernels for a type of device, or None; ``missing`` of their implementations.
 
     Raises:
         ExtensionError: They are installed but do not load.
     """
     if importlib.util.find_spec(_EXTENSION) is not None:
-        load_extension()
-        return None
+        facts = load_extension()
+        return _cuda_missing(facts.cuda, _split(facts.architectures)) if device_type == "cuda" else None
     compiler = (os.environ.get("CXX") or "c++").split()[0]
     lacking = "" if shutil.which(compiler) else f" (there is no C++ compiler {compiler!r} here)"
     return (
         "the extension is not part of this installation; with torch and a C++ compiler installed, "
         f"'pip install --no-build-isolation .' builds it{lacking}"
     )
+
+
+def _cuda_missing(toolkit: str, architectures: tuple[str, ...]) -> str | None:
+    """Why what a CUDA toolkit compiled for some architectures does not run on the GPUs of this machine."""
+    if not toolkit:
+        return "the extension was built where there was no CUDA toolkit (nvcc), or with CVT_KERNELS_CUDA=0"
+    for index in range(torch.cuda.device_count()):
+        if not any(_runs_on(torch.cuda.get_device_capability(index), name) for name in architectures):
+            name = torch.cuda.get_device_name(index)
+            return f"the extension was built for {', '.join(architectures)}, which {name} cannot run"
+    driver = _cuda_driver()
+    if driver < int(toolkit.split(".")[0]):
+        return f"the extension was built with CUDA {toolkit}, but the driver serves CUDA {driver} at most"
+    return None
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    """Whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU."""
+    kind, _, number = architecture.partition("_")
+    if not number.isdigit():  # sm_90a and sm_100f are for what they name
+        number = number[:-1]
+        return capability == (int(number[:-1]), int(number[-1]))
+    built = int(number[:-1]), int(number[-1])
+    return capability >= built and (kind == "compute" or capability[0] == built[0])
+
+
+def _cuda_driver() -> int:
+    """The major version of CUDA that the driver serves at most."""
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(filter(None, names.split(",")))
 
 
 @functools.cache
@@ -309,13 +344,13 @@ def load_extension() -> ModuleType:
 
 def _native() -> str:
     try:
-        missing = native_missing()
+        missing = native_missing("cpu")
     except ExtensionError as error:
         return str(error)
     if missing is not None:
         return "not built"
     facts = load_extension()
-    cuda = f"CUDA {facts.cuda} for {', '.join(facts.architectures)}" if facts.cuda else "no CUDA"
+    cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"
     return f"{facts.version}, {cuda}, {facts.compiler}"
 
 

@@ -102,7 +102,7 @@ void run(const Call& call) {
     if (bias == nullptr) {
       layout = cuda::flat_layout(dtype, call.misalignment == 0 && elements % (16 / static_cast<int64_t>(element)) == 0);
     }
-    const int width = bias == nullptr ? cuda::channels_of(layout) : channels;
+    const int width = bias == nullptr ? cuda::width_of(layout) : channels;
     if (call.operation == 2) {
       void* out = memory.output(size, offset);
       cuda::gelu<T>({x, bias, out, elements, width, float_parameters}, activation, layout, launch);

@@ -318,7 +318,7 @@ def test_what_the_kernels_refuse_goes_to_the_reference(changes, dropout_p, reaso
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
         ck.attention(q, k, v, dropout_p=dropout_p)
     triton = runtime._implementations["attention"]["triton"]
-    runtime.register("attention", "triton", triton._replace(opt_in=None, devices=None))
+    runtime.register("attention", "triton", triton._replace(opt_in={}, devices=None))
     assert ck.attention(q, k, v, dropout_p=dropout_p).shape == q.shape
     assert ck.step_downs()["attention", "triton"] == reason
 

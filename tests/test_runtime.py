@@ -48,7 +48,7 @@ def test_a_backend_may_refuse_one_call_and_serve_another():
 
 def test_the_machine_is_asked_once_and_not_before_the_first_call():
     asked = []
-    add_marked_backend("triton", 10.0, missing=lambda: asked.append("triton") or "no GPU")
+    add_marked_backend("triton", 10.0, missing=lambda device_type: asked.append("triton") or "no GPU")
     assert asked == []
     for _ in range(3):
         ck.gelu(torch.ones(3))
@@ -139,7 +139,7 @@ def test_compiled_code_follows_the_chosen_backend():
 
 def test_doctor_answers_every_operator_and_gives_every_reason():
     add_marked_backend("native", 10.0, operator="gelu")
-    add_marked_backend("triton", 10.0, operator="attention", missing=lambda: "no GPU")
+    add_marked_backend("triton", 10.0, operator="attention", missing=lambda device_type: "no GPU")
     lines = ck.doctor().splitlines()
     header = lines.index(next(line for line in lines if line.startswith("operator")))
     table = {line.split()[0]: line.split()[1:] for line in lines[header + 1 :] if line and line[0] != "("}
