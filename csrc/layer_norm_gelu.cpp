@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 
+#include "half.h"
 #include "layer_norm_gelu.h"
 
 namespace cvt_kernels {
@@ -18,10 +20,11 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kGrain = 16384;       // elements that are worth a thread
-constexpr int64_t kBlock = 4096;        // elements of a gelu without bias that are taken together
-constexpr int64_t kChunks = 128;        // partial sums over rows, at most
-constexpr int64_t kMinChunkRows = 16;   // rows of a partial sum, at least
+constexpr int64_t kGrain = 16384;         // elements that are worth a thread
+constexpr int64_t kBlock = 4096;          // elements of a gelu without bias that are taken together
+constexpr int64_t kChunks = 128;          // partial sums over rows, at most
+constexpr int64_t kChunkRows = 16;        // rows of a partial sum, at least
+constexpr int64_t kChunkElements = 8192;  // and elements
 
 Activation activation_of(const std::string& name) {
   if (name == "identity") return Activation::identity;
@@ -58,23 +61,80 @@ Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) 
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A vector over the channels in the accumulator's type; `absent` throughout if there is none.
-Tensor parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
-  const int64_t channels = channels_of(x);
-  if (!tensor.has_value()) return torch::stable::full({channels}, absent, accumulator_of(x));
-  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == channels, name, ": expected (channels,)");
-  if (tensor->scalar_type() == accumulator_of(x)) {
-    return tensor->is_contiguous() ? *tensor : torch::stable::contiguous(*tensor);
-  }
-  return torch::stable::contiguous(torch::stable::to(*tensor, accumulator_of(x)));
+// Uninitialised, contiguous; without the search for the operator by its name that torch::stable::empty makes.
+Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i > 1; i--) strides[i - 2] = strides[i - 1] * std::max<int64_t>(1, sizes[i - 1]);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), static_cast<int32_t>(dtype),
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
 }
 
+template <class F>
+void with_type(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::float64: return f(double{});
+    case DType::float32: return f(float{});
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+  }
+}
+
+// A vector over the channels in the accumulator's type; `absent` throughout if there is none.
+class Parameter {
+ public:
+  Parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
+    const int64_t channels = channels_of(x);
+    if (!tensor.has_value()) {
+      copy(x, channels, [=](int64_t) { return absent; });
+      return;
+    }
+    STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == channels, name, ": expected (channels,)");
+    if (tensor->scalar_type() == accumulator_of(x) && tensor->is_contiguous()) {
+      tensor_ = tensor;
+      return;
+    }
+    const int64_t stride = tensor->stride(0);
+    with_type(dtype_of(*tensor), [&](auto type) {
+      const auto* values = static_cast<const decltype(type)*>(tensor->const_data_ptr());
+      copy(x, channels, [=](int64_t c) { return load(values + c * stride); });
+    });
+  }
+
+  const void* data() const { return tensor_.has_value() ? tensor_->const_data_ptr() : copy_.data(); }
+
+ private:
+  template <class F>
+  void copy(const Tensor& x, int64_t channels, const F& value) {
+    copy_.resize(channels);
+    if (accumulator_of(x) == ScalarType::Double) {
+      for (int64_t c = 0; c < channels; c++) copy_[c] = value(c);
+    } else {
+      float* out = reinterpret_cast<float*>(copy_.data());
+      for (int64_t c = 0; c < channels; c++) out[c] = static_cast<float>(value(c));
+    }
+  }
+
+  std::optional<Tensor> tensor_;
+  std::vector<double> copy_;
+};
+
 // The gradient of a parameter, in its type; empty if there is no such parameter.
-Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& sums, int64_t index) {
-  if (!parameter.has_value()) return torch::stable::new_empty(sums, {0});
-  const Tensor gradient = torch::stable::clone(torch::stable::select(sums, 0, index));
-  if (parameter->scalar_type() == sums.scalar_type()) return gradient;
-  return torch::stable::to(gradient, parameter->scalar_type());
+Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const void* sums) {
+  if (!parameter.has_value()) return empty({0}, accumulator_of(x));
+  const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type());
+  const int64_t channels = parameter->size(0);
+  with_type(dtype_of(x), [&](auto type) {
+    const auto* totals = static_cast<const Accumulator<decltype(type)>*>(sums);
+    with_type(dtype_of(*parameter), [&](auto stored) {
+      using T = decltype(stored);
+      T* out = static_cast<T*>(gradient.mutable_data_ptr());
+      for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals[c]));
+    });
+  });
+  return gradient;
 }
 
 const Kernels& choose_kernels() {
@@ -112,73 +172,79 @@ void for_blocks(int64_t size, const F& f) {
 }
 
 template <class A>
-void add_partial_sums(const Tensor& partial) {
-  const int64_t chunks = partial.size(0), size = partial.numel() / chunks;
-  A* sums = static_cast<A*>(partial.mutable_data_ptr());
+void add_partial_sums(A* sums, int64_t chunks, int64_t size) {
   for (int64_t chunk = 1; chunk < chunks; chunk++) {
     for (int64_t i = 0; i < size; i++) sums[i] += sums[chunk * size + i];
   }
 }
 
-// Calls f(begin, end, sums) for chunks of rows, each with `vectors` zeroed vectors over the channels to add to.
-// Returns their totals, (vectors, channels).
+using Sums = std::unique_ptr<char[]>;
+
+// Calls f(begin, end, sums) for chunks of rows, each with `size` zeroed accumulators to add to. Returns their totals.
 template <class F>
-Tensor sum_over_rows(const Tensor& x, int64_t rows, int64_t vectors, const F& f) {
-  const int64_t channels = channels_of(x);
-  const int64_t chunk_rows = std::max(kMinChunkRows, (rows + kChunks - 1) / kChunks);
+Sums sum_over_rows(const Tensor& x, int64_t rows, int64_t channels, int64_t size, const F& f) {
+  const int64_t chunk_rows =
+      std::max({kChunkRows, (rows + kChunks - 1) / kChunks, (kChunkElements + channels - 1) / channels});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
-  Tensor partial = torch::stable::empty({chunks, vectors, channels}, accumulator_of(x));
-  torch::stable::zero_(partial);
-  char* sums = static_cast<char*>(partial.mutable_data_ptr());
-  const int64_t stride = vectors * channels * static_cast<int64_t>(partial.element_size());
+  const bool doubles = accumulator_of(x) == ScalarType::Double;
+  const int64_t bytes = size * (doubles ? sizeof(double) : sizeof(float));
+  Sums sums(new char[chunks * bytes]);
   const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
   torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; chunk++) {
-      f(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), sums + chunk * stride);
+      char* partial = sums.get() + chunk * bytes;
+      std::fill_n(partial, bytes, 0);
+      f(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), partial);
     }
   });
-  if (partial.scalar_type() == ScalarType::Double) add_partial_sums<double>(partial);
-  else add_partial_sums<float>(partial);
-  return torch::stable::select(partial, 0, 0);
+  if (doubles) add_partial_sums(reinterpret_cast<double*>(sums.get()), chunks, size);
+  else add_partial_sums(reinterpret_cast<float*>(sums.get()), chunks, size);
+  return sums;
 }
 
+// What a LayerNorm writes.
 struct Normalised {
-  Tensor h, out, mean, rstd;
+  Tensor out;
+  std::optional<Tensor> h, mean, rstd;
 };
 
 Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-                     const std::optional<Tensor>& bias, double eps, Activation activation) {
+                     const std::optional<Tensor>& bias, double eps, Activation activation, bool statistics) {
   const Kernels& loops = kernels();
   const DType dtype = dtype_of(input);
   const int64_t channels = channels_of(input);
   const int64_t rows = input.numel() / channels;
   const Tensor x = contiguous_like("x", input, input);
-  const bool adds = residual.has_value();
-  const Tensor addend = adds ? contiguous_like("residual", *residual, x) : x;
-  const Tensor scale = parameter("weight", weight, x, 1), shift = parameter("bias", bias, x, 0);
+  std::optional<Tensor> addend;
+  if (residual.has_value()) addend = contiguous_like("residual", *residual, x);
+  const Parameter scale("weight", weight, x, 1), shift("bias", bias, x, 0);
   const auto sizes = x.sizes();
-  const Tensor out = torch::stable::empty(sizes, x.scalar_type());
-  const Tensor h = adds ? torch::stable::empty(sizes, x.scalar_type()) : x;
-  const auto row_sizes = sizes.slice(0, sizes.size() - 1);
-  const Tensor mean = torch::stable::empty(row_sizes, accumulator_of(x));
-  const Tensor rstd = torch::stable::empty(row_sizes, accumulator_of(x));
+  Normalised made{empty(sizes, x.scalar_type()), std::nullopt, std::nullopt, std::nullopt};
+  if (addend.has_value()) made.h = empty(sizes, x.scalar_type());
+  if (statistics) {
+    made.mean = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x));
+    made.rstd = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x));
+  }
+  const auto data = [](const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr;
+  };
   const LayerNormForward call{
       .x = x.const_data_ptr(),
-      .residual = adds ? addend.const_data_ptr() : nullptr,
-      .weight = scale.const_data_ptr(),
-      .bias = shift.const_data_ptr(),
+      .residual = addend.has_value() ? addend->const_data_ptr() : nullptr,
+      .weight = scale.data(),
+      .bias = shift.data(),
       .eps = eps,
       .channels = channels,
-      .h = adds ? h.mutable_data_ptr() : nullptr,
-      .out = out.mutable_data_ptr(),
-      .mean = mean.mutable_data_ptr(),
-      .rstd = rstd.mutable_data_ptr(),
+      .h = data(made.h),
+      .out = made.out.mutable_data_ptr(),
+      .mean = data(made.mean),
+      .rstd = data(made.rstd),
   };
   for_rows(rows, channels, [&](int64_t begin, int64_t end) {
     std::vector<double> scratch(channels);
     loops.layer_norm(dtype, activation, call, begin, end, scratch.data());
   });
-  return {h, out, mean, rstd};
+  return made;
 }
 
 }  // namespace
@@ -186,15 +252,27 @@ Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual,
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps,
                                               const std::string& activation) {
-  const auto [h, out, mean, rstd] = normalise(x, std::nullopt, weight, bias, eps, activation_of(activation));
-  return {out, mean, rstd};
+  const Normalised made = normalise(x, std::nullopt, weight, bias, eps, activation_of(activation), true);
+  return {made.out, *made.mean, *made.rstd};
+}
+
+Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            double eps, const std::string& activation) {
+  return normalise(x, std::nullopt, weight, bias, eps, activation_of(activation), false).out;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias, double eps) {
-  const auto [h, out, mean, rstd] = normalise(x, residual, weight, bias, eps, Activation::identity);
-  return {h, out, mean, rstd};
+  const Normalised made = normalise(x, residual, weight, bias, eps, Activation::identity, true);
+  return {*made.h, made.out, *made.mean, *made.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm_inference(const Tensor& x, const Tensor& residual,
+                                                    const std::optional<Tensor>& weight,
+                                                    const std::optional<Tensor>& bias, double eps) {
+  const Normalised made = normalise(x, residual, weight, bias, eps, Activation::identity, false);
+  return {*made.h, made.out};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const std::optional<Tensor>& dh,
@@ -214,24 +292,25 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const
   }
   const Tensor values = contiguous_like("h", h, h), doutput = contiguous_like("dout", dout, h);
   const Tensor addend = dh.has_value() ? contiguous_like("dh", *dh, h) : values;
-  const Tensor scale = parameter("weight", weight, h, 1), shift = parameter("bias", bias, h, 0);
-  const Tensor dx = torch::stable::empty(h.sizes(), h.scalar_type());
+  const Parameter scale("weight", weight, h, 1), shift("bias", bias, h, 0);
+  const Tensor dx = empty(h.sizes(), h.scalar_type());
   const LayerNormBackward call{
       .dout = doutput.const_data_ptr(),
       .dh = dh.has_value() ? addend.const_data_ptr() : nullptr,
       .h = values.const_data_ptr(),
       .mean = mean.const_data_ptr(),
       .rstd = rstd.const_data_ptr(),
-      .weight = scale.const_data_ptr(),
-      .bias = shift.const_data_ptr(),
+      .weight = scale.data(),
+      .bias = shift.data(),
       .channels = channels,
       .dx = dx.mutable_data_ptr(),
   };
-  const Tensor sums = sum_over_rows(h, rows, 2, [&](int64_t begin, int64_t end, void* partial) {
-    std::vector<double> scratch(channels);
+  const Sums sums = sum_over_rows(h, rows, channels, 2 * channels, [&](int64_t begin, int64_t end, void* partial) {
+    std::vector<double> scratch(kBackwardRows * channels);
     loops.layer_norm_backward(dtype, kind, call, begin, end, partial, scratch.data());
   });
-  return {dx, gradient_of(weight, sums, 0), gradient_of(bias, sums, 1)};
+  const char* dbias = sums.get() + channels * (dtype == DType::float64 ? sizeof(double) : sizeof(float));
+  return {dx, gradient_of(weight, h, sums.get()), gradient_of(bias, h, dbias)};
 }
 
 Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::string& activation) {
@@ -239,15 +318,15 @@ Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::s
   const DType dtype = dtype_of(input);
   const Activation kind = activation_of(activation);
   const Tensor x = contiguous_like("x", input, input);
-  const Tensor out = torch::stable::empty(x.sizes(), x.scalar_type());
+  const Tensor out = empty(x.sizes(), x.scalar_type());
   GeluForward call{x.const_data_ptr(), nullptr, 1, out.mutable_data_ptr()};
   const auto run = [&](int64_t begin, int64_t end) { loops.gelu(dtype, kind, call, begin, end); };
   if (!bias.has_value()) {
     for_blocks(x.numel(), run);
     return out;
   }
-  const Tensor shift = parameter("bias", bias, x, 0);
-  call.bias = shift.const_data_ptr();
+  const Parameter shift("bias", bias, x, 0);
+  call.bias = shift.data();
   call.channels = channels_of(x);
   for_rows(x.numel() / call.channels, call.channels, run);
   return out;
@@ -259,21 +338,22 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
   const DType dtype = dtype_of(input);
   const Activation kind = activation_of(activation);
   const Tensor x = contiguous_like("x", input, input), doutput = contiguous_like("dout", dout, input);
-  const Tensor dx = torch::stable::empty(x.sizes(), x.scalar_type());
+  const Tensor dx = empty(x.sizes(), x.scalar_type());
   GeluBackward call{doutput.const_data_ptr(), x.const_data_ptr(), nullptr, 1, dx.mutable_data_ptr()};
   if (!bias.has_value()) {
     for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
       loops.gelu_backward(dtype, kind, call, begin, end, nullptr);
     });
-    return {dx, torch::stable::new_empty(x, {0})};
+    return {dx, gradient_of(bias, x, nullptr)};
   }
-  const Tensor shift = parameter("bias", bias, x, 0);
-  call.bias = shift.const_data_ptr();
+  const Parameter shift("bias", bias, x, 0);
+  call.bias = shift.data();
   call.channels = channels_of(x);
-  const Tensor sums = sum_over_rows(x, x.numel() / call.channels, 1, [&](int64_t begin, int64_t end, void* partial) {
+  const int64_t channels = call.channels, rows = x.numel() / channels;
+  const Sums sums = sum_over_rows(x, rows, channels, channels, [&](int64_t begin, int64_t end, void* partial) {
     loops.gelu_backward(dtype, kind, call, begin, end, partial);
   });
-  return {dx, gradient_of(bias, sums, 0)};
+  return {dx, gradient_of(bias, x, sums.get())};
 }
 
 }  // namespace cvt_kernels

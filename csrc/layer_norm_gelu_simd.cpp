@@ -3,200 +3,215 @@
 
 #include "layer_norm_gelu.h"
 
-#include "half.h"
+#include "vector.h"
 
 namespace cvt_kernels {
 namespace {
 
+template <class T>
+constexpr Precision kPrecision = sizeof(T) == 2 ? Precision::half : Precision::full;
+
+template <class T, Activation activation>
+VECTOR_INLINE VectorOf<T> activated(VectorOf<T> x) {
+  if constexpr (std::is_same_v<T, double>) {
+    for (int i = 0; i < x.lanes; i++) x.v[i] = activate<activation>(x.v[i]);
+    return x;
+  } else {
+    return activate<activation, kPrecision<T>>(x);
+  }
+}
+
+template <class T, Activation activation>
+VECTOR_INLINE VectorOf<T> derivative(VectorOf<T> x) {
+  if constexpr (std::is_same_v<T, double>) {
+    for (int i = 0; i < x.lanes; i++) x.v[i] = activation_derivative<activation>(x.v[i]);
+    return x;
+  } else {
+    return activation_derivative<activation, kPrecision<T>>(x);
+  }
+}
+
+// LayerNorm -------------------------------------------------------------------------------------------------
+
+// The row x, or h = x + residual, as accumulators: they lie in `scratch` unless x or h is of that type already.
+template <class T, class A = Accumulator<T>>
+const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* scratch) {
+  const T* x = static_cast<const T*>(call.x) + offset;
+  if (call.residual != nullptr) {
+    const T* residual = static_cast<const T*>(call.residual) + offset;
+    T* h = static_cast<T*>(call.h) + offset;
+    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+      store(h + c, load(x + c, lanes) + load(residual + c, lanes), lanes);
+    });
+    x = h;
+  }
+  if constexpr (std::is_same_v<T, A>) {
+    return x;
+  } else {
+    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+      store(scratch + c, load(x + c, lanes), lanes);
+    });
+    return scratch;
+  }
+}
+
+// Of a row: mean = origin + shift, where the origin lies near by. Where the mean is large and the variance tiny,
+// rounding their sum would cost more than all the rest.
 template <class A>
 struct Statistics {
-  A mean;
-  A correction;  // what rounding kept out of the mean
-  A rstd;
+  A origin, shift, variance;
 };
 
 template <class A>
-struct Row {
-  const A* values;
-  A sum;
-};
-
-// A row as accumulators, which are converted once: the values lie in `scratch` unless they are of that type already.
-// The two halves are summed side by side: one addition after the other would be the longer wait.
-template <class T, class A = Accumulator<T>>
-Row<A> read(const T* x, int64_t channels, [[maybe_unused]] A* scratch) {
-  const int64_t half = channels / 2;
-  A first = 0, second = 0;
-  const A* values;
-  if constexpr (std::is_same_v<T, A>) {
-    values = x;
-  } else {
-#pragma omp simd
-    for (int64_t c = 0; c < channels; c++) scratch[c] = load(x + c);
-    values = scratch;
-  }
-#pragma omp simd reduction(+ : first, second)
-  for (int64_t c = 0; c < half; c++) {
-    first += values[c];
-    second += values[half + c];
-  }
-  return {values, first + second + (channels % 2 == 0 ? A(0) : values[channels - 1])};
-}
-
-template <class T>
-void add(const T* x, const T* residual, T* h, int64_t channels) {
-#pragma omp simd
-  for (int64_t c = 0; c < channels; c++) store(h + c, load(x + c) + load(residual + c));
-}
-
-// In two passes. The second also sums the deviations, which exact arithmetic would make 0: where the mean is large and
-// the variance tiny, rounding the mean costs more than all the rest.
-template <class A>
-Statistics<A> statistics(const Row<A>& row, int64_t channels, A eps) {
+VECTOR_INLINE Statistics<A> moments(const A* x, int64_t channels, A origin) {
+  using F = Vector<A>;
+  F sums[4] = {0, 0, 0, 0}, squares[4] = {0, 0, 0, 0};
+  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int i) {
+    const F deviation = keep(load(x + c, lanes) - origin, lanes);
+    sums[i] = sums[i] + deviation;
+    squares[i] = squares[i] + deviation * deviation;
+  });
   const A n = static_cast<A>(channels);
-  const A mean = row.sum / n;
-  A deviations = 0, squares = 0;
-#pragma omp simd reduction(+ : deviations, squares)
-  for (int64_t c = 0; c < channels; c++) {
-    const A deviation = row.values[c] - mean;
-    deviations += deviation;
-    squares += deviation * deviation;
-  }
-  const A correction = deviations / n;
-  const A variance = squares / n - correction * correction;
-  return {mean, correction, A(1) / std::sqrt((variance < 0 ? A(0) : variance) + eps)};
+  const A shift = sum<A>(((sums[0] + sums[1]) + (sums[2] + sums[3])).v) / n;
+  return {origin, shift, sum<A>(((squares[0] + squares[1]) + (squares[2] + squares[3])).v) / n - shift * shift};
+}
+
+// In one pass around the mean of the first few values. In the rare row where they lie so far from the others that the
+// variance loses digits, again around its mean.
+template <class A>
+VECTOR_INLINE Statistics<A> statistics(const A* x, int64_t channels) {
+  constexpr int lanes = Vector<A>::lanes;
+  const A first = channels < lanes ? sum<A>(load(x, Part{channels}).v) / static_cast<A>(channels)
+                                   : sum<A>(load(x, Whole{}).v) / lanes;
+  Statistics<A> found = moments(x, channels, first);
+  if (found.shift * found.shift > 4 * found.variance) found = moments(x, channels, found.origin + found.shift);
+  found.variance = at_least(found.variance, A(0));
+  return found;
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
 void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A* scratch) {
-  const int64_t channels = call.channels;
+  using F = Vector<A>;
   const A* weight = static_cast<const A*>(call.weight);
   const A* bias = static_cast<const A*>(call.bias);
   for (int64_t row = begin; row < end; row++) {
-    const int64_t offset = row * channels;
-    const T* h = static_cast<const T*>(call.x) + offset;
-    if (call.residual != nullptr) {
-      T* sum = static_cast<T*>(call.h) + offset;
-      add(h, static_cast<const T*>(call.residual) + offset, sum, channels);
-      h = sum;
-    }
-    const Row<A> values = read(h, channels, scratch);
-    const auto [mean, correction, rstd] = statistics(values, channels, static_cast<A>(call.eps));
-    const A shift = -correction * rstd;
+    const int64_t offset = row * call.channels;
+    const A* x = read<T>(call, offset, scratch);
+    const Statistics<A> found = statistics(x, call.channels);
+    const A rstd = 1 / std::sqrt(found.variance + static_cast<A>(call.eps));
+    const F origin = found.origin, scale = rstd, shift = -found.shift * rstd;
     T* out = static_cast<T*>(call.out) + offset;
-#pragma omp simd
-    for (int64_t c = 0; c < channels; c++) {
-      const A normal = (values.values[c] - mean) * rstd + shift;
-      store(out + c, activate<activation>(normal * weight[c] + bias[c]));
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+      const F normal = (load(x + c, lanes) - origin) * scale + shift;
+      store(out + c, activated<T, activation>(normal * load(weight + c, lanes) + load(bias + c, lanes)), lanes);
+    });
+    if (call.mean != nullptr) {
+      static_cast<A*>(call.mean)[row] = found.origin + found.shift;
+      static_cast<A*>(call.rstd)[row] = rstd;
     }
-    static_cast<A*>(call.mean)[row] = mean + correction;
-    static_cast<A*>(call.rstd)[row] = rstd;
   }
 }
 
 // With n = normalised h and g = dout · activation'(n · weight + bias) · weight:
-// dx = rstd · (g − mean(g) − n · mean(g · n)) + dh.
-template <class T, Activation activation, class A = Accumulator<T>>
-void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* sums, A* scratch) {
+// dx = rstd · (g − mean(g) − n · mean(g · n)) + dh, for a few rows at once: they share the sums over rows.
+template <class T, Activation activation, int rows, class A = Accumulator<T>>
+VECTOR_INLINE void layer_norm_backward_of(const LayerNormBackward& call, int64_t row, A* dweight, A* dbias, A* scratch) {
+  using F = Vector<A>;
+  constexpr bool activates = activation != Activation::identity;
   const int64_t channels = call.channels;
+  const T* h = static_cast<const T*>(call.h) + row * channels;
+  const T* dout = static_cast<const T*>(call.dout) + row * channels;
   const A* weight = static_cast<const A*>(call.weight);
   const A* bias = static_cast<const A*>(call.bias);
-  A* dweight = sums;
-  A* dbias = sums + channels;
-  for (int64_t row = begin; row < end; row++) {
-    const int64_t offset = row * channels;
-    const T* h = static_cast<const T*>(call.h) + offset;
-    const T* dout = static_cast<const T*>(call.dout) + offset;
-    const A mean = static_cast<const A*>(call.mean)[row];
-    const A rstd = static_cast<const A*>(call.rstd)[row];
-    A sum = 0, product = 0;
-#pragma omp simd reduction(+ : sum, product)
-    for (int64_t c = 0; c < channels; c++) {
-      const A normal = (load(h + c) - mean) * rstd;
-      A g = load(dout + c);
-      if constexpr (activation != Activation::identity) {
-        g *= activation_derivative<activation>(normal * weight[c] + bias[c]);
-      }
-      dweight[c] += g * normal;
-      dbias[c] += g;
-      g *= weight[c];
-      scratch[c] = g;
-      sum += g;
-      product += g * normal;
+  F mean[rows], rstd[rows], sums[rows], products[rows];
+  for (int r = 0; r < rows; r++) {
+    mean[r] = static_cast<const A*>(call.mean)[row + r];
+    rstd[r] = static_cast<const A*>(call.rstd)[row + r];
+    sums[r] = products[r] = A(0);
+  }
+  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) {
+    const F scale = load(weight + c, lanes);
+    F dscale = load(dweight + c, lanes), dshift = load(dbias + c, lanes);
+    for (int r = 0; r < rows; r++) {
+      const F normal = keep((load(h + r * channels + c, lanes) - mean[r]) * rstd[r], lanes);
+      F g = load(dout + r * channels + c, lanes);
+      if constexpr (activates) g = g * derivative<T, activation>(normal * scale + load(bias + c, lanes));
+      dscale = dscale + g * normal;
+      dshift = dshift + g;
+      g = g * scale;
+      if constexpr (activates) store(scratch + r * channels + c, g, lanes);
+      sums[r] = sums[r] + g;
+      products[r] = products[r] + g * normal;
     }
-    sum /= static_cast<A>(channels);
-    product /= static_cast<A>(channels);
-    const auto gradient = [&](int64_t c) {
-      return (scratch[c] - sum - (load(h + c) - mean) * rstd * product) * rstd;
-    };
-    T* dx = static_cast<T*>(call.dx) + offset;
-    if (call.dh == nullptr) {
-#pragma omp simd
-      for (int64_t c = 0; c < channels; c++) store(dx + c, gradient(c));
-    } else {
-      const T* dh = static_cast<const T*>(call.dh) + offset;
-#pragma omp simd
-      for (int64_t c = 0; c < channels; c++) store(dx + c, gradient(c) + load(dh + c));
-    }
+    store(dweight + c, dscale, lanes);
+    store(dbias + c, dshift, lanes);
+  });
+  const T* dh = static_cast<const T*>(call.dh) + row * channels;
+  T* dx = static_cast<T*>(call.dx) + row * channels;
+  for (int r = 0; r < rows; r++, h += channels, dout += channels, dh += channels, dx += channels, scratch += channels) {
+    const F sum_g = sum<A>(sums[r].v) / static_cast<A>(channels);
+    const F sum_gn = sum<A>(products[r].v) / static_cast<A>(channels);
+    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) {
+      F g;
+      if constexpr (activates) g = load(scratch + c, lanes);
+      else g = load(dout + c, lanes) * load(weight + c, lanes);
+      F d = (g - sum_g - (load(h + c, lanes) - mean[r]) * rstd[r] * sum_gn) * rstd[r];
+      if (call.dh != nullptr) d = d + load(dh + c, lanes);
+      store(dx + c, d, lanes);
+    });
   }
 }
 
-// A row is a function of its own: within the loop over rows, GCC 12 does not vectorise that of Half.
-template <class T, Activation activation>
-[[gnu::noinline]] void bias_gelu_row(const T* x, const Accumulator<T>* bias, T* out, int64_t channels) {
-#pragma omp simd
-  for (int64_t c = 0; c < channels; c++) store(out + c, activate<activation>(load(x + c) + bias[c]));
+template <class T, Activation activation, class A = Accumulator<T>>
+void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* sums, A* scratch) {
+  constexpr int rows = kBackwardRows;
+  A* dbias = sums + call.channels;
+  for (; begin + rows <= end; begin += rows) {
+    layer_norm_backward_of<T, activation, rows>(call, begin, sums, dbias, scratch);
+  }
+  for (; begin < end; begin++) layer_norm_backward_of<T, activation, 1>(call, begin, sums, dbias, scratch);
 }
 
-template <class T, Activation activation>
-[[gnu::noinline]] void gelu_row(const T* x, T* out, int64_t size) {
-#pragma omp simd
-  for (int64_t i = 0; i < size; i++) store(out + i, activate<activation>(load(x + i)));
-}
+// GELU ------------------------------------------------------------------------------------------------------
 
 template <class T, Activation activation>
 void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
-  const int64_t channels = call.channels;
-  const T* x = static_cast<const T*>(call.x);
+  using F = VectorOf<T>;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* out = static_cast<T*>(call.out) + begin * call.channels;
   const auto* bias = static_cast<const Accumulator<T>*>(call.bias);
-  T* out = static_cast<T*>(call.out);
   if (bias == nullptr) {
-    gelu_row<T, activation>(x + begin * channels, out + begin * channels, (end - begin) * channels);
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) {
+      store(out + i, activated<T, activation>(load(x + i, lanes)), lanes);
+    });
     return;
   }
-  for (int64_t row = begin; row < end; row++) {
-    bias_gelu_row<T, activation>(x + row * channels, bias, out + row * channels, channels);
-  }
-}
-
-template <class T, Activation activation, class A = Accumulator<T>>
-[[gnu::noinline]] void bias_gelu_backward_row(const T* dout, const T* x, const A* bias, T* dx, A* dbias,
-                                              int64_t channels) {
-#pragma omp simd
-  for (int64_t c = 0; c < channels; c++) {
-    const A g = load(dout + c) * activation_derivative<activation>(load(x + c) + bias[c]);
-    dbias[c] += g;
-    store(dx + c, g);
+  for (; begin < end; begin++, x += call.channels, out += call.channels) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+      store(out + c, activated<T, activation>(load(x + c, lanes) + load(bias + c, lanes)), lanes);
+    });
   }
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
 void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A* dbias) {
-  const int64_t channels = call.channels;
-  const T* dout = static_cast<const T*>(call.dout);
-  const T* x = static_cast<const T*>(call.x);
+  using F = Vector<A>;
+  const T* dout = static_cast<const T*>(call.dout) + begin * call.channels;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* dx = static_cast<T*>(call.dx) + begin * call.channels;
   const A* bias = static_cast<const A*>(call.bias);
-  T* dx = static_cast<T*>(call.dx);
   if (bias == nullptr) {
-#pragma omp simd
-    for (int64_t i = begin * channels; i < end * channels; i++) {
-      store(dx + i, load(dout + i) * activation_derivative<activation>(load(x + i)));
-    }
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) {
+      store(dx + i, load(dout + i, lanes) * derivative<T, activation>(load(x + i, lanes)), lanes);
+    });
     return;
   }
-  for (int64_t row = begin; row < end; row++) {
-    const int64_t offset = row * channels;
-    bias_gelu_backward_row<T, activation>(dout + offset, x + offset, bias, dx + offset, dbias, channels);
+  for (; begin < end; begin++, dout += call.channels, x += call.channels, dx += call.channels) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+      const F g = load(dout + c, lanes) * derivative<T, activation>(load(x + c, lanes) + load(bias + c, lanes));
+      store(dbias + c, load(dbias + c, lanes) + g, lanes);
+      store(dx + c, g, lanes);
+    });
   }
 }
 

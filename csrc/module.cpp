@@ -14,6 +14,10 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor h, Tensor out, Tensor mean, Tensor rstd)");
+  m.def("layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> Tensor");
+  m.def(
+      "add_layer_norm_inference(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
+      "(Tensor h, Tensor out)");
   m.def(
       "layer_norm_backward(Tensor dout, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
       "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
@@ -24,6 +28,8 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   m.impl("layer_norm", TORCH_BOX(&cvt_kernels::layer_norm));
   m.impl("add_layer_norm", TORCH_BOX(&cvt_kernels::add_layer_norm));
+  m.impl("layer_norm_inference", TORCH_BOX(&cvt_kernels::layer_norm_inference));
+  m.impl("add_layer_norm_inference", TORCH_BOX(&cvt_kernels::add_layer_norm_inference));
   m.impl("layer_norm_backward", TORCH_BOX(&cvt_kernels::layer_norm_backward));
   m.impl("gelu", TORCH_BOX(&cvt_kernels::gelu));
   m.impl("gelu_backward", TORCH_BOX(&cvt_kernels::gelu_backward));

@@ -16,10 +16,19 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
                                               const std::optional<Tensor>& bias, double eps,
                                               const std::string& activation);
 
+// Its `out` alone.
+Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            double eps, const std::string& activation);
+
 // (h, out, mean, rstd) with h = x + residual and out = layer_norm(h).
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                                           const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias, double eps);
+
+// Its `h` and `out`.
+std::tuple<Tensor, Tensor> add_layer_norm_inference(const Tensor& x, const Tensor& residual,
+                                                    const std::optional<Tensor>& weight,
+                                                    const std::optional<Tensor>& bias, double eps);
 
 // (dx, dweight, dbias) of either; dh, if given, is added to dx. The gradient of an absent parameter is empty.
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const std::optional<Tensor>& dh,

@@ -109,6 +109,18 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape), _statistics_like(x), _statistics_like(x)
 
 
+@torch.library.register_fake("cvt_kernels::layer_norm_inference")
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("cvt_kernels::add_layer_norm_inference")
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
 @torch.library.register_fake("cvt_kernels::layer_norm_backward")
 def _(
     dout: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
@@ -130,14 +142,19 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 # The backend: as the public functions of the same names, on whose checks it relies ------------------------
 #
 # Under autocast the dtypes are those that PyTorch gives on the CPU: F.layer_norm and F.gelu keep that of x,
-# and a sum is promoted.
+# and a sum is promoted. Where no gradient is wanted the operators are called without autograd's bookkeeping, which
+# costs as much as a small call, and without statistics.
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
     """See ``cvt_kernels.layer_norm``."""
-    return _LayerNorm.apply(x, weight, bias, eps, "identity")
+    return _normalise(x, weight, bias, eps, "identity")
 
 
 def layer_norm_gelu(
@@ -149,7 +166,13 @@ def layer_norm_gelu(
     approximate: str = "none",
 ) -> Tensor:
     """See ``cvt_kernels.layer_norm_gelu``."""
-    return _LayerNorm.apply(x, weight, bias, eps, approximate)
+    return _normalise(x, weight, bias, eps, approximate)
+
+
+def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
+    if _wants_gradient(x, weight, bias):
+        return _LayerNorm.apply(x, weight, bias, eps, activation)
+    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation)
 
 
 def add_layer_norm(
@@ -164,14 +187,22 @@ def add_layer_norm(
     if x.dtype != residual.dtype:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(dtype), residual.to(dtype)
-    return _AddLayerNorm.apply(x, residual, weight, bias, eps)
+    if _wants_gradient(x, residual, weight, bias):
+        return _AddLayerNorm.apply(x, residual, weight, bias, eps)
+    return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """See ``cvt_kernels.gelu``."""
-    return _Gelu.apply(x, None, approximate)
+    return _gelu(x, None, approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     """See ``cvt_kernels.bias_gelu``."""
-    return _Gelu.apply(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)
+    return _gelu(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)
+
+
+def _gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    if _wants_gradient(x, bias):
+        return _Gelu.apply(x, bias, approximate)
+    return _ops.gelu.default(x, bias, approximate)

@@ -1,0 +1,186 @@
+// Vectors as wide as the registers of the instruction set that the file is compiled for, by the vector extension of GCC
+// and Clang: arithmetic, selection, loads and stores with conversion. Internal linkage as in math.h.
+#pragma once
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+#include "half.h"
+
+namespace cvt_kernels {
+namespace {
+
+#if defined __AVX512F__
+constexpr int kVectorBytes = 64;
+#elif defined __AVX__
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+#define VECTOR_INLINE [[gnu::always_inline]] inline
+
+// The compiler's type; one by one, since the attribute is lost on the parameter of a template.
+template <class E, int bytes>
+struct Native;
+template <int bytes>
+struct Native<float, bytes> {
+  typedef float Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<double, bytes> {
+  typedef double Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<uint32_t, bytes> {
+  typedef uint32_t Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<uint16_t, bytes> {
+  typedef uint16_t Type __attribute__((vector_size(bytes)));
+};
+
+template <class E>
+struct Vector {
+  using Type = typename Native<E, kVectorBytes>::Type;
+  using Mask = decltype(Type{} < Type{});
+  static constexpr int lanes = kVectorBytes / sizeof(E);
+
+  Type v;
+
+  Vector() = default;
+  VECTOR_INLINE Vector(Type v) : v(v) {}
+  VECTOR_INLINE Vector(E x) : v(x - Type{}) {}  // in every lane; minus zero, since plus zero would change -0
+
+  VECTOR_INLINE friend Vector operator+(Vector a, Vector b) { return a.v + b.v; }
+  VECTOR_INLINE friend Vector operator-(Vector a, Vector b) { return a.v - b.v; }
+  VECTOR_INLINE friend Vector operator*(Vector a, Vector b) { return a.v * b.v; }
+  VECTOR_INLINE friend Vector operator/(Vector a, Vector b) { return a.v / b.v; }
+  VECTOR_INLINE friend Vector operator-(Vector a) { return -a.v; }
+  VECTOR_INLINE friend Vector operator&(Vector a, Vector b) { return a.v & b.v; }
+  VECTOR_INLINE friend Vector operator|(Vector a, Vector b) { return a.v | b.v; }
+  VECTOR_INLINE friend Vector operator<<(Vector a, int n) { return a.v << n; }
+  VECTOR_INLINE friend Vector operator>>(Vector a, int n) { return a.v >> n; }
+  VECTOR_INLINE friend Mask operator<(Vector a, Vector b) { return a.v < b.v; }
+  VECTOR_INLINE friend Mask operator==(Vector a, Vector b) { return a.v == b.v; }
+  VECTOR_INLINE friend Vector select(Mask mask, Vector yes, Vector no) { return mask ? yes.v : no.v; }
+};
+
+VECTOR_INLINE Vector<uint32_t> bits_of(Vector<float> x) { return (Vector<uint32_t>::Type)x.v; }
+VECTOR_INLINE Vector<float> float_of(Vector<uint32_t> bits) { return (Vector<float>::Type)bits.v; }
+
+// The sum of the lanes, halves added to each other until four or two numbers are left.
+template <class E, int bytes = kVectorBytes>
+VECTOR_INLINE E sum(typename Native<E, bytes>::Type v) {
+  if constexpr (bytes > 16) {
+    typename Native<E, bytes / 2>::Type low, high;
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return sum<E, bytes / 2>(low + high);
+  } else if constexpr (sizeof(E) == 8) {
+    return v[0] + v[1];
+  } else {
+    return (v[0] + v[2]) + (v[1] + v[3]);
+  }
+}
+
+// Which lanes of a vector lie within a row: all, or the first `size`.
+struct Whole {};
+
+struct Part {
+  int64_t size;
+};
+
+template <class T>
+using VectorOf = Vector<Accumulator<T>>;
+
+// 16 bits per lane.
+template <class F>
+using Narrow = typename Native<uint16_t, 2 * F::lanes>::Type;
+
+template <class T>
+VECTOR_INLINE VectorOf<T> load(const T* x, Whole) {
+  using F = VectorOf<T>;
+  if constexpr (std::is_same_v<T, Accumulator<T>>) {
+    F result;
+    std::memcpy(&result.v, x, sizeof result.v);
+    return result;
+  } else {
+    Narrow<F> bits;
+    std::memcpy(&bits, x, sizeof bits);
+#if defined __AVX512F__
+    if constexpr (std::is_same_v<T, Half>) return F((typename F::Type)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits));
+#elif defined __F16C__
+    if constexpr (std::is_same_v<T, Half>) return F((typename F::Type)_mm256_cvtph_ps((__m128i)bits));
+#endif
+    const Vector<uint32_t> wide = __builtin_convertvector(bits, Vector<uint32_t>::Type);
+    if constexpr (std::is_same_v<T, Half>) return float_of_half(wide);
+    else return float_of_bfloat16(wide);
+  }
+}
+
+template <class T>
+VECTOR_INLINE void store(T* out, VectorOf<T> x, Whole) {
+  using F = VectorOf<T>;
+  if constexpr (std::is_same_v<T, Accumulator<T>>) {
+    std::memcpy(out, &x.v, sizeof x.v);
+  } else {
+    const auto bits = [x] {
+#if defined __AVX512F__
+      if constexpr (std::is_same_v<T, Half>) return (Narrow<F>)_mm512_maskz_cvtps_ph(0xffff, (__m512)x.v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined __F16C__
+      if constexpr (std::is_same_v<T, Half>) return (Narrow<F>)_mm256_cvtps_ph((__m256)x.v, _MM_FROUND_TO_NEAREST_INT);
+#endif
+      if constexpr (std::is_same_v<T, Half>) return __builtin_convertvector(half_of(x).v, Narrow<F>);
+      else return __builtin_convertvector(bfloat16_of(x).v, Narrow<F>);
+    }();
+    std::memcpy(out, &bits, sizeof bits);
+  }
+}
+
+// The lanes beyond `part` are 0.
+template <class T>
+VECTOR_INLINE VectorOf<T> load(const T* x, Part part) {
+  T lanes[VectorOf<T>::lanes] = {};
+  std::memcpy(lanes, x, part.size * sizeof(T));
+  return load(lanes, Whole{});
+}
+
+template <class T>
+VECTOR_INLINE void store(T* out, VectorOf<T> x, Part part) {
+  T lanes[VectorOf<T>::lanes];
+  store(lanes, x, Whole{});
+  std::memcpy(out, lanes, part.size * sizeof(T));
+}
+
+// x with 0 in the lanes beyond.
+template <class E>
+VECTOR_INLINE Vector<E> keep(Vector<E> x, Whole) {
+  return x;
+}
+
+template <class E>
+VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part) {
+  E lanes[Vector<E>::lanes];
+  store(lanes, x, Whole{});
+  return load(lanes, part);
+}
+
+// Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbours apart, so that each may add to a
+// sum of its own: one addition after the other would be the longer wait.
+template <int lanes, class F>
+VECTOR_INLINE void for_vectors(int64_t size, F f) {
+  int64_t c = 0;
+  for (; c + 4 * lanes <= size; c += 4 * lanes) {
+    f(c, Whole{}, 0);
+    f(c + lanes, Whole{}, 1);
+    f(c + 2 * lanes, Whole{}, 2);
+    f(c + 3 * lanes, Whole{}, 3);
+  }
+  for (; c + lanes <= size; c += lanes) f(c, Whole{}, 0);
+  if (c < size) f(c, Part{size - c}, 0);
+}
+
+}  // namespace
+}  // namespace cvt_kernels
