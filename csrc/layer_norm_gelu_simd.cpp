@@ -40,7 +40,7 @@ const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* 
   if (call.residual != nullptr) {
     const T* residual = static_cast<const T*>(call.residual) + offset;
     T* h = static_cast<T*>(call.h) + offset;
-    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       store(h + c, load(x + c, lanes) + load(residual + c, lanes), lanes);
     });
     x = h;
@@ -48,7 +48,7 @@ const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* 
   if constexpr (std::is_same_v<T, A>) {
     return x;
   } else {
-    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       store(scratch + c, load(x + c, lanes), lanes);
     });
     return scratch;
@@ -66,7 +66,7 @@ template <class A>
 VECTOR_INLINE Statistics<A> moments(const A* x, int64_t channels, A origin) {
   using F = Vector<A>;
   F sums[4] = {0, 0, 0, 0}, squares[4] = {0, 0, 0, 0};
-  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int i) {
+  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
     const F deviation = keep(load(x + c, lanes) - origin, lanes);
     sums[i] = sums[i] + deviation;
     squares[i] = squares[i] + deviation * deviation;
@@ -85,7 +85,7 @@ VECTOR_INLINE Statistics<A> statistics(const A* x, int64_t channels) {
                                    : sum<A>(load(x, Whole{}).v) / lanes;
   Statistics<A> found = moments(x, channels, first);
   if (found.shift * found.shift > 4 * found.variance) found = moments(x, channels, found.origin + found.shift);
-  found.variance = at_least(found.variance, A(0));
+  if (found.variance < 0) found.variance = 0;
   return found;
 }
 
@@ -101,7 +101,7 @@ void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A
     const A rstd = 1 / std::sqrt(found.variance + static_cast<A>(call.eps));
     const F origin = found.origin, scale = rstd, shift = -found.shift * rstd;
     T* out = static_cast<T*>(call.out) + offset;
-    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       const F normal = (load(x + c, lanes) - origin) * scale + shift;
       store(out + c, activated<T, activation>(normal * load(weight + c, lanes) + load(bias + c, lanes)), lanes);
     });
@@ -129,7 +129,7 @@ VECTOR_INLINE void layer_norm_backward_of(const LayerNormBackward& call, int64_t
     rstd[r] = static_cast<const A*>(call.rstd)[row + r];
     sums[r] = products[r] = A(0);
   }
-  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) {
+  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
     const F scale = load(weight + c, lanes);
     F dscale = load(dweight + c, lanes), dshift = load(dbias + c, lanes);
     for (int r = 0; r < rows; r++) {
@@ -151,7 +151,7 @@ VECTOR_INLINE void layer_norm_backward_of(const LayerNormBackward& call, int64_t
   for (int r = 0; r < rows; r++, h += channels, dout += channels, dh += channels, dx += channels, scratch += channels) {
     const F sum_g = sum<A>(sums[r].v) / static_cast<A>(channels);
     const F sum_gn = sum<A>(products[r].v) / static_cast<A>(channels);
-    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       F g;
       if constexpr (activates) g = load(scratch + c, lanes);
       else g = load(dout + c, lanes) * load(weight + c, lanes);
@@ -181,13 +181,13 @@ void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
   T* out = static_cast<T*>(call.out) + begin * call.channels;
   const auto* bias = static_cast<const Accumulator<T>*>(call.bias);
   if (bias == nullptr) {
-    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) {
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
       store(out + i, activated<T, activation>(load(x + i, lanes)), lanes);
     });
     return;
   }
   for (; begin < end; begin++, x += call.channels, out += call.channels) {
-    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       store(out + c, activated<T, activation>(load(x + c, lanes) + load(bias + c, lanes)), lanes);
     });
   }
@@ -201,13 +201,13 @@ void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A*
   T* dx = static_cast<T*>(call.dx) + begin * call.channels;
   const A* bias = static_cast<const A*>(call.bias);
   if (bias == nullptr) {
-    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) {
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
       store(dx + i, load(dout + i, lanes) * derivative<T, activation>(load(x + i, lanes)), lanes);
     });
     return;
   }
   for (; begin < end; begin++, dout += call.channels, x += call.channels, dx += call.channels) {
-    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       const F g = load(dout + c, lanes) * derivative<T, activation>(load(x + c, lanes) + load(bias + c, lanes));
       store(dbias + c, load(dbias + c, lanes) + g, lanes);
       store(dx + c, g, lanes);

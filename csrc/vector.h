@@ -20,6 +20,7 @@ constexpr int kVectorBytes = 16;
 #endif
 
 #define VECTOR_INLINE [[gnu::always_inline]] inline
+#define LAMBDA_INLINE __attribute__((always_inline))
 
 // The compiler's type; one by one, since the attribute is lost on the parameter of a template.
 template <class E, int bytes>
@@ -70,6 +71,65 @@ struct Vector {
 VECTOR_INLINE Vector<uint32_t> bits_of(Vector<float> x) { return (Vector<uint32_t>::Type)x.v; }
 VECTOR_INLINE Vector<float> float_of(Vector<uint32_t> bits) { return (Vector<float>::Type)bits.v; }
 
+// 16 bits per lane, and back.
+using Narrow = Native<uint16_t, kVectorBytes / 2>::Type;
+
+VECTOR_INLINE Vector<uint32_t> widen(Narrow bits) {
+#if defined __AVX512F__
+  return (Vector<uint32_t>::Type)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits);
+#elif defined __AVX2__
+  return (Vector<uint32_t>::Type)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+  return __builtin_convertvector(bits, Vector<uint32_t>::Type);
+#endif
+}
+
+VECTOR_INLINE Narrow narrow(Vector<uint32_t> bits) {
+#if defined __AVX512F__
+  return (Narrow)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits.v);
+#else
+  return __builtin_convertvector(bits.v, Narrow);
+#endif
+}
+
+// What the compiler makes of the general ones takes twice the instructions, or many times for Half.
+#if defined __AVX512F__
+VECTOR_INLINE Vector<float> at_least(Vector<float> x, Vector<float> limit) {
+  return (Vector<float>::Type)_mm512_maskz_max_ps(0xffff, (__m512)limit.v, (__m512)x.v);
+}
+
+VECTOR_INLINE Vector<float> at_most(Vector<float> x, Vector<float> limit) {
+  return (Vector<float>::Type)_mm512_maskz_min_ps(0xffff, (__m512)limit.v, (__m512)x.v);
+}
+
+VECTOR_INLINE Vector<float> widen_half(Narrow bits) {
+  return (Vector<float>::Type)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
+}
+
+VECTOR_INLINE Narrow narrow_half(Vector<float> x) {
+  return (Narrow)_mm512_maskz_cvtps_ph(0xffff, (__m512)x.v, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif defined __F16C__
+VECTOR_INLINE Vector<float> at_least(Vector<float> x, Vector<float> limit) {
+  return (Vector<float>::Type)_mm256_max_ps((__m256)limit.v, (__m256)x.v);
+}
+
+VECTOR_INLINE Vector<float> at_most(Vector<float> x, Vector<float> limit) {
+  return (Vector<float>::Type)_mm256_min_ps((__m256)limit.v, (__m256)x.v);
+}
+
+VECTOR_INLINE Vector<float> widen_half(Narrow bits) {
+  return (Vector<float>::Type)_mm256_cvtph_ps((__m128i)bits);
+}
+
+VECTOR_INLINE Narrow narrow_half(Vector<float> x) {
+  return (Narrow)_mm256_cvtps_ph((__m256)x.v, _MM_FROUND_TO_NEAREST_INT);
+}
+#else
+VECTOR_INLINE Vector<float> widen_half(Narrow bits) { return float_of_half(widen(bits)); }
+VECTOR_INLINE Narrow narrow_half(Vector<float> x) { return narrow(half_of(x)); }
+#endif
+
 // The sum of the lanes, halves added to each other until four or two numbers are left.
 template <class E, int bytes = kVectorBytes>
 VECTOR_INLINE E sum(typename Native<E, bytes>::Type v) {
@@ -95,46 +155,28 @@ struct Part {
 template <class T>
 using VectorOf = Vector<Accumulator<T>>;
 
-// 16 bits per lane.
-template <class F>
-using Narrow = typename Native<uint16_t, 2 * F::lanes>::Type;
-
 template <class T>
 VECTOR_INLINE VectorOf<T> load(const T* x, Whole) {
-  using F = VectorOf<T>;
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
-    F result;
+    VectorOf<T> result;
     std::memcpy(&result.v, x, sizeof result.v);
     return result;
   } else {
-    Narrow<F> bits;
+    Narrow bits;
     std::memcpy(&bits, x, sizeof bits);
-#if defined __AVX512F__
-    if constexpr (std::is_same_v<T, Half>) return F((typename F::Type)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits));
-#elif defined __F16C__
-    if constexpr (std::is_same_v<T, Half>) return F((typename F::Type)_mm256_cvtph_ps((__m128i)bits));
-#endif
-    const Vector<uint32_t> wide = __builtin_convertvector(bits, Vector<uint32_t>::Type);
-    if constexpr (std::is_same_v<T, Half>) return float_of_half(wide);
-    else return float_of_bfloat16(wide);
+    if constexpr (std::is_same_v<T, Half>) return widen_half(bits);
+    else return float_of_bfloat16(widen(bits));
   }
 }
 
 template <class T>
 VECTOR_INLINE void store(T* out, VectorOf<T> x, Whole) {
-  using F = VectorOf<T>;
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     std::memcpy(out, &x.v, sizeof x.v);
   } else {
-    const auto bits = [x] {
-#if defined __AVX512F__
-      if constexpr (std::is_same_v<T, Half>) return (Narrow<F>)_mm512_maskz_cvtps_ph(0xffff, (__m512)x.v, _MM_FROUND_TO_NEAREST_INT);
-#elif defined __F16C__
-      if constexpr (std::is_same_v<T, Half>) return (Narrow<F>)_mm256_cvtps_ph((__m256)x.v, _MM_FROUND_TO_NEAREST_INT);
-#endif
-      if constexpr (std::is_same_v<T, Half>) return __builtin_convertvector(half_of(x).v, Narrow<F>);
-      else return __builtin_convertvector(bfloat16_of(x).v, Narrow<F>);
-    }();
+    Narrow bits;
+    if constexpr (std::is_same_v<T, Half>) bits = narrow_half(x);
+    else bits = narrow(bfloat16_of(x));
     std::memcpy(out, &bits, sizeof bits);
   }
 }
