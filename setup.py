@@ -38,10 +38,9 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of 
 # The loops are compiled for each and chosen when they first run.
 INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
-    INSTRUCTION_SETS |= {
-        "avx2": "-mavx2 -mfma -mf16c",
-        "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
-    }
+    AVX2 = "-mavx2 -mfma -mf16c"
+    AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": f"{AVX512} -mavx512bf16"}
 
 # Elements of the CUDA kernels, each compiled by a process of its own.
 CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}

@@ -145,11 +145,13 @@ const Kernels& choose_kernels() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && (name.empty() || name == "avx512_bf16")) return kernels_avx512_bf16;
   if (avx512 && (name.empty() || name == "avx512")) return kernels_avx512;
   if (avx2 && (name.empty() || name == "avx2")) return kernels_avx2;
 #endif
   STD_TORCH_CHECK(name.empty() || name == "plain", "CVT_KERNELS_CPU: got '", name,
-                  "', expected plain, or avx2 or avx512 on a CPU that has it");
+                  "', expected plain, or avx2, avx512 or avx512_bf16 on a CPU that has it");
   return kernels_plain;
 }
 

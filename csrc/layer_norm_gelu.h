@@ -71,6 +71,7 @@ extern const Kernels kernels_plain;
 #ifdef __x86_64__
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
 #endif
 
 }  // namespace cvt_kernels

@@ -92,6 +92,15 @@ VECTOR_INLINE Narrow narrow(Vector<uint32_t> bits) {
 #endif
 }
 
+#if defined __AVX512BF16__
+// Results below 2^-126 become 0.
+VECTOR_INLINE Narrow narrow_bfloat16(Vector<float> x) {
+  return (Narrow)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x.v);
+}
+#else
+VECTOR_INLINE Narrow narrow_bfloat16(Vector<float> x) { return narrow(bfloat16_of(x)); }
+#endif
+
 // What the compiler makes of the general ones takes twice the instructions, or many times for Half.
 #if defined __AVX512F__
 VECTOR_INLINE Vector<float> at_least(Vector<float> x, Vector<float> limit) {
@@ -176,7 +185,7 @@ VECTOR_INLINE void store(T* out, VectorOf<T> x, Whole) {
   } else {
     Narrow bits;
     if constexpr (std::is_same_v<T, Half>) bits = narrow_half(x);
-    else bits = narrow(bfloat16_of(x));
+    else bits = narrow_bfloat16(x);
     std::memcpy(out, &bits, sizeof bits);
   }
 }
