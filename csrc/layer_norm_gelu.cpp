@@ -308,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const
       .dx = dx.mutable_data_ptr(),
   };
   const Sums sums = sum_over_rows(h, rows, channels, 2 * channels, [&](int64_t begin, int64_t end, void* partial) {
-    std::vector<double> scratch(kBackwardRows * channels);
+    std::vector<double> scratch(channels);
     loops.layer_norm_backward(dtype, kind, call, begin, end, partial, scratch.data());
   });
   const char* dbias = sums.get() + channels * (dtype == DType::float64 ? sizeof(double) : sizeof(float));

@@ -52,14 +52,11 @@ struct GeluBackward {
   void* dx;
 };
 
-// Rows that the backward of LayerNorm takes at once.
-constexpr int kBackwardRows = 4;
-
 // The loops, compiled for one instruction set; each serves the rows from `begin` to `end`.
 struct Kernels {
   // `scratch` has room for `channels` accumulators.
   void (*layer_norm)(DType, Activation, const LayerNormForward&, int64_t begin, int64_t end, void* scratch);
-  // Adds the rows' part of dweight and dbias to `sums` (2, channels); `scratch` is for kBackwardRows · channels.
+  // Adds the rows' part of dweight and dbias to `sums` (2, channels).
   void (*layer_norm_backward)(DType, Activation, const LayerNormBackward&, int64_t begin, int64_t end, void* sums,
                               void* scratch);
   void (*gelu)(DType, Activation, const GeluForward&, int64_t begin, int64_t end);

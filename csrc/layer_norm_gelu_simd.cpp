@@ -113,63 +113,53 @@ void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A
 }
 
 // With n = normalised h and g = dout · activation'(n · weight + bias) · weight:
-// dx = rstd · (g − mean(g) − n · mean(g · n)) + dh, for a few rows at once: they share the sums over rows.
-template <class T, Activation activation, int rows, class A = Accumulator<T>>
-VECTOR_INLINE void layer_norm_backward_of(const LayerNormBackward& call, int64_t row, A* dweight, A* dbias, A* scratch) {
+// dx = rstd · (g − mean(g) − n · mean(g · n)) + dh.
+template <class T, Activation activation, class A = Accumulator<T>>
+void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* dweight, A* scratch) {
   using F = Vector<A>;
   constexpr bool activates = activation != Activation::identity;
   const int64_t channels = call.channels;
-  const T* h = static_cast<const T*>(call.h) + row * channels;
-  const T* dout = static_cast<const T*>(call.dout) + row * channels;
   const A* weight = static_cast<const A*>(call.weight);
   const A* bias = static_cast<const A*>(call.bias);
-  F mean[rows], rstd[rows], sums[rows], products[rows];
-  for (int r = 0; r < rows; r++) {
-    mean[r] = static_cast<const A*>(call.mean)[row + r];
-    rstd[r] = static_cast<const A*>(call.rstd)[row + r];
-    sums[r] = products[r] = A(0);
-  }
-  for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F scale = load(weight + c, lanes);
-    F dscale = load(dweight + c, lanes), dshift = load(dbias + c, lanes);
-    for (int r = 0; r < rows; r++) {
-      const F normal = keep((load(h + r * channels + c, lanes) - mean[r]) * rstd[r], lanes);
-      F g = load(dout + r * channels + c, lanes);
+  A* dbias = dweight + channels;
+  for (int64_t row = begin; row < end; row++) {
+    const int64_t offset = row * channels;
+    const T* h = static_cast<const T*>(call.h) + offset;
+    const T* dout = static_cast<const T*>(call.dout) + offset;
+    const F mean = static_cast<const A*>(call.mean)[row], rstd = static_cast<const A*>(call.rstd)[row];
+    F sums[2] = {0, 0}, products[2] = {0, 0};
+    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
+      const F scale = load(weight + c, lanes);
+      const F normal = (load(h + c, lanes) - mean) * rstd;
+      F g = load(dout + c, lanes);
       if constexpr (activates) g = g * derivative<T, activation>(normal * scale + load(bias + c, lanes));
-      dscale = dscale + g * normal;
-      dshift = dshift + g;
+      store(dweight + c, load(dweight + c, lanes) + g * normal, lanes);
+      store(dbias + c, load(dbias + c, lanes) + g, lanes);
       g = g * scale;
-      if constexpr (activates) store(scratch + r * channels + c, g, lanes);
-      sums[r] = sums[r] + g;
-      products[r] = products[r] + g * normal;
-    }
-    store(dweight + c, dscale, lanes);
-    store(dbias + c, dshift, lanes);
-  });
-  const T* dh = static_cast<const T*>(call.dh) + row * channels;
-  T* dx = static_cast<T*>(call.dx) + row * channels;
-  for (int r = 0; r < rows; r++, h += channels, dout += channels, dh += channels, dx += channels, scratch += channels) {
-    const F sum_g = sum<A>(sums[r].v) / static_cast<A>(channels);
-    const F sum_gn = sum<A>(products[r].v) / static_cast<A>(channels);
-    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      if constexpr (activates) store(scratch + c, g, lanes);
+      sums[i % 2] = sums[i % 2] + g;
+      products[i % 2] = products[i % 2] + keep(g * normal, lanes);
+    });
+    const F mean_g = sum<A>((sums[0] + sums[1]).v) / static_cast<A>(channels);
+    const F mean_gn = sum<A>((products[0] + products[1]).v) / static_cast<A>(channels);
+    T* dx = static_cast<T*>(call.dx) + offset;
+    const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
       F g;
       if constexpr (activates) g = load(scratch + c, lanes);
       else g = load(dout + c, lanes) * load(weight + c, lanes);
-      F d = (g - sum_g - (load(h + c, lanes) - mean[r]) * rstd[r] * sum_gn) * rstd[r];
-      if (call.dh != nullptr) d = d + load(dh + c, lanes);
-      store(dx + c, d, lanes);
-    });
+      return (g - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
+    };
+    if (call.dh == nullptr) {
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes), lanes);
+      });
+    } else {
+      const T* dh = static_cast<const T*>(call.dh) + offset;
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
+      });
+    }
   }
-}
-
-template <class T, Activation activation, class A = Accumulator<T>>
-void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* sums, A* scratch) {
-  constexpr int rows = kBackwardRows;
-  A* dbias = sums + call.channels;
-  for (; begin + rows <= end; begin += rows) {
-    layer_norm_backward_of<T, activation, rows>(call, begin, sums, dbias, scratch);
-  }
-  for (; begin < end; begin++) layer_norm_backward_of<T, activation, 1>(call, begin, sums, dbias, scratch);
 }
 
 // GELU ------------------------------------------------------------------------------------------------------
