@@ -78,10 +78,9 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
-    cuda, targets = [], []
+    targets = []
     if toolkit is not None:
         targets = architectures(toolkit)
-        cuda = ["-DCVT_KERNELS_CUDA"]
         libraries += [str(toolkit.runtime), "-lrt", "-lpthread", "-ldl"]
     facts = {
         "VERSION": version,
@@ -95,7 +94,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
         return Step(output, [source, *HEADERS], [*command, "-c", source, "-o", str(output)])
 
     def compiled(name: str, flags: list[str], source: str = "") -> Step:
-        return step(name, source or f"csrc/{name}.cpp", [*compiler(), *common, *cuda, *flags])
+        return step(name, source or f"csrc/{name}.cpp", [*compiler(), *common, *flags])
 
     objects = [
         compiled("module", [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]),

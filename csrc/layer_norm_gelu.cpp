@@ -3,74 +3,25 @@
 // Results do not depend on the number of threads: rows are independent, and sums over rows are taken in chunks that
 // depend on the shape alone, then added in order.
 
-#include "operators.h"
+#include "tensors.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/library.h>
 
 #include "half.h"
-#include "layer_norm_gelu.h"
 
 namespace cvt_kernels {
 namespace {
-
-using torch::headeronly::ScalarType;
 
 constexpr int64_t kGrain = 16384;         // elements that are worth a thread
 constexpr int64_t kBlock = 4096;          // elements of a gelu without bias that are taken together
 constexpr int64_t kChunks = 128;          // partial sums over rows, at most
 constexpr int64_t kChunkRows = 16;        // rows of a partial sum, at least
 constexpr int64_t kChunkElements = 8192;  // and elements
-
-Activation activation_of(const std::string& name) {
-  if (name == "identity") return Activation::identity;
-  if (name == "none") return Activation::none;
-  if (name == "tanh") return Activation::tanh;
-  STD_TORCH_CHECK(name == "quick", "activation: got '", name, "', expected identity, none, tanh or quick");
-  return Activation::quick;
-}
-
-DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Double: return DType::float64;
-    case ScalarType::Float: return DType::float32;
-    case ScalarType::BFloat16: return DType::bfloat16;
-    case ScalarType::Half: return DType::float16;
-    default: STD_TORCH_CHECK(false, "x: expected float64, float32, bfloat16 or float16");
-  }
-}
-
-ScalarType accumulator_of(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-int64_t channels_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x: expected (..., channels)");
-  return x.size(x.dim() - 1);
-}
-
-Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
-  const auto sizes = tensor.sizes(), expected = x.sizes();
-  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
-                  ": expected the shape of x");
-  STD_TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x");
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-// Uninitialised, contiguous; without the search for the operator by its name that torch::stable::empty makes.
-Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i > 1; i--) strides[i - 2] = strides[i - 1] * std::max<int64_t>(1, sizes[i - 1]);
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), static_cast<int32_t>(dtype),
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
 
 template <class F>
 void with_type(DType dtype, const F& f) {
@@ -91,7 +42,7 @@ class Parameter {
       copy(x, channels, [=](int64_t) { return absent; });
       return;
     }
-    STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == channels, name, ": expected (channels,)");
+    check_parameter(name, *tensor, x);
     if (tensor->scalar_type() == accumulator_of(x) && tensor->is_contiguous()) {
       tensor_ = tensor;
       return;
@@ -123,8 +74,8 @@ class Parameter {
 
 // The gradient of a parameter, in its type; empty if there is no such parameter.
 Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const void* sums) {
-  if (!parameter.has_value()) return empty({0}, accumulator_of(x));
-  const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type());
+  if (!parameter.has_value()) return empty({0}, accumulator_of(x), x);
+  const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type(), x);
   const int64_t channels = parameter->size(0);
   with_type(dtype_of(x), [&](auto type) {
     const auto* totals = static_cast<const Accumulator<decltype(type)>*>(sums);
@@ -204,12 +155,6 @@ Sums sum_over_rows(const Tensor& x, int64_t rows, int64_t channels, int64_t size
   return sums;
 }
 
-// What a LayerNorm writes.
-struct Normalised {
-  Tensor out;
-  std::optional<Tensor> h, mean, rstd;
-};
-
 Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
                      const std::optional<Tensor>& bias, double eps, Activation activation, bool statistics) {
   const Kernels& loops = kernels();
@@ -221,11 +166,11 @@ Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual,
   if (residual.has_value()) addend = contiguous_like("residual", *residual, x);
   const Parameter scale("weight", weight, x, 1), shift("bias", bias, x, 0);
   const auto sizes = x.sizes();
-  Normalised made{empty(sizes, x.scalar_type()), std::nullopt, std::nullopt, std::nullopt};
-  if (addend.has_value()) made.h = empty(sizes, x.scalar_type());
+  Normalised made{empty(sizes, x.scalar_type(), x), std::nullopt, std::nullopt, std::nullopt};
+  if (addend.has_value()) made.h = empty(sizes, x.scalar_type(), x);
   if (statistics) {
-    made.mean = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x));
-    made.rstd = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x));
+    made.mean = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x), x);
+    made.rstd = empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x), x);
   }
   const auto data = [](const std::optional<Tensor>& tensor) {
     return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr;
@@ -248,8 +193,6 @@ Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual,
   });
   return made;
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps,
@@ -287,15 +230,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const
   const Activation kind = activation_of(activation);
   const int64_t channels = channels_of(h);
   const int64_t rows = h.numel() / channels;
-  for (const Tensor& statistic : {mean, rstd}) {
-    STD_TORCH_CHECK(statistic.numel() == rows && statistic.scalar_type() == accumulator_of(h) &&
-                        statistic.is_contiguous(),
-                    "mean and rstd: expected one accumulator per row");
-  }
+  check_statistics(mean, rstd, h);
   const Tensor values = contiguous_like("h", h, h), doutput = contiguous_like("dout", dout, h);
   const Tensor addend = dh.has_value() ? contiguous_like("dh", *dh, h) : values;
   const Parameter scale("weight", weight, h, 1), shift("bias", bias, h, 0);
-  const Tensor dx = empty(h.sizes(), h.scalar_type());
+  const Tensor dx = empty(h.sizes(), h.scalar_type(), h);
   const LayerNormBackward call{
       .dout = doutput.const_data_ptr(),
       .dh = dh.has_value() ? addend.const_data_ptr() : nullptr,
@@ -320,7 +259,7 @@ Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::s
   const DType dtype = dtype_of(input);
   const Activation kind = activation_of(activation);
   const Tensor x = contiguous_like("x", input, input);
-  const Tensor out = empty(x.sizes(), x.scalar_type());
+  const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   GeluForward call{x.const_data_ptr(), nullptr, 1, out.mutable_data_ptr()};
   const auto run = [&](int64_t begin, int64_t end) { loops.gelu(dtype, kind, call, begin, end); };
   if (!bias.has_value()) {
@@ -340,7 +279,7 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
   const DType dtype = dtype_of(input);
   const Activation kind = activation_of(activation);
   const Tensor x = contiguous_like("x", input, input), doutput = contiguous_like("dout", dout, input);
-  const Tensor dx = empty(x.sizes(), x.scalar_type());
+  const Tensor dx = empty(x.sizes(), x.scalar_type(), x);
   GeluBackward call{doutput.const_data_ptr(), x.const_data_ptr(), nullptr, 1, dx.mutable_data_ptr()};
   if (!bias.has_value()) {
     for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
@@ -358,4 +297,16 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
   return {dx, gradient_of(bias, x, sums.get())};
 }
 
+}  // namespace
 }  // namespace cvt_kernels
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  using namespace cvt_kernels;
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_inference", TORCH_BOX(&layer_norm_inference));
+  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
+  m.impl("add_layer_norm_inference", TORCH_BOX(&add_layer_norm_inference));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("gelu", TORCH_BOX(&gelu));
+  m.impl("gelu_backward", TORCH_BOX(&gelu_backward));
+}

@@ -16,10 +16,13 @@ namespace cvt_kernels::cuda {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+template <class T>
+constexpr Precision kPrecision = std::is_same_v<T, float> ? Precision::full : Precision::half;
+
 // Vectors of values -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void unpack(uint32_t bits, BFloat16, float& low, float& high) {
-  low = float_of(bits << 16);
+  low = float_of_bfloat16(bits);
   high = float_of(bits & 0xffff0000u);
 }
 
@@ -27,9 +30,8 @@ __device__ __forceinline__ void unpack(uint32_t bits, Half, float& low, float& h
 #ifdef __CUDA_ARCH__
   asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(bits));
 #else
-  const Half halves[] = {{static_cast<uint16_t>(bits)}, {static_cast<uint16_t>(bits >> 16)}};
-  low = load(&halves[0]);
-  high = load(&halves[1]);
+  low = float_of_half(bits & 0xffffu);
+  high = float_of_half(bits >> 16);
 #endif
 }
 
@@ -38,10 +40,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, BFloat16) {
 #ifdef __CUDA_ARCH__
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
 #else
-  BFloat16 halves[2];
-  store(&halves[0], low);
-  store(&halves[1], high);
-  bits = halves[0].bits | static_cast<uint32_t>(halves[1].bits) << 16;
+  bits = bfloat16_of(low) | bfloat16_of(high) << 16;
 #endif
   return bits;
 }
@@ -51,10 +50,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, Half) {
 #ifdef __CUDA_ARCH__
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
 #else
-  Half halves[2];
-  store(&halves[0], low);
-  store(&halves[1], high);
-  bits = halves[0].bits | static_cast<uint32_t>(halves[1].bits) << 16;
+  bits = half_of(low) | half_of(high) << 16;
 #endif
   return bits;
 }
@@ -254,7 +250,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(La
     read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
 #pragma unroll
     for (int j = 0; j < VECTOR; j++) {
-      h[i][j] = activate<activation>((h[i][j] - correction) * rstd * weight[j] + bias[j]);
+      h[i][j] = activate<activation, kPrecision<T>>((h[i][j] - correction) * rstd * weight[j] + bias[j]);
     }
     write<VECTOR>(static_cast<T*>(call.out) + start + channel, h[i]);
   }
@@ -301,7 +297,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_backward_
         const float n = (normal[i][j] - mean) * rstd;
         float gradient = g[i][j];
         if constexpr (activation != Activation::identity) {
-          gradient *= activation_derivative<activation>(n * weight[j] + bias[j]);
+          gradient *= activation_derivative<activation, kPrecision<T>>(n * weight[j] + bias[j]);
         }
         dweight[i][j] += gradient * n;
         dbias[i][j] += gradient;
@@ -355,7 +351,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) gelu_kernel(GeluForw
     float bias[VECTOR];
     read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
 #pragma unroll
-    for (int j = 0; j < VECTOR; j++) x[i][j] = activate<activation>(x[i][j] + bias[j]);
+    for (int j = 0; j < VECTOR; j++) x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]);
     write<VECTOR>(static_cast<T*>(call.out) + start + channel, x[i]);
   }
 }
@@ -383,7 +379,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) gelu_backward_kernel
       read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
 #pragma unroll
       for (int j = 0; j < VECTOR; j++) {
-        g[i][j] *= activation_derivative<activation>(x[i][j] + bias[j]);
+        g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j] + bias[j]);
         dbias[i][j] += g[i][j];
       }
       write<VECTOR>(static_cast<T*>(call.dx) + start + channel, g[i]);

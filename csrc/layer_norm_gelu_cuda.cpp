@@ -9,8 +9,8 @@
 #include <limits>
 
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
 
-#include "operators.h"
 #include "tensors.h"
 
 namespace cvt_kernels::cuda {
@@ -163,8 +163,6 @@ Normalised normalise(const Tensor& input, const std::optional<Tensor>& residual,
   return made;
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps,
                                               const std::string& activation) {
@@ -283,4 +281,16 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
   return {dx, gradient_of(session, bias, x, sums, 0)};
 }
 
+}  // namespace
 }  // namespace cvt_kernels::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CUDA, m) {
+  using namespace cvt_kernels::cuda;
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_inference", TORCH_BOX(&layer_norm_inference));
+  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
+  m.impl("add_layer_norm_inference", TORCH_BOX(&add_layer_norm_inference));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("gelu", TORCH_BOX(&gelu));
+  m.impl("gelu_backward", TORCH_BOX(&gelu_backward));
+}

@@ -5,47 +5,29 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "operators.h"
-
+// layer_norm_gelu.cpp implements them on the CPU, layer_norm_gelu_cuda.cpp on the GPU. An activation is "identity" or
+// one of "none", "tanh" and "quick", which are those of GELU; mean and rstd are accumulators (half.h), one per row.
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
+  // out = activation(layer_norm(x)); without mean and rstd where no gradient is wanted.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> "
       "(Tensor out, Tensor mean, Tensor rstd)");
+  m.def("layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> Tensor");
+  // h = x + residual, out = layer_norm(h).
   m.def(
       "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor h, Tensor out, Tensor mean, Tensor rstd)");
-  m.def("layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> Tensor");
   m.def(
       "add_layer_norm_inference(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor h, Tensor out)");
+  // Of either; dh is added to dx. The gradient of an absent parameter is empty, here and below.
   m.def(
       "layer_norm_backward(Tensor dout, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
       "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  // activation(x + bias).
   m.def("gelu(Tensor x, Tensor? bias, str activation) -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("layer_norm", TORCH_BOX(&cvt_kernels::layer_norm));
-  m.impl("add_layer_norm", TORCH_BOX(&cvt_kernels::add_layer_norm));
-  m.impl("layer_norm_inference", TORCH_BOX(&cvt_kernels::layer_norm_inference));
-  m.impl("add_layer_norm_inference", TORCH_BOX(&cvt_kernels::add_layer_norm_inference));
-  m.impl("layer_norm_backward", TORCH_BOX(&cvt_kernels::layer_norm_backward));
-  m.impl("gelu", TORCH_BOX(&cvt_kernels::gelu));
-  m.impl("gelu_backward", TORCH_BOX(&cvt_kernels::gelu_backward));
-}
-
-#ifdef CVT_KERNELS_CUDA
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CUDA, m) {
-  m.impl("layer_norm", TORCH_BOX(&cvt_kernels::cuda::layer_norm));
-  m.impl("add_layer_norm", TORCH_BOX(&cvt_kernels::cuda::add_layer_norm));
-  m.impl("layer_norm_inference", TORCH_BOX(&cvt_kernels::cuda::layer_norm_inference));
-  m.impl("add_layer_norm_inference", TORCH_BOX(&cvt_kernels::cuda::add_layer_norm_inference));
-  m.impl("layer_norm_backward", TORCH_BOX(&cvt_kernels::cuda::layer_norm_backward));
-  m.impl("gelu", TORCH_BOX(&cvt_kernels::cuda::gelu));
-  m.impl("gelu_backward", TORCH_BOX(&cvt_kernels::cuda::gelu_backward));
-}
-#endif
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What cvt_kernels was compiled with; importing it registers the operators torch.ops.cvt_kernels.*.";
