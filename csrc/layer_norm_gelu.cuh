@@ -122,6 +122,13 @@ __device__ __forceinline__ void read_parameter(float (&values)[VECTOR], const vo
   }
 }
 
+// What is read after it is not read before it, by the compiler's choice.
+__device__ __forceinline__ void keep_reads_here() {
+#ifdef __CUDA_ARCH__
+  asm volatile("" ::: "memory");
+#endif
+}
+
 // Rows in threads -------------------------------------------------------------------------------------------
 
 // Where the vectors of a thread lie in its row: those of adjacent threads are adjacent. Single values are adjacent in the
@@ -276,17 +283,26 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_backward_
     const float mean = present ? call.mean[row] : 0.0f, rstd = present ? call.rstd[row] : 0.0f;
     float normal[VECTORS][VECTOR], g[VECTORS][VECTOR];
     Pair sums{0, 0};
+    const auto read_both = [&](int i) {
+      const int64_t offset = start + at.channel(i);
+      read<VECTOR>(normal[i], static_cast<const T*>(call.h) + offset);
+      read<VECTOR>(g[i], static_cast<const T*>(call.dout) + offset);
+    };
+    // Vectors are all under way before the first is used. So many single values would take all registers.
+    if constexpr (VECTOR > 1) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      const int channel = at.channel(i);
-      if (!present || channel >= call.channels) continue;
-      read<VECTOR>(normal[i], static_cast<const T*>(call.h) + start + channel);
-      read<VECTOR>(g[i], static_cast<const T*>(call.dout) + start + channel);
+      for (int i = 0; i < VECTORS; i++) {
+        if (present && at.channel(i) < call.channels) read_both(i);
+      }
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
       const int channel = at.channel(i);
       if (!present || channel >= call.channels) continue;
+      if constexpr (VECTOR == 1) {
+        keep_reads_here();
+        read_both(i);
+      }
       float weight[VECTOR], bias[VECTOR];
       read_parameter<VECTOR, T>(weight, call.weight, channel, call.float_parameters, 1);
       if constexpr (activation != Activation::identity) {
@@ -418,10 +434,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_over_blocks_kernel(SumOverBlo
 template <auto value>
 using Constant = std::integral_constant<decltype(value), value>;
 
-template <class F>
+template <bool or_identity, class F>
 void with_activation(Activation activation, F f) {
   switch (activation) {
-    case Activation::identity: return f(Constant<Activation::identity>{});
+    case Activation::identity:
+      if constexpr (or_identity) f(Constant<Activation::identity>{});
+      return;
     case Activation::none: return f(Constant<Activation::none>{});
     case Activation::tanh: return f(Constant<Activation::tanh>{});
     case Activation::quick: return f(Constant<Activation::quick>{});
@@ -444,7 +462,7 @@ void with_layout(const Layout& layout, F f) {
 
 template <class T, class Launch>
 void layer_norm(const LayerNormForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_activation(activation, [&](auto f) {
+  with_activation<true>(activation, [&](auto f) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       launch(layer_norm_kernel<T, f.value, vector.value, vectors.value>, blocks_for(layout, call.rows), layout.threads,
              call, layout.lanes);
@@ -455,7 +473,7 @@ void layer_norm(const LayerNormForward& call, Activation activation, const Layou
 template <class T, class Launch>
 void layer_norm_backward(const LayerNormBackward& call, Activation activation, const Layout& layout, int64_t blocks,
                          Launch launch) {
-  with_activation(activation, [&](auto f) {
+  with_activation<true>(activation, [&](auto f) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       launch(layer_norm_backward_kernel<T, f.value, vector.value, vectors.value>, blocks, layout.threads, call,
              layout.lanes);
@@ -465,7 +483,7 @@ void layer_norm_backward(const LayerNormBackward& call, Activation activation, c
 
 template <class T, class Launch>
 void gelu(const GeluForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_activation(activation, [&](auto f) {
+  with_activation<false>(activation, [&](auto f) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       const int64_t rows = (call.size + call.channels - 1) / call.channels;
       launch(gelu_kernel<T, f.value, vector.value, vectors.value>, blocks_for(layout, rows), layout.threads, call,
@@ -477,7 +495,7 @@ void gelu(const GeluForward& call, Activation activation, const Layout& layout, 
 template <class T, class Launch>
 void gelu_backward(const GeluBackward& call, Activation activation, const Layout& layout, int64_t blocks,
                    Launch launch) {
-  with_activation(activation, [&](auto f) {
+  with_activation<false>(activation, [&](auto f) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       launch(gelu_backward_kernel<T, f.value, vector.value, vectors.value>, blocks, layout.threads, call,
              layout.lanes);

@@ -141,13 +141,17 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 
 # The backend: as the public functions of the same names, on whose checks it relies ------------------------
 #
-# Under autocast the dtypes are those that PyTorch gives on the CPU: F.layer_norm and F.gelu keep that of x,
-# and a sum is promoted. Where no gradient is wanted the operators are called without autograd's bookkeeping, which
-# costs as much as a small call, and without statistics.
+# Under autocast the dtypes are those of PyTorch: a sum is promoted, F.gelu keeps what it gets, and so does
+# F.layer_norm on the CPU; on a GPU it computes in float32. Where no gradient is wanted the operators are called
+# without autograd's bookkeeping, which costs as much as a small call, and without statistics.
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _as_autocast_normalises(x: Tensor) -> Tensor:
+    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 def layer_norm(
@@ -170,6 +174,7 @@ def layer_norm_gelu(
 
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
+    x = _as_autocast_normalises(x)
     if _wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, activation)
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation)
@@ -187,6 +192,9 @@ def add_layer_norm(
     if x.dtype != residual.dtype:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(dtype), residual.to(dtype)
+    if _as_autocast_normalises(x) is not x:
+        h = x + residual
+        return h, _normalise(h, weight, bias, eps, "identity")
     if _wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps)

@@ -11,11 +11,12 @@ import torch
 from checks import assert_accurate, compiler, not_built
 from torch import Tensor
 
+import cvt_kernels as ck
 from cvt_kernels import reference
 
 TESTS = Path(__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OPERATIONS = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
+PROGRAM = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
 ACTIVATIONS = ("identity", "none", "tanh", "quick")
 SANITIZE = "-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=address,undefined"
 
@@ -41,7 +42,7 @@ class Call(NamedTuple):
         """As the program reads it."""
         parameters = [t for t in (self.weight, self.bias) if t is not None]
         header = (
-            OPERATIONS.index(self.operation),
+            PROGRAM.index(self.operation),
             {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[self.x.dtype],
             ACTIVATIONS.index(self.activation),
             self.x.numel() // self.x.shape[-1],
@@ -265,3 +266,91 @@ def test_the_sanitizers_are_awake(run):
     call = make("layer_norm", (5, 64), torch.float32)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
         run(call._replace(operation="a_row_too_many"))
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
+
+OPERATORS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
+
+
+def cuda_arguments(operator, shape, dtype):
+    x, residual = torch.randn(2, *shape, device="cuda", dtype=torch.float64).unbind()
+    weight, bias = torch.randn(2, shape[-1], device="cuda", dtype=torch.float64).unbind()
+    chosen = {"add_layer_norm": (x, residual, weight, bias), "gelu": (x,), "bias_gelu": (x, bias)}
+    return [t.to(dtype) for t in chosen.get(operator, (x, weight, bias))]
+
+
+def outputs_and_gradients(function, tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [(torch.arange(t.numel(), device=t.device) % 17 / 8 - 1).view(t.shape).to(t) for t in outputs]
+    return [t.detach() for t in outputs], torch.autograd.grad(outputs, leaves, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191), (5, 1024)], ids=str
+)
+def test_accuracy_on_a_gpu(operator, dtype, shape):
+    tensors = cuda_arguments(operator, shape, dtype)
+    with ck.use_backend("native"):
+        ours = outputs_and_gradients(getattr(ck, operator), tensors)
+        again = outputs_and_gradients(getattr(ck, operator), tensors)
+    theirs = outputs_and_gradients(getattr(reference, operator), tensors)
+    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in tensors])
+    for factor, group in zip((2, 3), range(2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours[group], again[group], strict=True))
+        for got, same, right in zip(ours[group], theirs[group], exact[group], strict=True):
+            assert_accurate(got, same, right, factor=factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_graph_capture(operator):
+    tensors = cuda_arguments(operator, (4, 50, 64), torch.bfloat16)
+    with ck.use_backend("native"):
+        outputs_and_gradients(getattr(ck, operator), tensors)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = outputs_and_gradients(getattr(ck, operator), tensors)
+        for t in tensors:
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        expected_now = outputs_and_gradients(getattr(ck, operator), tensors)
+    for a, b in zip(captured, expected_now, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.gpu
+def test_current_stream_and_dtypes_of_autocast():
+    half, full, weight = (torch.randn(64, 64, device="cuda") for _ in range(3))
+    half, weight = half.half(), weight[0]
+    with (
+        ck.use_backend("native"),
+        torch.autocast("cuda", torch.float16),
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
+        for operator, tensors in {
+            "layer_norm": (half, weight),
+            "add_layer_norm": (half, half, weight),
+            "gelu": (half,),
+            "bias_gelu": (half, weight),
+            "layer_norm_gelu": (half, weight),
+        }.items():
+            torch.cuda._sleep(10_000_000)  # on this stream: work on another would see the sum unfinished
+            shifted = [t + 1 for t in tensors]
+            ours, theirs = (getattr(f, operator)(*shifted) for f in (ck, reference))
+            torch.testing.assert_close(ours, theirs)
+        ours, theirs = (f.add_layer_norm(full, half, weight) for f in (ck, reference))
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_what_the_gpu_kernels_refuse():
+    x = torch.randn(2, 8193, device="cuda")
+    for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no CUDA kernels for float64")):
+        with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=reason):
+            ck.layer_norm(tensor)

@@ -1,11 +1,14 @@
 """What setup.py builds and what it says when it cannot; loading of what it built."""
 
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 from checks import not_built
 
@@ -30,11 +33,99 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
     )
 
 
-@pytest.mark.parametrize(("value", "message"), [("1", "no CUDA kernels"), ("yes", "expected auto, 0 or 1")])
-def test_cuda_that_cannot_be_built(value, message):
-    result = run_setup(CVT_KERNELS_CUDA=value)
+def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path):
+    no_toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_PATH": "", "PATH": path_without("nvcc")}
+    for environment, message in (
+        ({"CVT_KERNELS_CUDA": "yes"}, "CVT_KERNELS_CUDA: got 'yes', expected auto, 0 or 1"),
+        ({"CVT_KERNELS_CUDA": "1", **no_toolkit}, "CVT_KERNELS_CUDA=1: no nvcc was found"),
+        (
+            {"CVT_KERNELS_CUDA": "1", "CXX": "no-such-compiler"},
+            "CVT_KERNELS_CUDA=1: the extension cannot be built: there is no C++ compiler 'no-such-compiler'",
+        ),
+    ):
+        result = run_setup(**environment)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_a_toolkit_the_cpu_kernels_are_built(tmp_path):
+    result = run_setup(CUDA_HOME=str(tmp_path), CUDA_PATH="", PATH=path_without("nvcc"))
+    assert result.returncode == 0
+    assert "building without CUDA kernels: no nvcc was found" in result.stderr
+    assert run_setup(CVT_KERNELS_CUDA="0").stderr == ""
+
+
+def path_without(program):
+    """PATH without the directories that hold a program; the compiler stays."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    kept = [folder for folder in folders if shutil.which(program, path=folder) is None]
+    return os.pathsep.join(kept)
+
+
+NVCC = """#!/bin/sh
+case "$1" in
+  --version) echo "Cuda compilation tools, release {version}, V{version}.1" ;;
+  --list-gpu-arch) printf 'compute_80\\ncompute_90\\n' ;;
+  --dryrun) echo '#$ TOP={top}' >&2; echo '#$ LIBRARIES= "-L{top}/lib/stubs"' >&2 ;;
+esac
+"""
+
+
+def toolkit(tmp_path, version="13.0", library=True):
+    """A CUDA toolkit that answers questions and compiles nothing."""
+    for folder in ("bin", "lib"):
+        (tmp_path / folder).mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(NVCC.format(version=version, top=tmp_path))
+    nvcc.chmod(0o755)
+    if library:
+        (tmp_path / "lib" / "libcudart_static.a").touch()
+    return {"CUDA_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"version": "11.8"}, "is of CUDA 11.8, but 12.0 is the oldest that knows C++20"),
+        ({"library": False}, "comes without libcudart_static.a"),
+    ],
+)
+def test_a_toolkit_that_cannot_be_used(tmp_path, found, message):
+    environment = toolkit(tmp_path, **found)
+    assert message in run_setup(**environment).stderr
+    insisting = run_setup(**environment, CVT_KERNELS_CUDA="1")
+    assert insisting.returncode == 1
+    assert message in insisting.stderr
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        ("Hopper", "TORCH_CUDA_ARCH_LIST: got 'Hopper', expected versions such as 8.0;9.0+PTX"),
+        ("9.0;12.0", "TORCH_CUDA_ARCH_LIST: got 12.0, which CUDA 13.0 does not know"),
+    ],
+)
+def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
+    result = run_setup(**toolkit(tmp_path), TORCH_CUDA_ARCH_LIST=architectures)
     assert result.returncode == 1
-    assert message in result.stderr.splitlines()[-1]
+    assert message in result.stderr
+
+
+def test_architectures(tmp_path, monkeypatch):
+    """The default leaves out what the toolkit is too old for."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    for name, value in toolkit(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    setup = runpy.run_path("setup.py")
+    found = setup["find_toolkit"]()
+    assert [target.code for target in setup["architectures"](found)] == ["sm_80", "sm_90"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 8.0+PTX")
+    assert setup["architectures"](found) == [
+        ("compute_90a", "sm_90a"), ("compute_80", "sm_80"), ("compute_80", "compute_80")
+    ]  # fmt: skip
 
 
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -45,7 +136,8 @@ def test_build_facts():
     facts = runtime.load_extension()
     assert facts.version == ck.__version__
     assert facts.compiler
-    assert (facts.cuda, facts.architectures) == ("", ())
+    assert bool(facts.cuda) == bool(facts.architectures)
+    assert ("no CUDA" in runtime.machine().native) == (not facts.cuda)
 
 
 @pytest.fixture
@@ -88,3 +180,26 @@ def test_without_the_extension(monkeypatch):
     assert "not part of this installation" in reason
     assert "no C++ compiler 'no-such-compiler' here" in reason
     assert "native   not built" in ck.doctor()
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "architectures", "capability", "driver", "reason"),
+    [
+        ("13.0", ("sm_80", "sm_90"), (8, 6), 13, None),
+        ("13.0", ("sm_80", "compute_90"), (12, 0), 13, None),
+        ("", (), (9, 0), 13, "no CUDA toolkit"),
+        ("13.0", ("sm_90",), (8, 0), 13, "built for sm_90, which a GPU cannot run"),
+        ("13.0", ("sm_90a",), (10, 0), 13, "built for sm_90a"),
+        ("13.0", ("sm_86",), (8, 0), 13, "built for sm_86"),
+        ("13.0", ("sm_90",), (9, 0), 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
+    ],
+)
+def test_gpus_that_the_extension_was_not_built_for(
+    monkeypatch, toolkit, architectures, capability, driver, reason
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(runtime, "_cuda_driver", lambda: driver)
+    got = runtime._cuda_missing(toolkit, architectures)
+    assert got is None if reason is None else reason in got
