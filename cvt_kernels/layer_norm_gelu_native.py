@@ -142,8 +142,8 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 # The backend: as the public functions of the same names, on whose checks it relies ------------------------
 #
 # Under autocast the dtypes are those of PyTorch: a sum is promoted, F.gelu keeps what it gets, and so does
-# F.layer_norm on the CPU; on a GPU it computes in float32. Where no gradient is wanted the operators are called
-# without autograd's bookkeeping, which costs as much as a small call, and without statistics.
+# F.layer_norm on the CPU; on a GPU it computes in float32. Where no gradient is wanted the operators are
+# called without autograd's bookkeeping, which costs as much as a small call, and without statistics.
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

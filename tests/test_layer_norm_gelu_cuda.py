@@ -1,6 +1,8 @@
 """The CUDA kernels of csrc, compiled for the host under the address and undefined behaviour sanitizers."""
 
+import importlib.util
 import io
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.runtime import load_extension
 
 TESTS = Path(__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -266,6 +269,35 @@ def test_the_sanitizers_are_awake(run):
     call = make("layer_norm", (5, 64), torch.float32)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
         run(call._replace(operation="a_row_too_many"))
+
+
+# As machine code, in the extension that was built -----------------------------------------------------------
+
+
+def cuobjdump(*options: str) -> str:
+    """What is in the extension; Triton brings the program along."""
+    if not load_extension().cuda:
+        pytest.skip("the extension was built without a CUDA toolkit")
+    program = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
+    extension = importlib.util.find_spec("cvt_kernels._C").origin
+    return subprocess.run([program, *options, extension], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_kernel_spills():
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump("--dump-resource-usage"))
+    assert found
+    assert all((stack, local) == ("0", "0") for _, stack, local in found)
+
+
+@pytest.mark.parametrize("layout", ["NS_8BFloat16ELNS_10ActivationE1ELi8ELi3", "fLNS_10ActivationE1ELi4ELi6"])
+def test_accesses_are_of_16_bytes(layout):
+    """Of activations and parameters, at the widths of CvT; mean and rstd are single floats."""
+    name = f"_ZN11cvt_kernels4cuda17layer_norm_kernelI{layout}EEEvNS0_16LayerNormForwardEi"
+    code = cuobjdump("--dump-sass", "--function", name)
+    reads, writes = re.findall(r"LDG\S*", code), re.findall(r"STG\S*", code)
+    assert reads
+    assert all(".128" in read for read in reads)
+    assert [write for write in writes if ".128" not in write] == ["STG.E"] * 2 * code.count("Function :")
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------
