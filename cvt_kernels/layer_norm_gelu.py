@@ -199,7 +199,7 @@ def _check_last_dim(x: Tensor) -> None:
 
 def _check_vector(name: str, tensor: Tensor, x: Tensor) -> None:
     runtime.check_float_tensor(name, tensor, "(channels,)")
-    runtime.check_shape(name, tensor, (x.shape[-1],), "(channels,)")
+    runtime.check_shape(name, tensor, x.shape[-1:], "(channels,)")
     runtime.check_like(name, tensor, "x", x)
 
 

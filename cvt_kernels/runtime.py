@@ -468,8 +468,8 @@ def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
     """Raises ValueError unless ``tensor.shape == expected``."""
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {expected} {meaning}")
+    if tensor.shape != expected:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(expected)} {meaning}")
 
 
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
@@ -483,8 +483,9 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
     """
     if tensor.device != x.device:
         raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
-    castable = torch.float64 not in (tensor.dtype, x.dtype) and autocast_enabled(x)
-    if tensor.dtype != x.dtype and tensor.dtype not in also and not castable:
+    if tensor.dtype == x.dtype or tensor.dtype in also:
+        return
+    if torch.float64 in (tensor.dtype, x.dtype) or not autocast_enabled(x):
         got, expected = (str(t.dtype).removeprefix("torch.") for t in (tensor, x))
         raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
 
