@@ -19,8 +19,13 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
+#ifdef __SANITIZE_ADDRESS__  // whose checks in every copy would take minutes to compile
+#define VECTOR_INLINE inline
+#define LAMBDA_INLINE
+#else
 #define VECTOR_INLINE [[gnu::always_inline]] inline
 #define LAMBDA_INLINE __attribute__((always_inline))
+#endif
 
 // The compiler's type; one by one, since the attribute is lost on the parameter of a template.
 template <class E, int bytes>

@@ -2,8 +2,11 @@
 
 import functools
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,7 +285,7 @@ with ck.use_backend("native"):
 """
 
 
-@pytest.mark.parametrize("name", ["plain", "avx2"])
+@pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
     if name != "plain" and name not in instruction_sets_here():
         pytest.skip(f"this CPU has no {name}")
@@ -295,9 +298,26 @@ def test_unknown_instruction_set():
     assert "CVT_KERNELS_CPU: got 'sse', expected plain" in result.stderr
 
 
+COMPILER = shlex.split(os.environ.get("CXX") or "c++")
+
+
+@pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("avx2", "-mavx2 -mfma -mf16c")])
+def test_loops_stay_within_their_buffers(tmp_path, name, flags):
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    root, program = Path(__file__).parents[1], tmp_path / "sanitized"
+    sources = [root / "csrc/layer_norm_gelu_simd.cpp", root / "tests/layer_norm_gelu_sanitized.cpp"]
+    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_{name}")
+    subprocess.run([*COMPILER, *options, *map(str, sources), "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
 def instruction_sets_here():
     capability = torch.backends.cpu.get_cpu_capability()
-    return ("avx2",) if capability in ("AVX2", "AVX512") else ()
+    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
 
 
 def run_python(code, **environment):

@@ -1,0 +1,81 @@
+// Runs the loops of csrc/layer_norm_gelu_simd.cpp, without torch, over odd sizes in buffers that end where the data does:
+// compiled with AddressSanitizer and UBSan by test_layer_norm_gelu_native.py, with KERNELS naming the table. Every output
+// starts as NaN and must not be NaN at the end.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "../csrc/half.h"
+#include "../csrc/layer_norm_gelu.h"
+
+using namespace cvt_kernels;
+
+template <class T>
+std::vector<T> buffer(int64_t size, float value) {
+  std::vector<T> made(size);  // size 0 has no address that may be read
+  for (int64_t i = 0; i < size; i++) {
+    const float x = value + 0.37f * static_cast<float>(i % 11);
+    store(&made[i], static_cast<Accumulator<T>>(x));
+  }
+  return made;
+}
+
+template <class T>
+void check(const std::vector<T>& written, const char* name) {
+  for (const T& x : written) {
+    if (std::isnan(load(&x))) {
+      std::printf("%s: a value was not written\n", name);
+      std::exit(1);
+    }
+  }
+}
+
+template <class T>
+void run(DType dtype, Activation activation, int64_t rows, int64_t channels) {
+  using A = Accumulator<T>;
+  const int64_t size = rows * channels;
+  const auto x = buffer<T>(size, -2), residual = buffer<T>(size, 1), dout = buffer<T>(size, -1);
+  const auto weight = buffer<A>(channels, 0.5f), bias = buffer<A>(channels, -0.5f);
+  for (const bool adds : {false, true}) {
+    auto h = buffer<T>(size, NAN), out = buffer<T>(size, NAN), dx = buffer<T>(size, NAN);
+    auto mean = buffer<A>(rows, NAN), rstd = buffer<A>(rows, NAN);
+    std::vector<A> scratch(channels), sums(2 * channels);
+    const LayerNormForward forward{x.data(),   adds ? residual.data() : nullptr, weight.data(), bias.data(), 1e-5,
+                                   channels,   h.data(),                         out.data(),    mean.data(), rstd.data()};
+    KERNELS.layer_norm(dtype, activation, forward, 0, rows, scratch.data());
+    const LayerNormBackward backward{dout.data(), adds ? residual.data() : nullptr, x.data(), mean.data(), rstd.data(),
+                                     weight.data(), bias.data(), channels, dx.data()};
+    KERNELS.layer_norm_backward(dtype, activation, backward, 0, rows, sums.data(), scratch.data());
+    if (adds) check(h, "h");
+    check(out, "out of layer_norm");
+    check(mean, "mean");
+    check(rstd, "rstd");
+    check(dx, "dx of layer_norm");
+    check(sums, "dweight or dbias");
+  }
+  for (const A* shift : {static_cast<const A*>(nullptr), bias.data()}) {
+    auto out = buffer<T>(size, NAN), dx = buffer<T>(size, NAN);
+    std::vector<A> sums(channels);
+    KERNELS.gelu(dtype, activation, GeluForward{x.data(), shift, channels, out.data()}, 0, rows);
+    const GeluBackward backward{dout.data(), x.data(), shift, channels, dx.data()};
+    KERNELS.gelu_backward(dtype, activation, backward, 0, rows, sums.data());
+    check(out, "out of gelu");
+    check(dx, "dx of gelu");
+    check(sums, "dbias");
+  }
+}
+
+int main() {
+  for (const auto activation : {Activation::identity, Activation::none, Activation::tanh, Activation::quick}) {
+    for (const int64_t rows : {0, 1, 5}) {
+      for (const int64_t channels : {1, 3, 17, 64, 65, 385}) {
+        run<double>(DType::float64, activation, rows, channels);
+        run<float>(DType::float32, activation, rows, channels);
+        run<BFloat16>(DType::bfloat16, activation, rows, channels);
+        run<Half>(DType::float16, activation, rows, channels);
+      }
+    }
+  }
+  std::puts("done");
+}
