@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_accurate, not_built
+from checks import assert_accurate, compiler, not_built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -298,10 +298,7 @@ def test_unknown_instruction_set():
     assert "CVT_KERNELS_CPU: got 'sse', expected plain" in result.stderr
 
 
-COMPILER = shlex.split(os.environ.get("CXX") or "c++")
-
-
-@pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("avx2", "-mavx2 -mfma -mf16c")])
 def test_loops_stay_within_their_buffers(tmp_path, name, flags):
     if name != "plain" and name not in instruction_sets_here():
@@ -310,7 +307,7 @@ def test_loops_stay_within_their_buffers(tmp_path, name, flags):
     sources = [root / "csrc/layer_norm_gelu_simd.cpp", root / "tests/layer_norm_gelu_sanitized.cpp"]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_{name}")
-    subprocess.run([*COMPILER, *options, *map(str, sources), "-o", str(program)], check=True)
+    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
