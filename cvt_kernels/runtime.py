@@ -186,6 +186,19 @@ def step_downs() -> dict[tuple[str, str], str]:
     return dict(_step_downs)
 
 
+def backend_for(operator: str, device_type: str) -> str | None:
+    """The backend that serves ``operator`` on a type of device, as far as that depends on no other argument.
+
+    Returns:
+        Its name, or None if the requested backend cannot.
+    """
+    requested = requested_backend()
+    for backend in BACKENDS if requested == "auto" else (requested,):
+        if unavailable(operator, backend, device_type) is None:
+            return backend
+    return None
+
+
 def _missing(operator: str, backend: str, device_type: str) -> str | None:
     return _ask_missing(operator, backend, device_type)
 
