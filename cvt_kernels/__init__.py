@@ -7,6 +7,7 @@ from .conv_projection import conv_projection
 from .layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .reference import ConvBatchNorm
 from .runtime import BackendUnavailable, doctor, step_downs, use_backend
+from .verify import verify
 
 __version__ = "0.1.0"
 
@@ -30,4 +31,5 @@ __all__ = [
     "restore",
     "step_downs",
     "use_backend",
+    "verify",
 ]

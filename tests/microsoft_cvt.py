@@ -1,8 +1,8 @@
 """Microsoft's CvT (``lib/models/cls_cvt.py``) for tests: its class and attribute names, structure, behaviour.
 
 No code of it is included; that this computes the same is tested with ``tests/data/microsoft_tiny.npz``. Kept
-where it is odd, too: LayerNorm in float32 whatever comes, a misspelt ``rearrage``, and a single image loses its
-batch dimension.
+where it is odd, too: LayerNorm in float32 whatever comes, a misspelt ``rearrage``, and a single image that
+loses its batch dimension.
 """
 
 from collections import OrderedDict
