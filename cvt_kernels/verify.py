@@ -204,11 +204,22 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """The model in float64; Microsoft's LayerNorm would cast to float32, and fail on its weights."""
+    """The model in float64, with exact gradients."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
-            module.__class__ = nn.LayerNorm
+            module.__class__ = nn.LayerNorm  # Microsoft's would cast to float32, and fail on its weights
+        elif isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(_straighten_gradient)
     return model.double()
+
+
+def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    """For one image, upstream's views make strides from which the CPU's batch_norm computes wrong gradients.
+
+    Seen in torch 2.13; the accelerated model is not affected, and should not be found wrong for it.
+    """
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
 
 
 def _random_modules(model: nn.Module) -> list[nn.Module]:
