@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from upstream import huggingface
 
 from cvt import create_model, save_huggingface
 from cvt_kernels.bench import randomize
@@ -20,6 +21,7 @@ def test_python_blocks(tmp_path, monkeypatch, recwarn):
     save_huggingface(model, "microsoft-cvt-13")
     dim, grid = 64, (6, 8)
     names = {
+        "hf_model": huggingface(),
         "images": torch.randn(2, 3, 64, 96),
         "x": torch.randn(2, grid[0] * grid[1], dim),
         "B": 2,
@@ -35,7 +37,7 @@ def test_python_blocks(tmp_path, monkeypatch, recwarn):
         ],
     }
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
     assert [str(w.message).split(":")[0] for w in recwarn] == [
