@@ -462,6 +462,9 @@ def _mismatch(block: nn.Module, entry: _Entry) -> str | None:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
     if entry.forward is None:
         return None if owner.__module__ == "cvt.model" else f"{owner.__qualname__} has a forward of its own"
+    replaced = _replaced_method(block, owner)
+    if replaced is not None:
+        return f"{replaced} is not that of {entry.upstream}'s {entry.name}"
     arguments = tuple(inspect.signature(owner.forward).parameters)[1:]
     if arguments != entry.arguments:
         return f"forward takes {', '.join(arguments)}; expected {', '.join(entry.arguments)}"
@@ -470,6 +473,19 @@ def _mismatch(block: nn.Module, entry: _Entry) -> str | None:
     if unknown:
         return f"has {', '.join(unknown)}, which {entry.upstream}'s {entry.name} has not"
     return _refusal(block, entry, lasting=True)
+
+
+def _replaced_method(block: nn.Module, owner: type) -> str | None:
+    """A method of ``owner`` that somebody patched, or that the block or a class of it overrides, or None."""
+    forward = inspect.unwrap(vars(owner)["forward"])
+    if forward.__qualname__ != f"{owner.__qualname__}.forward":
+        return f"forward, patched by {forward.__module__}.{forward.__qualname__},"
+    public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
+    mro = _original_class(type(block)).__mro__
+    overriding = [vars(block), *(vars(cls) for cls in mro[: mro.index(owner)])]
+    # A forward set on the object is seen by coverage, since it may come and go.
+    found = (name for name in public if name != "forward" and any(name in members for members in overriding))
+    return next(found, None)
 
 
 def _refusal(block: nn.Module, entry: _Entry, *, lasting: bool = False) -> str | None:

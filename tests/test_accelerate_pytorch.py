@@ -37,9 +37,16 @@ def one_stage(make):
     return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
 
 
-def mark_attention():
-    """Lets attention return zeros: what is computed shows whether it was called."""
-    runtime.register("attention", "native", runtime.Implementation(lambda q, k, v, **_: torch.zeros_like(q)))
+def count_attention():
+    """A list that grows with each call of attention, traced by torch.compile or not."""
+    called = []
+
+    def function(*args, **kwargs):
+        called.append("attention")
+        return ck.reference.attention(*args, **kwargs)
+
+    runtime.register("attention", "native", runtime.Implementation(function))
+    return called
 
 
 # Autocast --------------------------------------------------------------------------------------------------
@@ -80,14 +87,14 @@ def test_autocast_has_the_dtypes_of_the_upstream_model(make, dtype):
 
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_gradient_scaling(make):
-    """Steps with GradScaler as they are with the upstream model, one of them skipped for an overflow."""
+    """Steps with GradScaler go as upstream; gradients overflow in the first, which are skipped."""
     own, fused = pair(make, "train")
     results = []
     for model in (own, fused):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         scales = []
-        for _ in range(30):
+        for _ in range(16):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = logits(model(images())).float().square().mean()
@@ -97,9 +104,9 @@ def test_gradient_scaling(make):
             scales.append(scaler.get_scale())
         results.append((scales, loss.item(), [p.detach() for p in model.parameters()]))
     (own_scales, own_loss, own_parameters), (scales, loss, parameters) = results
-    assert scales[0] == own_scales[0] == 2.0**39
+    assert scales[0] == own_scales[0] == 2.0**29
     assert abs(scales.index(scales[-1]) - own_scales.index(own_scales[-1])) <= 1
-    assert scales[-1] < 2.0**39
+    assert scales[-1] < 2.0**29
     assert loss == pytest.approx(own_loss, rel=0.05)
     assert all(torch.isfinite(p).all() for p in parameters)
     for a, b in zip(parameters, own_parameters, strict=True):
@@ -140,31 +147,28 @@ def test_without_gradients(make, context):
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_compiles_without_graph_breaks(make, mode):
     own = getattr(one_stage(make), mode)()
+    called = count_attention()
     compiled = torch.compile(ck.accelerate(copy.deepcopy(own)), fullgraph=True, backend="aot_eager")
     assert_same_step(own, compiled, images(), 2e-5)
-    own_output = logits(own(images()))
-    torch.compiler.reset()
-    mark_attention()
-    assert relative(logits(compiled(images())), own_output) > 1e-3
+    assert len(called) == 1
 
 
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_a_compiled_model_is_accelerated(make):
     own = one_stage(make).eval()
+    called = count_attention()
     compiled = torch.compile(copy.deepcopy(own), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected = logits(own(images()))
         assert relative(logits(compiled(images())), expected) < 1e-5
+        assert not called
         assert ck.accelerate(compiled) is compiled
         assert all(row.fused and row.path.startswith("_orig_mod.") for row in ck.coverage(compiled))
         assert relative(logits(compiled(images())), expected) < 1e-5
-        with ck.use_backend("native"):
-            for operator in runtime.OPERATORS:
-                runtime.register(operator, "native", runtime.Implementation(getattr(ck.reference, operator)))
-            mark_attention()
-            assert relative(logits(compiled(images())), expected) > 1e-3
+        assert len(called) == 1
         ck.restore(compiled)
         assert relative(logits(compiled(images())), expected) < 1e-5
+        assert len(called) == 1
 
 
 @pytest.mark.parametrize("make", UPSTREAMS)

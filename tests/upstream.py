@@ -83,7 +83,7 @@ def with_right_gradients(model):
     """The upstream model, but that the gradients of its BatchNorms' outputs have the usual strides.
 
     For a batch of one, upstream's views give them strides from which the CPU's batch_norm computes wrong
-    gradients (seen in torch 2.13; ``test_upstream_gradients_of_one_image`` notices when that is mended).
+    gradients (seen in torch 2.13; ``test_upstream_gradients_of_one_image`` shows whether that is so still).
     """
 
     def hook(module, args, out):
