@@ -308,11 +308,12 @@ def test_two_processes(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(2, 224, 224), (2, 160, 256), (1, 224, 224)], ids=str)
 @pytest.mark.parametrize("make", UPSTREAMS)
-def test_gpu_evaluation_and_training(make, size):
+def test_gpu_evaluation_and_training(make, size, monkeypatch):
     """As on the CPU, dropout and drop path included."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     own, fused = pair(make, "train", **RANDOM)
     own, fused, x = own.cuda(), fused.cuda(), images(*size).cuda()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     assert_same_step(own, fused, x, 5e-5)
     with torch.no_grad():
         assert relative(logits(fused.eval()(x)), logits(own.eval()(x))) < 5e-5
@@ -337,6 +338,7 @@ def test_gpu_graph_capture(make):
     own, fused, x = own.cuda(), fused.cuda(), images(2, 224, 224).cuda()
     stream = torch.cuda.Stream()
     with torch.inference_mode():
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             fused(x)  # warms up
         torch.cuda.current_stream().wait_stream(stream)
