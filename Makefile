@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 
 # Everything CI runs.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
 	$(BIN)/pytest benchmarks --benchmark-disable -q
 
 # Throughput report of pytest-benchmark, kept in .benchmarks/ for --benchmark-compare.

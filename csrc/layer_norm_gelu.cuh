@@ -28,7 +28,9 @@ __device__ __forceinline__ void unpack(uint32_t bits, BFloat16, float& low, floa
 
 __device__ __forceinline__ void unpack(uint32_t bits, Half, float& low, float& high) {
 #ifdef __CUDA_ARCH__
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(bits));
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(low), "=f"(high)
+      : "r"(bits));
 #else
   low = float_of_half(bits & 0xffffu);
   high = float_of_half(bits >> 16);
@@ -270,7 +272,8 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(La
 // With n = normalised h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
 // dx = rstd · (g · weight − mean(g · weight) − n · mean(g · weight · n)) + dh.
 template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_backward_kernel(LayerNormBackward call, int lanes) {
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
+    layer_norm_backward_kernel(LayerNormBackward call, int lanes) {
   const Place<VECTOR, VECTORS> at(lanes);
   const float inverse = 1.0f / static_cast<float>(call.channels);
   float dweight[VECTORS][VECTOR] = {}, dbias[VECTORS][VECTOR] = {};

@@ -66,7 +66,7 @@ class Session {
 
 int channels_for_kernels(const Tensor& x) {
   const int64_t channels = channels_of(x);
-  STD_TORCH_CHECK(channels <= kMaxChannels, "x: got ", channels, " channels; the CUDA kernels take up to ", kMaxChannels);
+  STD_TORCH_CHECK(channels <= kMaxChannels, "x: got ", channels, " channels, expected up to ", kMaxChannels);
   return static_cast<int>(channels);
 }
 
@@ -232,7 +232,8 @@ Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::s
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   const int64_t size = x.numel();
   if (!bias.has_value()) {
-    const Layout layout = flat_layout(session.dtype(), aligned(x, size, {x.const_data_ptr(), out.const_data_ptr()}));
+    const bool vectors = aligned(x, size, {x.const_data_ptr(), out.const_data_ptr()});
+    const Layout layout = flat_layout(session.dtype(), vectors, false);
     const GeluForward call{x.const_data_ptr(), nullptr, out.mutable_data_ptr(), size, width_of(layout), false};
     session.check(session.kernels().gelu(call, activation_of(activation), layout, session.stream()));
     return out;
@@ -266,7 +267,7 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
     session.check(session.kernels().gelu_backward(call, activation_of(activation), layout, blocks, session.stream()));
   };
   if (!bias.has_value()) {
-    const Layout layout = flat_layout(session.dtype(), aligned(x, call.size, {call.dout, call.x, call.dx}));
+    const Layout layout = flat_layout(session.dtype(), aligned(x, call.size, {call.dout, call.x, call.dx}), true);
     call.channels = width_of(layout);
     run(layout, (call.size + call.channels - 1) / call.channels);
     return {dx, empty({0}, ScalarType::Float, x)};

@@ -1,4 +1,4 @@
-// What the operators (layer_norm_gelu.cpp) ask of the CUDA kernels (layer_norm_gelu.cuh, launched by layer_norm_gelu.cu).
+// What the operators (layer_norm_gelu_cuda.cpp) ask of the CUDA kernels (layer_norm_gelu.cuh) and their launches (.cu).
 //
 // A row of `channels` adjacent values belongs to `lanes` adjacent threads, which hold it in registers: rows of CvT are
 // short, and several fit a warp. Plain C++: no header of CUDA is needed to read it.
@@ -111,10 +111,12 @@ inline Layout layout_of(DType dtype, int channels, bool aligned) {
   return best;
 }
 
-// Without a bias, GELU knows no rows and cuts its own, of `width_of` elements.
-inline Layout flat_layout(DType dtype, bool aligned) {
+// Without a bias, GELU knows no rows and cuts its own, of `width_of` elements. Its backward takes fewer vectors to a
+// thread, since the kernel has registers for the sums of a bias.
+inline Layout flat_layout(DType dtype, bool aligned, bool backward) {
   if (!aligned) return {1, 16, 128, 128};
-  return dtype == DType::float32 ? Layout{4, 4, 128, 128} : Layout{8, 4, 128, 128};
+  if (dtype == DType::float32) return {4, backward ? 2 : 4, 128, 128};
+  return {8, backward ? 1 : 4, 128, 128};
 }
 
 inline int width_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
@@ -127,10 +129,11 @@ inline int64_t blocks_for(const Layout& layout, int64_t rows) {
   return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
 }
 
-// Blocks that stay, with sums over rows: about as many as a GPU holds at a time.
+// Blocks that stay, with sums over rows: as many as the registers of the multiprocessors hold (docs/kernels.md), each of
+// 128 threads or the equivalent.
 inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiprocessors) {
   const int elements = layout.vector * layout.vectors;
-  const int threads = elements <= 8 ? 1024 : elements <= 16 ? 768 : 384;
+  const int threads = 128 * (6 - (elements + 7) / 8);
   const int64_t most = static_cast<int64_t>(multiprocessors) * std::max(1, threads / layout.threads);
   return std::max<int64_t>(1, std::min(blocks_for(layout, rows), most));
 }

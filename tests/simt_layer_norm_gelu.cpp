@@ -100,7 +100,8 @@ void run(const Call& call) {
   } else {  // gelu, and its backward
     const int64_t elements = call.rows * call.channels;
     if (bias == nullptr) {
-      layout = cuda::flat_layout(dtype, call.misalignment == 0 && elements % (16 / static_cast<int64_t>(element)) == 0);
+      const bool whole = elements % (16 / static_cast<int64_t>(element)) == 0;
+      layout = cuda::flat_layout(dtype, call.misalignment == 0 && whole, call.operation == 3);
     }
     const int width = bias == nullptr ? cuda::width_of(layout) : channels;
     if (call.operation == 2) {
