@@ -1,5 +1,5 @@
-// Storage types of 16 bits and what the kernels compute them in. Free of branches, for vectors (vector.h) too; internal
-// linkage as in math.h.
+// Storage types of 16 bits and what the kernels compute them in. Conversions take a number or a vector (vector.h);
+// internal linkage as in math.h.
 #pragma once
 
 #include <type_traits>

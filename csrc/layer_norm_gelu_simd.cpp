@@ -72,8 +72,8 @@ VECTOR_INLINE Statistics<A> moments(const A* x, int64_t channels, A origin) {
     squares[i] = squares[i] + deviation * deviation;
   });
   const A n = static_cast<A>(channels);
-  const A shift = sum<A>(((sums[0] + sums[1]) + (sums[2] + sums[3])).v) / n;
-  return {origin, shift, sum<A>(((squares[0] + squares[1]) + (squares[2] + squares[3])).v) / n - shift * shift};
+  const A shift = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / n;
+  return {origin, shift, sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / n - shift * shift};
 }
 
 // In one pass around the mean of the first few values. In the rare row where they lie so far from the others that the
@@ -81,8 +81,8 @@ VECTOR_INLINE Statistics<A> moments(const A* x, int64_t channels, A origin) {
 template <class A>
 VECTOR_INLINE Statistics<A> statistics(const A* x, int64_t channels) {
   constexpr int lanes = Vector<A>::lanes;
-  const A first = channels < lanes ? sum<A>(load(x, Part{channels}).v) / static_cast<A>(channels)
-                                   : sum<A>(load(x, Whole{}).v) / lanes;
+  const A first = channels < lanes ? sum(load(x, Part{channels})) / static_cast<A>(channels)
+                                   : sum(load(x, Whole{})) / lanes;
   Statistics<A> found = moments(x, channels, first);
   if (found.shift * found.shift > 4 * found.variance) found = moments(x, channels, found.origin + found.shift);
   if (found.variance < 0) found.variance = 0;
@@ -140,8 +140,8 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
       sums[i % 2] = sums[i % 2] + g;
       products[i % 2] = products[i % 2] + keep(g * normal, lanes);
     });
-    const F mean_g = sum<A>((sums[0] + sums[1]).v) / static_cast<A>(channels);
-    const F mean_gn = sum<A>((products[0] + products[1]).v) / static_cast<A>(channels);
+    const F mean_g = sum(sums[0] + sums[1]) / static_cast<A>(channels);
+    const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
     const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
       F g;

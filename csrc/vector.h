@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include <utility>
+
 #include "half.h"
 
 namespace cvt_kernels {
@@ -144,19 +146,35 @@ VECTOR_INLINE Vector<float> widen_half(Narrow bits) { return float_of_half(widen
 VECTOR_INLINE Narrow narrow_half(Vector<float> x) { return narrow(half_of(x)); }
 #endif
 
+// Half of a vector: the lanes from `first` on.
+template <class E, int bytes, int first, int... lane>
+VECTOR_INLINE auto half(typename Native<E, bytes>::Type v, std::integer_sequence<int, lane...>) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(v, v, (first + lane)...);
+#else  // through memory, which takes as long as the sum of a short row
+  typename Native<E, bytes / 2>::Type found;
+  std::memcpy(&found, reinterpret_cast<const char*>(&v) + first * sizeof(E), sizeof found);
+  return found;
+#endif
+}
+
 // The sum of the lanes, halves added to each other until four or two numbers are left.
 template <class E, int bytes = kVectorBytes>
-VECTOR_INLINE E sum(typename Native<E, bytes>::Type v) {
+VECTOR_INLINE E sum_of_lanes(typename Native<E, bytes>::Type v) {
   if constexpr (bytes > 16) {
-    typename Native<E, bytes / 2>::Type low, high;
-    std::memcpy(&low, &v, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-    return sum<E, bytes / 2>(low + high);
+    constexpr int count = bytes / 2 / sizeof(E);
+    constexpr auto lanes = std::make_integer_sequence<int, count>{};
+    return sum_of_lanes<E, bytes / 2>(half<E, bytes, 0>(v, lanes) + half<E, bytes, count>(v, lanes));
   } else if constexpr (sizeof(E) == 8) {
     return v[0] + v[1];
   } else {
     return (v[0] + v[2]) + (v[1] + v[3]);
   }
+}
+
+template <class E>
+VECTOR_INLINE E sum(Vector<E> x) {
+  return sum_of_lanes<E>(x.v);
 }
 
 // Which lanes of a vector lie within a row: all, or the first `size`.

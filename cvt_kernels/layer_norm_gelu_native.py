@@ -159,10 +159,6 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 # called without autograd's bookkeeping, which costs as much as a small call, and without statistics.
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def _as_autocast_normalises(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
@@ -188,7 +184,7 @@ def layer_norm_gelu(
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
     x = _as_autocast_normalises(x)
-    if _wants_gradient(x, weight, bias):
+    if runtime.wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, activation)
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation)
 
@@ -208,7 +204,7 @@ def add_layer_norm(
     if _as_autocast_normalises(x) is not x:
         h = x + residual
         return h, _normalise(h, weight, bias, eps, "identity")
-    if _wants_gradient(x, residual, weight, bias):
+    if runtime.wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps)
 
@@ -224,6 +220,6 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def _gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if _wants_gradient(x, bias):
+    if runtime.wants_gradient(x, bias):
         return _Gelu.apply(x, bias, approximate)
     return _ops.gelu.default(x, bias, approximate)

@@ -503,6 +503,11 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
 
 
+def wants_gradient(*values: object) -> bool:
+    """Whether autograd will ask for the gradient of what is computed from these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
 def autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is on for the device of ``x``."""
     device_type = x.device.type

@@ -154,6 +154,37 @@ def test_huge_mean_tiny_variance():
     assert_accurate(ck.layer_norm(x), reference.layer_norm(x), exact, factor=1)
 
 
+def test_a_row_that_begins_far_from_its_mean():
+    """Its first values are the origin of one pass; the variance is taken again around the mean."""
+    x = torch.randn(64, 384)
+    x[:, :16] += 1e4
+    exact = reference.layer_norm(x.double())
+    assert_accurate(ck.layer_norm(x), reference.layer_norm(x), exact)
+
+
+def test_exact_gelu_is_as_good_as_float():
+    """Measured densely: at most 7.5e-8 · abs(x)."""
+    x = torch.linspace(-14, 14, 2_000_001)
+    exact = x.double() * torch.special.ndtr(x.double())
+    assert ((ck.gelu(x).double() - exact).abs() <= 8e-8 * x.double().abs()).all()
+
+
+def test_auto_leaves_to_pytorch_what_it_does_faster():
+    large, small = torch.randn(1024, 256), torch.randn(64, 256)
+    with ck.use_backend("auto"):
+        for x, expected in ((large, "native"), (small, "reference"), (large.double(), "reference")):
+            assert torch.equal(ck.gelu(x), call(expected, ck.gelu, x))
+        assert "float64" in ck.step_downs()["gelu", "native"]
+        ck.layer_norm(large[:600].requires_grad_())
+        assert "200000 with gradients" in ck.step_downs()["layer_norm", "native"]
+        assert torch.equal(ck.layer_norm(large.double()), call("native", ck.layer_norm, large.double()))
+
+
+def call(backend, operator, x):
+    with ck.use_backend(backend):
+        return operator(x)
+
+
 @every_call
 def test_nan_and_inf_propagate(operator, keywords):
     tensors = arguments(operator, (6, 32), torch.float32)
