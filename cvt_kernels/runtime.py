@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 #: Every backend, in the order in which ``auto`` tries them. ``native`` is csrc (CPU or CUDA).
 BACKENDS = ("triton", "native", "reference")
@@ -504,7 +505,9 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
 
 
 def wants_gradient(*values: object) -> bool:
-    """Whether autograd will ask for the gradient of what is computed from these arguments."""
+    """Whether autograd must see what is computed from these arguments, in reverse or in forward mode."""
+    if forward_ad._current_level >= 0:  # there is no public way to ask
+        return True
     return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
 

@@ -13,6 +13,7 @@ import torch
 from checks import assert_accurate, compiler, not_built
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
@@ -163,10 +164,10 @@ def test_a_row_that_begins_far_from_its_mean():
 
 
 def test_exact_gelu_is_as_good_as_float():
-    """Measured densely: at most 7.5e-8 · abs(x)."""
+    """Measured densely: at most 7.5e-8 · abs(x), and 9.3e-8 without fused multiply-add."""
     x = torch.linspace(-14, 14, 2_000_001)
     exact = x.double() * torch.special.ndtr(x.double())
-    assert ((ck.gelu(x).double() - exact).abs() <= 8e-8 * x.double().abs()).all()
+    assert ((ck.gelu(x).double() - exact).abs() <= 1e-7 * x.double().abs()).all()
 
 
 def test_auto_leaves_to_pytorch_what_it_does_faster():
@@ -298,6 +299,13 @@ def test_double_backward_raises():
     (gradient,) = torch.autograd.grad(ck.gelu(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
+def test_forward_mode_raises():
+    x = torch.randn(3, 4)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        ck.gelu(forward_ad.make_dual(x, x))
 
 
 # A child process, since the choice is made once.
