@@ -506,7 +506,8 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
 
 def wants_gradient(*values: object) -> bool:
     """Whether autograd must see what is computed from these arguments, in reverse or in forward mode."""
-    if forward_ad._current_level >= 0:  # there is no public way to ask
+    # There is no public way to ask; without this one, the answer is on the safe side.
+    if getattr(forward_ad, "_current_level", 0) >= 0:
         return True
     return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
