@@ -6,7 +6,7 @@ PHOTOS := .venv/lib/python3*/site-packages/sklearn/datasets/images/*.jpg
 # Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth
 CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
-export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u),9.0)
+export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
 .PHONY: demo test bench lint clean
 

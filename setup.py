@@ -79,9 +79,10 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
-    targets = []
+    targets = architectures(toolkit) if toolkit is not None else []
+    if not targets:
+        toolkit = None
     if toolkit is not None:
-        targets = architectures(toolkit)
         libraries += [str(toolkit.runtime), "-lrt", "-lpthread", "-ldl"]
     facts = {
         "VERSION": version,
@@ -106,7 +107,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
         objects.append(compiled(f"layer_norm_gelu_{name}", options, "csrc/layer_norm_gelu_simd.cpp"))
     if toolkit is not None:
         objects.append(compiled("layer_norm_gelu_cuda", []))
-        nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), "-ccbin", compiler()[0]]
+        nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), "-ccbin", host_compiler()]
         nvcc += [f"-gencode=arch={target.virtual},code={target.code}" for target in targets]
         for name, element in CUDA_TYPES.items():
             options = [f"-DKERNELS=kernels_{name}", f"-DTYPE={element}"]
@@ -198,6 +199,9 @@ def architectures(toolkit: Toolkit) -> list[Target]:
         found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
         if found is None:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name!r}, expected versions such as 8.0;9.0+PTX")
+        if int(found[1]) < 8:
+            print(f"cvt-kernels: building no CUDA kernels for {name}: they need 8.0", file=sys.stderr)
+            continue
         if found[1] + found[2] not in toolkit.known:
             if not requested:  # the toolkit is older than the GPU
                 continue
@@ -206,6 +210,10 @@ def architectures(toolkit: Toolkit) -> list[Target]:
         targets.append(Target(f"compute_{number}", f"sm_{number}"))
         if found[4]:
             targets.append(Target(f"compute_{number}", f"compute_{number}"))
+    if (
+        not requested and targets and targets[-1].code.startswith("sm_")
+    ):  # it does not know the last, with PTX
+        targets.append(Target(targets[-1].virtual, targets[-1].virtual))
     return targets
 
 
@@ -243,6 +251,11 @@ def ninja_path(path: object) -> str:
 def compiler() -> list[str]:
     """The C++ compiler: CXX, or c++."""
     return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def host_compiler() -> str:
+    """The compiler itself, for nvcc, which takes no launcher before it."""
+    return next(word for word in compiler() if Path(word).name not in ("ccache", "sccache", "distcc"))
 
 
 def compiler_version() -> str:

@@ -1,8 +1,8 @@
 // LayerNorm and GELU on the GPU: the kernels, without their launches, so that they also compile for the host, where the
 // tests run them (tests/simt.h).
 //
-// Bytes move once: a row is read into registers, reduced there by warp shuffles (across warps, for rows of more than
-// 1024 channels, through shared memory) and written. Statistics and sums are float. Sums over rows: each block keeps
+// Bytes move once: a row is read into registers, reduced there by warp shuffles (across warps, for rows that one warp does
+// not hold, through shared memory) and written. Statistics and sums are float. Sums over rows: each block keeps
 // its own in registers while it walks over its rows, adds those of its threads in fixed order and writes them out;
 // sum_over_blocks_kernel adds the blocks', again in fixed order. Nothing is atomic: the same bits every time.
 #pragma once

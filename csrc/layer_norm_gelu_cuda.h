@@ -129,8 +129,8 @@ inline int64_t blocks_for(const Layout& layout, int64_t rows) {
   return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
 }
 
-// Blocks that stay, with sums over rows: as many as the registers of the multiprocessors hold (docs/kernels.md), each of
-// 128 threads or the equivalent.
+// Blocks that stay, with sums over rows: as many as the registers hold on sm_80 and sm_90 (docs/kernels.md; sm_100 holds
+// one less of some), each of 128 threads or the equivalent.
 inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiprocessors) {
   const int elements = layout.vector * layout.vectors;
   const int threads = 128 * (6 - (elements + 7) / 8);

@@ -149,7 +149,7 @@ def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 @torch.library.register_fake("cvt_kernels::gelu_backward")
 def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), _gradient_like(x, bias)
+    return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
 
 
 # The backend: as the public functions of the same names, on whose checks it relies ------------------------

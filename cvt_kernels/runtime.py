@@ -307,6 +307,8 @@ def native_missing(device_type: str) -> str | None:
 
 def _cuda_missing(toolkit: str, architectures: tuple[str, ...]) -> str | None:
     """Why what a CUDA toolkit compiled for some architectures does not run on the GPUs of this machine."""
+    if torch.version.hip is not None:
+        return "the extension has kernels for NVIDIA's GPUs only"
     if not toolkit:
         return "the extension was built where there was no CUDA toolkit (nvcc), or with CVT_KERNELS_CUDA=0"
     for index in range(torch.cuda.device_count()):
@@ -314,6 +316,8 @@ def _cuda_missing(toolkit: str, architectures: tuple[str, ...]) -> str | None:
             name = torch.cuda.get_device_name(index)
             return f"the extension was built for {', '.join(architectures)}, which {name} cannot run"
     driver = _cuda_driver()
+    if driver == 0:
+        return "there is no NVIDIA driver"
     if driver < int(toolkit.split(".")[0]):
         return f"the extension was built with CUDA {toolkit}, but the driver serves CUDA {driver} at most"
     return None
@@ -330,9 +334,13 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def _cuda_driver() -> int:
-    """The major version of CUDA that the driver serves at most."""
+    """The major version of CUDA that the driver serves at most; 0 if there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
     version = ctypes.c_int(0)
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000
 
 

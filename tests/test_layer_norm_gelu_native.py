@@ -243,6 +243,7 @@ def test_opcheck():
         (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity")),
         (ops.gelu, (x.mT, None, "none")),
         (ops.gelu_backward, (residual, x, bias, "quick")),
+        (ops.gelu_backward, (residual, x, None, "none")),
     ):
         torch.library.opcheck(op.default, args)
 

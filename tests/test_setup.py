@@ -34,7 +34,7 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
 
 
 def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path):
-    no_toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_PATH": "", "PATH": path_without("nvcc")}
+    no_toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_PATH": "", "PATH": path_of_the_compiler(tmp_path)}
     for environment, message in (
         ({"CVT_KERNELS_CUDA": "yes"}, "CVT_KERNELS_CUDA: got 'yes', expected auto, 0 or 1"),
         ({"CVT_KERNELS_CUDA": "1", **no_toolkit}, "CVT_KERNELS_CUDA=1: no nvcc was found"),
@@ -50,17 +50,16 @@ def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path):
 
 
 def test_without_a_toolkit_the_cpu_kernels_are_built(tmp_path):
-    result = run_setup(CUDA_HOME=str(tmp_path), CUDA_PATH="", PATH=path_without("nvcc"))
+    result = run_setup(CUDA_HOME=str(tmp_path), CUDA_PATH="", PATH=path_of_the_compiler(tmp_path))
     assert result.returncode == 0
     assert "building without CUDA kernels: no nvcc was found" in result.stderr
     assert run_setup(CVT_KERNELS_CUDA="0").stderr == ""
 
 
-def path_without(program):
-    """PATH without the directories that hold a program; the compiler stays."""
-    folders = os.environ["PATH"].split(os.pathsep)
-    kept = [folder for folder in folders if shutil.which(program, path=folder) is None]
-    return os.pathsep.join(kept)
+def path_of_the_compiler(tmp_path):
+    """A PATH that holds the compiler and nothing else."""
+    (tmp_path / "c++").symlink_to(shutil.which("c++") or "/nowhere/c++")
+    return str(tmp_path)
 
 
 NVCC = """#!/bin/sh
@@ -121,8 +120,10 @@ def test_architectures(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     setup = runpy.run_path("setup.py")
     found = setup["find_toolkit"]()
-    assert [target.code for target in setup["architectures"](found)] == ["sm_80", "sm_90"]
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 8.0+PTX")
+    assert [target.code for target in setup["architectures"](found)] == ["sm_80", "sm_90", "compute_90"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
+    assert setup["architectures"](found) == []
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0a 8.0+PTX")
     assert setup["architectures"](found) == [
         ("compute_90a", "sm_90a"), ("compute_80", "sm_80"), ("compute_80", "compute_80")
     ]  # fmt: skip
@@ -191,6 +192,7 @@ def test_without_the_extension(monkeypatch):
         ("13.0", ("sm_90",), (8, 0), 13, "built for sm_90, which a GPU cannot run"),
         ("13.0", ("sm_90a",), (10, 0), 13, "built for sm_90a"),
         ("13.0", ("sm_86",), (8, 0), 13, "built for sm_86"),
+        ("13.0", ("sm_90",), (9, 0), 0, "there is no NVIDIA driver"),
         ("13.0", ("sm_90",), (9, 0), 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
     ],
 )
