@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -430,7 +431,8 @@ def _recognise(module: nn.Module, parent: nn.Module | None) -> _Entry | None:
         return _TABLE[f"{_MS} Block"]
     if "Mlp" in names and _is_ms_block(parent):
         return _TABLE[f"{_MS} Mlp"]
-    if "ConvEmbed" in names and any(map(_is_ms_block, getattr(parent, "blocks", ()))):
+    blocks = parent._modules.get("blocks") if parent is not None else None
+    if "ConvEmbed" in names and blocks is not None and any(map(_is_ms_block, blocks.children())):
         return _TABLE[f"{_MS} ConvEmbed"]
     return None
 
@@ -477,9 +479,11 @@ def _mismatch(block: nn.Module, entry: _Entry) -> str | None:
 
 def _replaced_method(block: nn.Module, owner: type) -> str | None:
     """A method of ``owner`` that somebody patched, or that the block or a class of it overrides, or None."""
-    forward = inspect.unwrap(vars(owner)["forward"])
-    if forward.__qualname__ != f"{owner.__qualname__}.forward":
-        return f"forward, patched by {forward.__module__}.{forward.__qualname__},"
+    forward = vars(owner)["forward"]
+    # functools.wraps gives a patch the names of what it wraps, but not its globals.
+    home = getattr(forward, "__globals__", {}).get("__name__")
+    if home != owner.__module__ or inspect.unwrap(forward).__qualname__ != f"{owner.__qualname__}.forward":
+        return f"forward, patched by {home}.{forward.__qualname__},"
     public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
     mro = _original_class(type(block)).__mro__
     overriding = [vars(block), *(vars(cls) for cls in mro[: mro.index(owner)])]
@@ -706,7 +710,9 @@ def _cover(path: str, block: nn.Module, entry: _Entry) -> BlockCoverage:
         reason = "its forward has been replaced in this object"
     backends = {}
     if reason is None:
-        device_type = next(block.parameters()).device.type
+        # A quantised or flattened block may have no parameter of its own.
+        tensors = itertools.chain(block.parameters(), block.buffers())
+        device_type = next((t.device.type for t in tensors), "cpu")
         for operator in entry.operators(block, device_type):
             backends[operator] = runtime.backend_for(operator, device_type) or "none"
     return BlockCoverage(path, type(block).__name__, reason is None, backends, reason)

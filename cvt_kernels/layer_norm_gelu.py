@@ -45,7 +45,9 @@ def _native_refuses(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str 
 
 def _slower(operator: str, x: Tensor, *args: Any) -> str | None:
     """Why ``auto`` leaves a call on the CPU to PyTorch; an explicit request is served."""
-    if x.numel() < (_SMALL_WITH_GRADIENTS if runtime.wants_gradient(x, *args) else _SMALL):
+    size = x.numel()
+    known = type(size) is int  # of a dynamic size torch.export must not ask
+    if known and size < (_SMALL_WITH_GRADIENTS if runtime.wants_gradient(x, *args) else _SMALL):
         return f"is not faster on tensors below {_SMALL} elements, {_SMALL_WITH_GRADIENTS} with gradients"
     if x.dtype == torch.float64 and "gelu" in operator:
         return "takes the C library's functions for float64, which are slower than PyTorch's"

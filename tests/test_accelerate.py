@@ -1,6 +1,7 @@
 """accelerate(), coverage(), restore(): models that people have compute what they did, by our operators."""
 
 import copy
+import functools
 import io
 import json
 
@@ -658,14 +659,19 @@ def test_derived_classes():
     assert type(model.stage0.blocks[0].mlp) is Louder
 
 
-def test_a_patched_class_is_left_alone(monkeypatch):
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_patched_class_is_left_alone(monkeypatch, wraps):
     original = microsoft_cvt.Mlp.forward
-    monkeypatch.setattr(microsoft_cvt.Mlp, "forward", lambda self, x: 2 * original(self, x))
+
+    def patch(self, x):
+        return 2 * original(self, x)
+
+    monkeypatch.setattr(microsoft_cvt.Mlp, "forward", functools.wraps(original)(patch) if wraps else patch)
     own = microsoft().eval()
     fused = ck.accelerate(copy.deepcopy(own))
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
-    assert reason.startswith("forward, patched by test_accelerate.test_a_patched_class_is_left_alone")
+    assert reason.startswith("forward, patched by test_accelerate.")
 
 
 class OtherAttention(microsoft_cvt.Attention):
@@ -694,7 +700,16 @@ def test_a_foreign_state_dict_fails_as_it_does_upstream(make):
     assert messages[0] == messages[1]
 
 
-def test_errors_of_the_operators_leave_the_statistics_alone():
+def test_coverage_of_blocks_without_parameters():
+    """As quantised layers leave them."""
+    model = ck.accelerate(huggingface())
+    for name, module in list(model.named_modules()):
+        if name.endswith("intermediate"):
+            module.dense = nn.Identity()
+    assert all(row.fused for row in ck.coverage(model))
+
+
+def test_errors_of_the_operators_reach_the_caller():
     model = ck.accelerate(microsoft()).train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(images(1, 16, 16))

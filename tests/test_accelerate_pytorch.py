@@ -174,9 +174,11 @@ def test_a_compiled_model_is_accelerated(make):
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_exports(make):
     own, fused = pair(make)
-    program = torch.export.export(fused, (images(),))
-    with torch.no_grad():
-        assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
+    batch = torch.export.Dim("batch", min=2, max=64)
+    for dynamic_shapes in (None, ({0: batch},)):
+        program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
+        with torch.no_grad():
+            assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
