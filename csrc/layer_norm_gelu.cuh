@@ -441,8 +441,8 @@ template <bool or_identity, class F>
 void with_activation(Activation activation, F f) {
   switch (activation) {
     case Activation::identity:
-      if constexpr (or_identity) f(Constant<Activation::identity>{});
-      return;
+      if constexpr (or_identity) return f(Constant<Activation::identity>{});
+      return;  // not compiled: the operators refuse it
     case Activation::none: return f(Constant<Activation::none>{});
     case Activation::tanh: return f(Constant<Activation::tanh>{});
     case Activation::quick: return f(Constant<Activation::quick>{});

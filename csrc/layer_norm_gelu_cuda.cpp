@@ -226,8 +226,16 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const
   return {dx, gradient_of(session, weight, h, sums, 0), gradient_of(session, bias, h, sums, 1)};
 }
 
+// One that there are kernels for without LayerNorm.
+Activation gelu_of(const std::string& name) {
+  const Activation activation = activation_of(name);
+  STD_TORCH_CHECK(activation != Activation::identity, "activation: got 'identity', expected none, tanh or quick");
+  return activation;
+}
+
 Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::string& activation) {
   const Session session(input);
+  const Activation kind = gelu_of(activation);
   const Tensor x = contiguous_like("x", input, input);
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   const int64_t size = x.numel();
@@ -235,7 +243,7 @@ Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::s
     const bool vectors = aligned(x, size, {x.const_data_ptr(), out.const_data_ptr()});
     const Layout layout = flat_layout(session.dtype(), vectors, false);
     const GeluForward call{x.const_data_ptr(), nullptr, out.mutable_data_ptr(), size, width_of(layout), false};
-    session.check(session.kernels().gelu(call, activation_of(activation), layout, session.stream()));
+    session.check(session.kernels().gelu(call, kind, layout, session.stream()));
     return out;
   }
   const int channels = channels_for_kernels(x);
@@ -243,13 +251,14 @@ Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::s
   const GeluForward call{x.const_data_ptr(), parameters.bias(), out.mutable_data_ptr(),
                          size,               channels,          parameters.is_float()};
   const Layout layout = layout_of(session.dtype(), channels, aligned(x, channels, {call.x, call.bias, call.out}));
-  session.check(session.kernels().gelu(call, activation_of(activation), layout, session.stream()));
+  session.check(session.kernels().gelu(call, kind, layout, session.stream()));
   return out;
 }
 
 std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input, const std::optional<Tensor>& bias,
                                          const std::string& activation) {
   const Session session(input);
+  const Activation kind = gelu_of(activation);
   const Tensor x = contiguous_like("x", input, input), doutput = contiguous_like("dout", dout, input);
   const Tensor dx = empty(x.sizes(), x.scalar_type(), x);
   const Parameters parameters(std::nullopt, bias, x);
@@ -264,7 +273,7 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
       .float_parameters = parameters.is_float(),
   };
   const auto run = [&](const Layout& layout, int64_t blocks) {
-    session.check(session.kernels().gelu_backward(call, activation_of(activation), layout, blocks, session.stream()));
+    session.check(session.kernels().gelu_backward(call, kind, layout, blocks, session.stream()));
   };
   if (!bias.has_value()) {
     const Layout layout = flat_layout(session.dtype(), aligned(x, call.size, {call.dout, call.x, call.dx}), true);

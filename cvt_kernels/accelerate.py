@@ -479,17 +479,26 @@ def _mismatch(block: nn.Module, entry: _Entry) -> str | None:
 
 def _replaced_method(block: nn.Module, owner: type) -> str | None:
     """A method of ``owner`` that somebody patched, or that the block or a class of it overrides, or None."""
-    forward = vars(owner)["forward"]
-    # functools.wraps gives a patch the names of what it wraps, but not its globals.
-    home = getattr(forward, "__globals__", {}).get("__name__")
-    if home != owner.__module__ or inspect.unwrap(forward).__qualname__ != f"{owner.__qualname__}.forward":
-        return f"forward, patched by {home}.{forward.__qualname__},"
+    patch = _patch(owner)
+    if patch is not None:
+        return f"forward, patched by {patch},"
     public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
     mro = _original_class(type(block)).__mro__
     overriding = [vars(block), *(vars(cls) for cls in mro[: mro.index(owner)])]
     # A forward set on the object is seen by coverage, since it may come and go.
     found = (name for name in public if name != "forward" and any(name in members for members in overriding))
     return next(found, None)
+
+
+def _patch(cls: type) -> str | None:
+    """The function that somebody put in the place of the forward of a class, or None."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    # functools.wraps gives a patch the names of what it wraps, but not its globals.
+    home = getattr(forward, "__globals__", {}).get("__name__")
+    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
+        return None
+    return f"{home}.{forward.__qualname__}"
 
 
 def _refusal(block: nn.Module, entry: _Entry, *, lasting: bool = False) -> str | None:
@@ -507,6 +516,8 @@ def _refusal(block: nn.Module, entry: _Entry, *, lasting: bool = False) -> str |
             expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in part.kinds)
             found = "missing" if module is None else f"a {kind.__qualname__}"
             return f"{'.'.join(part.path)} is {found}, expected {expected}"
+        if lasting and (patch := _patch(kind)) is not None:
+            return f"the forward of {'.'.join(part.path)} is patched by {patch}"
         if not lasting and (observer := _observer(module)) is not None:
             return f"{'.'.join(part.path)} {observer}"
     return entry.odd(block) or (None if lasting else entry.hindrance(block))

@@ -674,6 +674,16 @@ def test_a_patched_class_is_left_alone(monkeypatch, wraps):
     assert reason.startswith("forward, patched by test_accelerate.")
 
 
+def test_a_patched_inner_class_is_left_alone(monkeypatch):
+    original = microsoft_cvt.QuickGELU.forward
+    monkeypatch.setattr(microsoft_cvt.QuickGELU, "forward", lambda self, x: 2 * original(self, x))
+    own = microsoft().eval()
+    fused = ck.accelerate(copy.deepcopy(own))
+    assert relative(fused(images()), own(images())) < 1e-5
+    (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
+    assert reason.startswith("the forward of act is patched by test_accelerate.")
+
+
 class OtherAttention(microsoft_cvt.Attention):
     def forward(self, x, size):
         return super().forward(x, *size)
