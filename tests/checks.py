@@ -54,3 +54,16 @@ def record_calls(operator: str) -> list[tuple[tuple, dict]]:
 
     runtime.register(operator, "native", runtime.Implementation(function))
     return calls
+
+
+def record_all_calls() -> list[str]:
+    """Names of the operators as they are called, through a backend that ``auto`` takes."""
+    called: list[str] = []
+    for operator in runtime.OPERATORS:
+
+        def function(*args, operator=operator, **kwargs):
+            called.append(operator)
+            return getattr(reference, operator)(*args, **kwargs)
+
+        runtime.register(operator, "native", runtime.Implementation(function))
+    return called

@@ -9,7 +9,7 @@ import microsoft_cvt
 import numpy as np
 import pytest
 import torch
-from checks import assert_accurate, not_built, record_calls
+from checks import assert_accurate, not_built, record_all_calls, record_calls
 from conftest import DATA
 from torch import nn
 from torch.nn.utils import parametrize
@@ -37,19 +37,6 @@ SIZES = [(1, 224, 224), (2, 160, 256), (3, 96, 64)]
 
 #: Of one stage, of blocks there: operators in the order in which they are called.
 BLOCK = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "bias_gelu"]
-
-
-def record_all_calls():
-    """Names of the operators as they are called, through a backend that ``auto`` takes."""
-    called = []
-    for operator in runtime.OPERATORS:
-
-        def function(*args, operator=operator, **kwargs):
-            called.append(operator)
-            return getattr(ck.reference, operator)(*args, **kwargs)
-
-        runtime.register(operator, "native", runtime.Implementation(function))
-    return called
 
 
 # The stand-in for Microsoft's repository -------------------------------------------------------------------

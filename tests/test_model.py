@@ -8,14 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from checks import assert_accurate
+from checks import assert_accurate, record_all_calls
 from conftest import DATA
 from torch import nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, CvT, CvTConfig, CvTFeatures, create_model
 from cvt.model import Block, DropPath, Stage, tokens_to_map
-from cvt_kernels import runtime
 from cvt_kernels.bench import randomize
 
 SMALL = CvTConfig(
@@ -382,14 +381,7 @@ def test_initialisation_is_microsofts():
 
 def test_blocks_use_the_public_operators():
     """Every block goes through the backend choice, so that a faster backend reaches all of it."""
-    called = []
-    for operator in runtime.OPERATORS:
-
-        def function(*args, operator=operator, **kwargs):
-            called.append(operator)
-            return getattr(ck.reference, operator)(*args, **kwargs)
-
-        runtime.register(operator, "native", runtime.Implementation(function))
+    called = record_all_calls()
     model = small().eval()
     with ck.use_backend("native"):
         logits = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
