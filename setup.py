@@ -36,7 +36,7 @@ SIMD_FLAGS = "-fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi"
 NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Werror"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 
-# The loops are compiled for each and chosen when they first run.
+# The loops of the CPU, csrc/*_simd.cpp, are compiled for each and chosen when they first run.
 INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     AVX2 = "-mavx2 -mfma -mf16c"
@@ -98,13 +98,13 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     def compiled(name: str, flags: list[str], source: str = "") -> Step:
         return step(name, source or f"csrc/{name}.cpp", [*compiler(), *common, *flags])
 
-    objects = [
-        compiled("module", [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]),
-        compiled("layer_norm_gelu", []),
-    ]
-    for name, flags in INSTRUCTION_SETS.items():
-        options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
-        objects.append(compiled(f"layer_norm_gelu_{name}", options, "csrc/layer_norm_gelu_simd.cpp"))
+    objects = [compiled("module", [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()])]
+    for loops in sorted(CSRC.glob("*_simd.cpp")):
+        family = loops.name.removesuffix("_simd.cpp")
+        objects.append(compiled(family, []))
+        for name, flags in INSTRUCTION_SETS.items():
+            options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
+            objects.append(compiled(f"{family}_{name}", options, str(loops)))
     if toolkit is not None:
         objects.append(compiled("layer_norm_gelu_cuda", []))
         nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), "-ccbin", host_compiler()]

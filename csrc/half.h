@@ -16,6 +16,19 @@ struct Half {
   uint16_t bits;
 };
 
+enum class DType { float64, float32, bfloat16, float16 };
+
+// Calls f with a value of the type.
+template <class F>
+static void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::float64: return f(double{});
+    case DType::float32: return f(float{});
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+  }
+}
+
 // Sums and statistics: double for double, else float.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;

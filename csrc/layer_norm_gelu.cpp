@@ -6,12 +6,12 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 
+#include "cpu.h"
 #include "half.h"
 
 namespace cvt_kernels {
@@ -22,16 +22,6 @@ constexpr int64_t kBlock = 4096;          // elements of a gelu without bias tha
 constexpr int64_t kChunks = 128;          // partial sums over rows, at most
 constexpr int64_t kChunkRows = 16;        // rows of a partial sum, at least
 constexpr int64_t kChunkElements = 8192;  // and elements
-
-template <class F>
-void with_type(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::float64: return f(double{});
-    case DType::float32: return f(float{});
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-  }
-}
 
 // A vector over the channels in the accumulator's type; `absent` throughout if there is none.
 class Parameter {
@@ -88,26 +78,8 @@ Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, cons
   return gradient;
 }
 
-const Kernels& choose_kernels() {
-  const char* requested = std::getenv("CVT_KERNELS_CPU");
-  const std::string name = requested == nullptr ? "" : requested;
-#ifdef __x86_64__
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && (name.empty() || name == "avx512_bf16")) return kernels_avx512_bf16;
-  if (avx512 && (name.empty() || name == "avx512")) return kernels_avx512;
-  if (avx2 && (name.empty() || name == "avx2")) return kernels_avx2;
-#endif
-  STD_TORCH_CHECK(name.empty() || name == "plain", "CVT_KERNELS_CPU: got '", name,
-                  "', expected plain, or avx2, avx512 or avx512_bf16 on a CPU that has it");
-  return kernels_plain;
-}
-
 const Kernels& kernels() {
-  static const Kernels& chosen = choose_kernels();
+  static const Kernels& chosen = choose(KERNEL_TABLES);
   return chosen;
 }
 

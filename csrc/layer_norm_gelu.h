@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-#include "math.h"
+#include "half.h"
 
 namespace cvt_kernels {
-
-enum class DType { float64, float32, bfloat16, float16 };
 
 struct LayerNormForward {
   const void* x;

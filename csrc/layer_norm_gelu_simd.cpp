@@ -222,12 +222,7 @@ void with_activation(Activation activation, F f) {
 
 template <class F>
 void with_types(DType dtype, Activation activation, F f) {
-  switch (dtype) {
-    case DType::float64: return with_activation<double>(activation, f);
-    case DType::float32: return with_activation<float>(activation, f);
-    case DType::bfloat16: return with_activation<BFloat16>(activation, f);
-    case DType::float16: return with_activation<Half>(activation, f);
-  }
+  with_type(dtype, [&](auto type) { with_activation<decltype(type)>(activation, f); });
 }
 
 void layer_norm(DType dtype, Activation activation, const LayerNormForward& call, int64_t begin, int64_t end,
