@@ -13,7 +13,9 @@
 namespace cvt_kernels {
 namespace {
 
-#if defined __AVX512F__
+#if defined KERNELS_VECTOR_BYTES  // for tests of widths that their machine lacks
+constexpr int kVectorBytes = KERNELS_VECTOR_BYTES;
+#elif defined __AVX512F__
 constexpr int kVectorBytes = 64;
 #elif defined __AVX__
 constexpr int kVectorBytes = 32;
@@ -228,17 +230,18 @@ VECTOR_INLINE void store(T* out, VectorOf<T> x, Part part) {
   std::memcpy(out, lanes, part.size * sizeof(T));
 }
 
-// x with 0 in the lanes beyond.
+// x with `other` in the lanes beyond.
 template <class E>
-VECTOR_INLINE Vector<E> keep(Vector<E> x, Whole) {
+VECTOR_INLINE Vector<E> keep(Vector<E> x, Whole, Vector<E> = E(0)) {
   return x;
 }
 
 template <class E>
-VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part) {
+VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part, Vector<E> other = E(0)) {
   E lanes[Vector<E>::lanes];
-  store(lanes, x, Whole{});
-  return load(lanes, part);
+  store(lanes, other, Whole{});
+  store(lanes, x, part);
+  return load(lanes, Whole{});
 }
 
 // Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbours apart, so that each may add to a

@@ -26,6 +26,18 @@ def _triton_refuses(*args: Any, **kwargs: Any) -> str | None:
     return attention_triton.refuses(*args, **kwargs)
 
 
+def _native(*args: Any, **kwargs: Any) -> Tensor:
+    from . import attention_native  # needs the extension
+
+    return attention_native.attention(*args, **kwargs)
+
+
+def _native_refuses(*args: Any, **kwargs: Any) -> str | None:
+    from . import attention_native
+
+    return attention_native.refuses(*args, **kwargs)
+
+
 runtime.register(
     "attention",
     "triton",
@@ -36,6 +48,11 @@ runtime.register(
         _triton_refuses,
         opt_in={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
     ),
+)
+runtime.register(
+    "attention",
+    "native",
+    runtime.Implementation(_native, ("cpu",), runtime.native_missing, _native_refuses),
 )
 runtime.register("attention", "reference", runtime.Implementation(reference.attention))
 

@@ -1,0 +1,77 @@
+// Attention on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Every tile of queries is computed in the same way whichever thread takes it, so results do not depend on their number.
+
+#include "attention.h"
+
+#include <memory>
+#include <new>
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu.h"
+#include "tensors.h"
+
+namespace cvt_kernels::attention {
+namespace {
+
+constexpr double kGrain = 1e6;  // multiplications that are worth a thread
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose(KERNEL_TABLES);
+  return chosen;
+}
+
+// (batch, tokens, heads, head_dim) whose channels are adjacent.
+Tensor adjacent(const Tensor& tensor) {
+  return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+Strided strided(const Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t tokens) {
+  STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == q.size(0) && tensor.size(1) == tokens &&
+                      tensor.size(2) == q.size(2) && tensor.size(3) == q.size(3),
+                  name, ": expected (batch, tokens, heads, head_dim)");
+  STD_TORCH_CHECK(tensor.scalar_type() == q.scalar_type() && same_device(tensor, q), name,
+                  ": expected dtype and device of q");
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.size(1) > 0, "q and k: expected (batch, tokens, heads, head_dim)");
+  STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q: expected up to ", kMaxHeadDim, " channels per head");
+  check("k", k, q, k.size(1));
+  check("v", v, q, k.size(1));
+  const Tensor queries = adjacent(q), keys = adjacent(k), values = adjacent(v);
+  const Tensor out = empty(q.sizes(), q.scalar_type(), q);
+  const Forward call{
+      .q = strided(queries),
+      .k = strided(keys),
+      .v = strided(values),
+      .batch = q.size(0),
+      .queries = q.size(1),
+      .keys = k.size(1),
+      .heads = q.size(2),
+      .head_dim = q.size(3),
+      .scale = scale,
+      .out = out.mutable_data_ptr(),
+  };
+  const Kernels& loops = kernels();
+  const DType dtype = dtype_of(q);
+  const int64_t bytes = loops.scratch_bytes(dtype, call);
+  const double work = 2.0 * kTile * call.keys * call.head_dim;
+  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
+  torch::stable::parallel_for(0, call.batch * call.heads * tiles_of(call.queries), grain, [&](int64_t begin, int64_t end) {
+    const auto free = [](void* memory) { ::operator delete(memory, std::align_val_t(kAlignment)); };
+    const std::unique_ptr<void, decltype(free)> scratch(::operator new(bytes, std::align_val_t(kAlignment)), free);
+    loops.forward(dtype, call, begin, end, scratch.get());
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::attention
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) { m.impl("attention", TORCH_BOX(&cvt_kernels::attention::attention)); }

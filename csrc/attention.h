@@ -1,0 +1,45 @@
+// What the operator (attention.cpp) asks of the loops (attention_simd.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "half.h"
+
+namespace cvt_kernels::attention {
+
+// Of q (batch, queries, heads, head_dim), k or v: steps between neighbours in elements; channels are adjacent.
+struct Strided {
+  const void* data;
+  int64_t batch, token, head;
+};
+
+// out = softmax(scale · q kᵀ) v, contiguous (batch, queries, heads, head_dim).
+struct Forward {
+  Strided q, k, v;
+  int64_t batch, queries, keys, heads, head_dim;
+  double scale;
+  void* out;
+};
+
+constexpr int64_t kTile = 24;          // queries that share what is read of k and v
+constexpr int64_t kKeyBlock = 256;     // keys whose scores are taken together
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kAlignment = 64;     // bytes, of scratch
+
+static inline int64_t tiles_of(int64_t queries) { return (queries + kTile - 1) / kTile; }
+
+// The loops, compiled for one instruction set.
+struct Kernels {
+  // Serves the tiles from `begin` to `end`, of which there are tiles_of(queries) per head, heads per image.
+  void (*forward)(DType, const Forward&, int64_t begin, int64_t end, void* scratch);
+  int64_t (*scratch_bytes)(DType, const Forward&);
+};
+
+extern const Kernels kernels_plain;
+#ifdef __x86_64__
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
+#endif
+
+}  // namespace cvt_kernels::attention
