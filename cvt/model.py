@@ -31,6 +31,13 @@ class LayerNorm(nn.LayerNorm):
         return ck.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
+class Linear(nn.Linear):
+    """``nn.Linear``, computed by ``cvt_kernels.linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ck.linear(x, self.weight, self.bias)
+
+
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016) per sample; in training the kept samples are scaled up."""
 
@@ -103,11 +110,11 @@ class Attention(nn.Module):
         self.conv_proj_q = ConvProjection(dim, config.kernel_size, stride=1)
         self.conv_proj_k = ConvProjection(dim, config.kernel_size, config.stride_kv)
         self.conv_proj_v = ConvProjection(dim, config.kernel_size, config.stride_kv)
-        self.proj_q = nn.Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_k = nn.Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_v = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_q = Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_k = Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_v = Linear(dim, dim, bias=config.qkv_bias)
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.proj = nn.Linear(dim, dim)
+        self.proj = Linear(dim, dim)
         self.proj_drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
@@ -141,8 +148,8 @@ class Mlp(nn.Module):
         super().__init__()
         hidden = int(config.embed_dim * config.mlp_ratio)
         self.approximate = config.approximate
-        self.fc1 = nn.Linear(config.embed_dim, hidden)
-        self.fc2 = nn.Linear(hidden, config.embed_dim)
+        self.fc1 = Linear(config.embed_dim, hidden)
+        self.fc2 = Linear(hidden, config.embed_dim)
         self.drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:

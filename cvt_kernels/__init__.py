@@ -5,6 +5,7 @@ from .accelerate import accelerate, coverage, restore
 from .attention import AttentionMap, attention, attention_map
 from .conv_projection import conv_projection
 from .layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
+from .linear import linear, linear_primitives
 from .reference import ConvBatchNorm
 from .runtime import BackendUnavailable, doctor, step_downs, use_backend
 from .verify import verify
@@ -27,6 +28,8 @@ __all__ = [
     "gelu",
     "layer_norm",
     "layer_norm_gelu",
+    "linear",
+    "linear_primitives",
     "reference",
     "restore",
     "step_downs",

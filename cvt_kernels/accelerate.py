@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from . import runtime
 from .attention import attention
 from .conv_projection import conv_projection
 from .layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
+from .linear import linear
 from .reference import ConvBatchNorm
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -43,11 +43,11 @@ def _context(block: Any, x: Tensor, grid: tuple[int, int], branches: Any, linear
         x: Normalised tokens (B, T, C).
         grid: (H, W) of the spatial ones.
         branches: Convolution and BatchNorm of Q, K and V.
-        linears: Linear layers of Q, K and V, called as the modules they are, so they may be any.
+        linears: Linear layers of Q, K and V.
     """
     q, k, v = (
-        linear(projected).unflatten(2, (block.num_heads, -1))
-        for linear, projected in zip(linears, _project(x, grid, branches), strict=True)
+        _product(module, projected).unflatten(2, (block.num_heads, -1))
+        for module, projected in zip(linears, _project(x, grid, branches), strict=True)
     )
     return attention(q, k, v, scale=block.scale).flatten(2)
 
@@ -85,17 +85,26 @@ def _mixed(x: Tensor, other: Tensor | None) -> bool:
     return other is not None and other.dtype != x.dtype and not runtime.autocast_enabled(x)
 
 
-def _linear_gelu(linear: Any, activation: Any, x: Tensor) -> Tensor:
+def _product(module: Any, x: Tensor) -> Tensor:
+    """module(x), which may be any module; one that is a linear layer and no more by the fastest primitive."""
+    return linear(x, module.weight, module.bias) if _is_plain(module) else module(x)
+
+
+def _is_plain(module: Any) -> bool:
+    return type(module) is nn.Linear and _observer(module) is None
+
+
+def _linear_gelu(module: Any, activation: Any, x: Tensor) -> Tensor:
     approximate = activation.approximate if type(activation) is nn.GELU else "quick"
-    if _gelu_operator(linear, x.device.type) == "gelu":
-        return gelu(linear(x), approximate=approximate)
-    product = F.linear(x, linear.weight)
+    if _gelu_operator(module, x.device.type) == "gelu":
+        return gelu(_product(module, x), approximate=approximate)
+    product = linear(x, module.weight)
     # Autocast makes the product half precision and leaves the bias to us.
-    return bias_gelu(product, linear.bias.to(product.dtype), approximate=approximate)
+    return bias_gelu(product, module.bias.to(product.dtype), approximate=approximate)
 
 
-def _gelu_operator(linear: Any, device_type: str) -> str:
-    plain = type(linear) is nn.Linear and linear.bias is not None and _observer(linear) is None
+def _gelu_operator(module: Any, device_type: str) -> str:
+    plain = _is_plain(module) and module.bias is not None
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
     compiled = runtime.backend_for("bias_gelu", device_type) not in (None, "reference")
     return "bias_gelu" if plain and compiled else "gelu"
@@ -131,6 +140,14 @@ def _hf_intermediate(self: Any, hidden_state: Tensor) -> Tensor:
     return _linear_gelu(self.dense, self.activation, hidden_state)
 
 
+def _hf_self_output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
+    return self.dropout(_product(self.dense, hidden_state))
+
+
+def _hf_output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
+    return self.dropout(_product(self.dense, hidden_state)) + input_tensor
+
+
 def _hf_layer(self: Any, hidden_state: Tensor, height: int, width: int) -> Tensor:
     branch = self.attention(_normalise(self.layernorm_before, hidden_state), height, width)
     stream, y = _add_and_normalise(self.layernorm_after, self.drop_path(branch), hidden_state)
@@ -151,11 +168,11 @@ def _ms_branches(self: Any) -> list[tuple[nn.Module, nn.Module]]:
 
 def _ms_attention(self: Any, x: Tensor, h: int, w: int) -> Tensor:
     linears = [self.proj_q, self.proj_k, self.proj_v]
-    return self.proj_drop(self.proj(_context(self, x, (h, w), _ms_branches(self), linears)))
+    return self.proj_drop(_product(self.proj, _context(self, x, (h, w), _ms_branches(self), linears)))
 
 
 def _ms_mlp(self: Any, x: Tensor) -> Tensor:
-    return self.drop(self.fc2(self.drop(_linear_gelu(self.fc1, self.act, x))))
+    return self.drop(_product(self.fc2, self.drop(_linear_gelu(self.fc1, self.act, x))))
 
 
 def _ms_block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
@@ -333,6 +350,22 @@ _TABLE = {
             frozenset(("dense", "activation")),
             _hf_intermediate,
             _parts({"activation": nn.GELU}),
+        ),
+        _Entry(
+            _HF,
+            "CvtSelfOutput",
+            _always(),
+            ("hidden_state", "input_tensor"),
+            frozenset(("dense", "dropout")),
+            _hf_self_output,
+        ),
+        _Entry(
+            _HF,
+            "CvtOutput",
+            _always(),
+            ("hidden_state", "input_tensor"),
+            frozenset(("dense", "dropout")),
+            _hf_output,
         ),
         _Entry(
             _MS,
@@ -690,7 +723,9 @@ class Coverage(list[BlockCoverage]):
         rows = [("block", "class", "fused", "operators and their backends, or why not")]
         for row in self:
             backends = ", ".join(f"{operator} {backend}" for operator, backend in row.backends.items())
-            rows.append((row.path, row.class_name, "yes" if row.fused else "no", row.reason or backends))
+            rows.append(
+                (row.path, row.class_name, "yes" if row.fused else "no", row.reason or backends or "linear")
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
         fused = sum(row.fused for row in self)

@@ -219,7 +219,8 @@ def test_a_models_part_and_a_model_that_contains_one():
     ck.accelerate(both)
     assert {row.path.split(".")[0] for row in ck.coverage(both)} == {"a", "b"}
     layer = ck.accelerate(huggingface().cvt.encoder.stages[2].layers[0])
-    assert [row.path for row in ck.coverage(layer)] == ["", "attention.attention", "intermediate"]
+    paths = ["", "attention.attention", "attention.output", "intermediate", "output"]
+    assert [row.path for row in ck.coverage(layer)] == paths
 
 
 # In place --------------------------------------------------------------------------------------------------
@@ -585,7 +586,7 @@ def test_nothing_to_accelerate(function):
     with pytest.raises(ValueError, match="Sequential has no block of a CvT; looked for the classes") as error:
         function(model)
     message = str(error.value)
-    assert "CvtConvEmbeddings, CvtLayer, CvtSelfAttention, CvtIntermediate (Hugging Face)" in message
+    assert "CvtConvEmbeddings, CvtLayer, CvtSelfAttention, CvtIntermediate, CvtSelfOutput" in message
     assert "ConvEmbed, Block, Attention, Mlp (Microsoft)" in message
     assert [type(m) for m in model.modules()][1] is Block
 
