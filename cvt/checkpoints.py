@@ -1,4 +1,4 @@
-"""Reading and writing weights: Microsoft's ``.pth``, Hugging Face's directories and ``.safetensors``.
+"""Reading and writing weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors``, and what we trained.
 
 Our parameter names are Microsoft's; Hugging Face holds the same tensors under names of its own. Files are
 read without running code from them, and a model is changed only once everything is known to fit.
@@ -6,6 +6,7 @@ read without running code from them, and a model is changed only once everything
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -48,6 +49,9 @@ for _letter, _word in (("q", "query"), ("k", "key"), ("v", "value")):
         (f"{_ours}conv_proj_{_letter}.bn.", f"{_theirs}{_conv}normalization."),
     ]
 
+#: The best weights in a directory of ``cvt train``.
+BEST = "best.pth"
+
 # Fields of Hugging Face's configuration that change what the weights compute, or their shapes.
 _HF_ARCHITECTURE = (
     "num_channels",
@@ -85,6 +89,34 @@ class CheckpointError(ValueError):
     """A file is not a checkpoint that can be read, or not one of this model."""
 
 
+class Recipe(NamedTuple):
+    """What a model is and how it wants its images; ``cvt train`` writes it beside the weights.
+
+    Attributes:
+        config: The architecture.
+        labels: Class names.
+        image_size: Pixels of each side, as in :func:`cvt.data.preprocess`.
+        crop_fraction: Likewise.
+    """
+
+    config: CvTConfig
+    labels: list[str]
+    image_size: int
+    crop_fraction: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which ``torch.load(weights_only=True)`` reads."""
+        return {**self._asdict(), "config": dataclasses.asdict(self.config)}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Recipe:
+        """What :meth:`to_dict` gave."""
+        recipe = cls(**{**content, "config": CvTConfig(**content["config"])})
+        if len(recipe.labels) != recipe.config.num_classes:
+            raise ValueError(f"got {len(recipe.labels)} labels for {recipe.config.num_classes} classes")
+        return recipe
+
+
 class Checkpoint(NamedTuple):
     """Weights as read from a file, under our names.
 
@@ -92,11 +124,13 @@ class Checkpoint(NamedTuple):
         path: Where they come from.
         tensors: Parameter name → tensor, on the CPU.
         hf_config: ``config.json`` of a Hugging Face directory, else None.
+        recipe: What ``cvt train`` wrote beside the weights, else None.
     """
 
     path: str
     tensors: dict[str, Tensor]
     hf_config: dict[str, Any] | None = None
+    recipe: Recipe | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -106,7 +140,9 @@ class Checkpoint(NamedTuple):
 
     @property
     def labels(self) -> list[str] | None:
-        """Class names from ``config.json``, if it has one for each class."""
+        """Class names, if the checkpoint has one for each class."""
+        if self.recipe is not None:
+            return self.recipe.labels
         id2label = (self.hf_config or {}).get("id2label")
         if self.num_classes is None or not isinstance(id2label, dict):
             return None
@@ -141,7 +177,8 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
             a ``.pth``/``.pt``/``.bin`` file of ``torch.save``: a state_dict, possibly under ``"state_dict"``
             or ``"model"``, possibly with ``module.`` or ``_orig_mod.`` before every name;
             a ``.safetensors`` file;
-            a directory of Hugging Face's ``save_pretrained``.
+            a directory of Hugging Face's ``save_pretrained``;
+            a directory of ``cvt train``, for its best weights.
             Names may be Microsoft's or Hugging Face's. What this returned before is returned as it is.
 
     Raises:
@@ -153,11 +190,18 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"checkpoint: {path} does not exist")
+    hf_config, recipe = None, None
+    if (path / BEST).is_file():
+        path /= BEST
     if path.is_dir():
         tensors, hf_config = _read_directory(path)
+    elif path.suffix == ".safetensors":
+        tensors = _read_safetensors(path)
     else:
-        tensors, hf_config = _read_file(path), None
-    return Checkpoint(str(path), {_from_huggingface(name): t for name, t in tensors.items()}, hf_config)
+        content = _unpickle(path)
+        tensors, recipe = _state_dict(content, path), _recipe(content, path)
+    tensors = {_from_huggingface(name): tensor for name, tensor in tensors.items()}
+    return Checkpoint(str(path), tensors, hf_config, recipe)
 
 
 def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> LoadReport:
@@ -364,10 +408,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return _state_dict(load_file(path), path)
@@ -376,8 +416,21 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    return _state_dict(_unpickle(path), path)
+
+
+def _recipe(content: Any, path: Path) -> Recipe | None:
+    if not isinstance(content, Mapping) or "recipe" not in content:
+        return None
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return Recipe.from_dict(content["recipe"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes can raise anything
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
         if unsafe:
@@ -389,7 +442,6 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
         ) from error
-    return _state_dict(content, path)
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from cvt_kernels import __version__
 from cvt_kernels.cli import add_device_argument, positive_int, resolve_device, run_command
 
-from .checkpoints import CheckpointError, read_checkpoint
-from .config import ACTIVATIONS, PRESETS
+from .checkpoints import CheckpointError, Recipe, read_checkpoint
+from .config import ACTIVATIONS, PRESETS, CvTConfig
 from .data import UNCROPPED_SIZE, load_images, read_labels
 from .model import create_model
 
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     classify = commands.add_parser("classify", help="print the most probable classes of photographs")
     classify.add_argument("photos", nargs="+", metavar="PHOTO", help="JPEG, PNG or whatever Pillow reads")
     classify.add_argument(
-        "--checkpoint", required=True, help="official .pth, .safetensors, or a Hugging Face directory"
+        "--checkpoint",
+        required=True,
+        help="official .pth, .safetensors, a Hugging Face directory, or one of cvt train",
     )
     classify.add_argument(
         "--labels", metavar="FILE", help="class names: one per line, or a JSON list or {index: name}"
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     classify.add_argument(
         "--image-size",
         type=positive_int,
-        help="pixels (default: 224, for cvt_w24 384); from 384 on uncropped",
+        help="pixels (default: as trained; 224, for cvt_w24 384); from 384 on uncropped",
     )
     classify.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
     classify.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
@@ -58,7 +60,8 @@ def _classify(arguments: argparse.Namespace) -> None:
     """Prints only when every photograph has been classified."""
     device = resolve_device(arguments.device)
     checkpoint = read_checkpoint(arguments.checkpoint)
-    name = arguments.model or checkpoint.preset
+    recipe = checkpoint.recipe
+    name = arguments.model or (recipe.config if recipe else checkpoint.preset)
     if name is None:
         raise CheckpointError(f"{arguments.checkpoint}: is not a CvT of {', '.join(PRESETS)}")
     overrides = {} if arguments.activation is None else {"activation": arguments.activation}
@@ -67,13 +70,15 @@ def _classify(arguments: argparse.Namespace) -> None:
         model = create_model(name, checkpoint=checkpoint, **overrides).to(device).eval()
     classes = model.config.num_classes
     labels = checkpoint.labels if arguments.labels is None else read_labels(arguments.labels, classes)
-    image_size = arguments.image_size or (UNCROPPED_SIZE if name == "cvt_w24" else 224)
+    image_size = arguments.image_size or _image_size(name, recipe)
+    crop_fraction = recipe.crop_fraction if recipe else None
 
     photos, batch_size = arguments.photos, arguments.batch_size
     batches = []
     with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
         for start in range(0, len(photos), batch_size):
-            images = load_images(photos[start : start + batch_size], image_size)
+            batch = photos[start : start + batch_size]
+            images = load_images(batch, image_size, crop_fraction=crop_fraction, upscale=recipe is not None)
             with torch.inference_mode():
                 batches.append(model(images.to(device)).softmax(dim=-1).cpu())
             progress.update(len(images))
@@ -84,6 +89,12 @@ def _classify(arguments: argparse.Namespace) -> None:
     for warning in caught:
         print(f"cvt classify: {warning.message}", file=sys.stderr)
     print("\n".join(_table(photos, probabilities, min(arguments.top, classes), labels)))
+
+
+def _image_size(model: str | CvTConfig, recipe: Recipe | None) -> int:
+    if recipe is not None:
+        return recipe.image_size
+    return UNCROPPED_SIZE if model == "cvt_w24" else 224
 
 
 def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:
