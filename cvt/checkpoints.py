@@ -89,8 +89,8 @@ class CheckpointError(ValueError):
     """A file is not a checkpoint that can be read, or not one of this model."""
 
 
-class Recipe(NamedTuple):
-    """What a model is and how it wants its images; ``cvt train`` writes it beside the weights.
+class ModelCard(NamedTuple):
+    """What a model is and how it wants its images, as ``cvt train`` writes it beside the weights.
 
     Attributes:
         config: The architecture.
@@ -109,12 +109,12 @@ class Recipe(NamedTuple):
         return {**self._asdict(), "config": dataclasses.asdict(self.config)}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Recipe:
+    def from_dict(cls, content: dict[str, Any]) -> ModelCard:
         """What :meth:`to_dict` gave."""
-        recipe = cls(**{**content, "config": CvTConfig(**content["config"])})
-        if len(recipe.labels) != recipe.config.num_classes:
-            raise ValueError(f"got {len(recipe.labels)} labels for {recipe.config.num_classes} classes")
-        return recipe
+        card = cls(**{**content, "config": CvTConfig(**content["config"])})
+        if len(card.labels) != card.config.num_classes:
+            raise ValueError(f"got {len(card.labels)} labels for {card.config.num_classes} classes")
+        return card
 
 
 class Checkpoint(NamedTuple):
@@ -124,13 +124,13 @@ class Checkpoint(NamedTuple):
         path: Where they come from.
         tensors: Parameter name → tensor, on the CPU.
         hf_config: ``config.json`` of a Hugging Face directory, else None.
-        recipe: What ``cvt train`` wrote beside the weights, else None.
+        card: What ``cvt train`` wrote beside the weights, else None.
     """
 
     path: str
     tensors: dict[str, Tensor]
     hf_config: dict[str, Any] | None = None
-    recipe: Recipe | None = None
+    card: ModelCard | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -141,8 +141,8 @@ class Checkpoint(NamedTuple):
     @property
     def labels(self) -> list[str] | None:
         """Class names, if the checkpoint has one for each class."""
-        if self.recipe is not None:
-            return self.recipe.labels
+        if self.card is not None:
+            return self.card.labels
         id2label = (self.hf_config or {}).get("id2label")
         if self.num_classes is None or not isinstance(id2label, dict):
             return None
@@ -190,7 +190,7 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"checkpoint: {path} does not exist")
-    hf_config, recipe = None, None
+    hf_config, card = None, None
     if (path / BEST).is_file():
         path /= BEST
     if path.is_dir():
@@ -199,9 +199,9 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
         tensors = _read_safetensors(path)
     else:
         content = _unpickle(path)
-        tensors, recipe = _state_dict(content, path), _recipe(content, path)
+        tensors, card = _state_dict(content, path), _card(content, path)
     tensors = {_from_huggingface(name): tensor for name, tensor in tensors.items()}
-    return Checkpoint(str(path), tensors, hf_config, recipe)
+    return Checkpoint(str(path), tensors, hf_config, card)
 
 
 def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> LoadReport:
@@ -419,11 +419,11 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     return _state_dict(_unpickle(path), path)
 
 
-def _recipe(content: Any, path: Path) -> Recipe | None:
-    if not isinstance(content, Mapping) or "recipe" not in content:
+def _card(content: Any, path: Path) -> ModelCard | None:
+    if not isinstance(content, Mapping) or "card" not in content:
         return None
     try:
-        return Recipe.from_dict(content["recipe"])
+        return ModelCard.from_dict(content["card"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
 

@@ -141,9 +141,9 @@ class CvTConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
         for name, least in (("num_classes", 0), ("in_chans", 1)):
-            _number(name, getattr(self, name), int, least, math.inf)
+            check_number(name, getattr(self, name), int, least, math.inf)
         if self.layer_scale is not None:
-            _number("layer_scale", self.layer_scale, float, -math.inf, math.inf)
+            check_number("layer_scale", self.layer_scale, float, -math.inf, math.inf)
         self._check_consistency()
 
     def _check_consistency(self) -> None:
@@ -213,10 +213,10 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
         raise ValueError(
             f"{name}: got {len(values)} values, expected {stages}, one per stage (len(embed_dims))"
         )
-    return tuple(_number(name, v, *_PER_STAGE[name]) for v in values)
+    return tuple(check_number(name, v, *_PER_STAGE[name]) for v in values)
 
 
-def _number(name: str, value: Any, kind: type, least: float, below: float) -> Any:
+def check_number(name: str, value: Any, kind: type, least: float, below: float) -> Any:
     """Returns ``value`` as ``kind``; an integer passes for a float, and nothing but a bool for a bool."""
     accepted = (int, float) if kind is float else kind
     right_type = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
