@@ -198,6 +198,8 @@ class Trainer:
         self.forward = self._wrap()
         groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
+        dtype = PRECISIONS[config.precision]
+        self._autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -254,6 +256,8 @@ class Trainer:
                 self.logs.epoch(step, self.history)
         if self.logs is not None:
             self.logs.close(self.history)
+        if self.world_size > 1:
+            dist.barrier()  # the first process has written its files
         return self.history
 
     def train_epoch(self) -> list[float]:
@@ -279,14 +283,14 @@ class Trainer:
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]], step: int) -> Tensor:
         """One step of the optimizer; returns the loss of this process."""
-        config, dtype = self.config, PRECISIONS[self.config.precision]
+        config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step, self.steps_per_epoch) * group["lr_scale"]
         total = torch.zeros((), device=self.device)
         for i, (images, labels) in enumerate(micro_batches):
             images, targets = self.augment(images.to(self.device), labels.to(self.device))
             with self._synchronized(i == len(micro_batches) - 1):
-                with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+                with self._autocast:
                     logits = self.forward(images)
                 loss = self._loss(logits.float(), images, targets) / len(micro_batches)
                 self.scaler.scale(loss).backward()
@@ -333,26 +337,23 @@ class Trainer:
 
     def _check_finite(self, value: float, step: int, name: str) -> None:
         if not math.isfinite(value):
-            kept = (
-                f"{self.output / LAST} is of epoch {len(self.history)}"
-                if self.history
-                else "nothing was saved"
-            )
-            raise NonFiniteLossError(f"{name} is {value} at step {step}; {kept}")
+            saved = f"{self.output / LAST} is of epoch {len(self.history)}"
+            saved = saved if self.history else "nothing was saved"
+            raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """``val_loss``, ``top1`` and ``top5`` of the averaged weights, or of the model without any."""
         model = (self.ema or self.model).eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        dtype = PRECISIONS[self.config.precision]
         for images, labels in self.val_batches:
             images, labels = images.to(self.device), labels.to(self.device)
-            with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            with self._autocast:
                 logits = model(images).float()
             hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), torch.tensor(len(labels))]).to(sums)
+            sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+            sums[3] += len(labels)
         if self.world_size > 1:
             dist.all_reduce(sums)
         loss, top1, top5 = (sums[:3] / sums[3]).tolist()

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -317,8 +319,7 @@ def test_half_precision_learns_as_float32_does(tmp_path, precision):
 def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
     """In float32, on digits, with tensors so large that ``auto`` takes the native kernels.
 
-    The tolerance: both round differently, by 1e-7 a step, which Adam's division by small second moments and
-    the descent itself make grow.
+    The tolerance is 50 times what was measured: losses within 2e-7 of each other.
     """
     if runtime.native_missing("cpu") is not None:
         pytest.skip("there are no native kernels here")
@@ -345,11 +346,11 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
         counts.append({operator: calls.count(operator) for operator in calls})
         calls.clear()
     assert counts[0] == {}
-    # Of the first stage, in 22 steps: the norms of embedding and attention; the one of the MLP.
-    assert counts[1] == {"layer_norm": 44, "add_layer_norm": 22, "gelu": 22}
+    # In 22 steps: the norms of the first stage, and both MLPs.
+    assert counts[1] == {"layer_norm": 44, "add_layer_norm": 22, "gelu": 44}
     assert curves[0] != curves[1]
     assert curves[0][19] < curves[0][0] - 0.3
-    np.testing.assert_allclose(curves[1], curves[0], rtol=2e-4)
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------
@@ -405,27 +406,36 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_files_are_whole_whenever_the_writer_is_killed(tmp_path):
-    """Twenty writers, killed at moments from before the first write to many writes later."""
-    path = tmp_path / "a.pth"
-    seen = set()
-    for attempt in range(20):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
-            child = os.fork()
-        if child == 0:
-            for i in range(10**6):
-                content = {"writer": attempt, "i": i, "tensor": torch.full((100_000,), float(i))}
-                write_atomically(path, lambda file, content=content: torch.save(content, file))
-        time.sleep(0.002 * attempt)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        if path.exists():
-            content = torch.load(path, weights_only=True)
-            assert (content["tensor"] == content["i"]).all()
-            seen.add(content["writer"])
-    assert len(seen) > 5
-    assert {file.name for file in tmp_path.iterdir()} <= {"a.pth", "a.pth.tmp"}
+@pytest.mark.parametrize(
+    ("moment", "survivor"), [("write", b"old"), ("fsync", b"old"), ("replace", b"old"), ("open", b"newer")]
+)
+def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivor):
+    """In the middle of the file, before it is on the disk, before it is renamed, and just after that."""
+    path = tmp_path / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(file):
+        file.write(b"new")
+        if moment == "write":
+            file.flush()
+            die()
+        file.write(b"er")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
+        child = os.fork()
+    if child == 0:
+        setattr(os, moment, die)
+        write_atomically(path, write)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert path.read_bytes() == survivor
+    write_atomically(path, lambda file: file.write(b"next"))  # over what the killed one left
+    assert path.read_bytes() == b"next"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_killed_training_goes_on(uninterrupted, tmp_path):
@@ -558,9 +568,13 @@ def _process(rank, port, directory):
             convs = [m for m in ours.model.modules() if isinstance(m, nn.SyncBatchNorm)]
             assert len(convs) == 6
             ours.fit()
-        resumed = trainer(f"{directory}/shard", config, resume=True, **{**JOINED, **RUNS["shard"]})
+        path = Path(directory, "shard", LAST)
+        before = torch.load(path, weights_only=True)
+        resumed = trainer(path.parent, config, resume=True, **{**JOINED, **RUNS["shard"]})
         assert resumed.epoch == 2
-        torch.testing.assert_close(resumed.evaluate()["val_loss"], resumed.history[-1]["val_loss"])
+        resumed._save()  # what was loaded into the shards
+        dist.barrier()
+        assert_same_bits(torch.load(path, weights_only=True), before)
 
 
 RUNS = {"ddp": {}, "accumulated": {"accumulate": 2}, "shard": {"shard": True}}
