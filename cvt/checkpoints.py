@@ -198,7 +198,7 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
     elif path.suffix == ".safetensors":
         tensors = _read_safetensors(path)
     else:
-        content = _unpickle(path)
+        content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
     tensors = {_from_huggingface(name): tensor for name, tensor in tensors.items()}
     return Checkpoint(str(path), tensors, hf_config, card)
@@ -416,7 +416,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    return _state_dict(_unpickle(path), path)
+    return _state_dict(load_pickle(path), path)
 
 
 def _card(content: Any, path: Path) -> ModelCard | None:
@@ -428,7 +428,12 @@ def _card(content: Any, path: Path) -> ModelCard | None:
         raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
 
 
-def _unpickle(path: Path) -> Any:
+def load_pickle(path: Path) -> Any:
+    """What ``torch.save`` wrote, onto the CPU, without running code from it.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds pickled code.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes can raise anything

@@ -189,11 +189,11 @@ def _model_to_train(arguments: argparse.Namespace, classes: int) -> CvT:
 def _trained_model(path: str, model: str | None = None, **overrides: Any) -> CvT:
     checkpoint = read_checkpoint(path)
     name = _architecture(model, checkpoint)
+    if isinstance(name, str) and name not in PRESETS:
+        name = MODELS[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        built = create_model(
-            MODELS.get(name, name) if isinstance(name, str) else name, checkpoint=checkpoint, **overrides
-        )
+        built = create_model(name, checkpoint=checkpoint, **overrides)
     for warning in caught:
         print(f"cvt train: {warning.message}", file=sys.stderr)
     return built

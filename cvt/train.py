@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from .augment import Augment
-from .checkpoints import BEST, ModelCard
+from .checkpoints import BEST, ModelCard, load_pickle
 from .data import Batches, ImageDataset, missing_extra
 from .model import Block, CvT
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
@@ -149,6 +149,7 @@ class Trainer:
         history: A row of numbers of each.
 
     Raises:
+        CheckpointError: ``resume`` from a damaged file.
         FileNotFoundError: ``resume`` without a checkpoint.
         ModuleNotFoundError: What the ``train`` extra installs is needed.
         ValueError: Arguments that contradict each other, or a checkpoint of another configuration.
@@ -195,7 +196,7 @@ class Trainer:
         if config.ema_decay:
             average = get_ema_multi_avg_fn(config.ema_decay)
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
-        self.forward = self._wrap()
+        self.wrapped = self._wrap()
         groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
         dtype = PRECISIONS[config.precision]
@@ -265,7 +266,7 @@ class Trainer:
         entropy = np.random.SeedSequence((self.config.seed, self.epoch, self.rank))
         torch.manual_seed(int(entropy.generate_state(1)[0]))
         self.train_batches.set_epoch(self.epoch)
-        self.forward.train()
+        self.wrapped.train()
         if self.config.freeze_bn:
             freeze_batch_norm(self.model)
         batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
@@ -291,7 +292,7 @@ class Trainer:
             images, targets = self.augment(images.to(self.device), labels.to(self.device))
             with self._synchronized(i == len(micro_batches) - 1):
                 with self._autocast:
-                    logits = self.forward(images)
+                    logits = self.wrapped(images)
                 loss = self._loss(logits.float(), images, targets) / len(micro_batches)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -318,10 +319,10 @@ class Trainer:
 
     def _synchronized(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Gradients are exchanged once per step, with its last micro-batch."""
-        if isinstance(self.forward, FSDPModule):
-            self.forward.set_requires_gradient_sync(last)
-        elif isinstance(self.forward, DistributedDataParallel) and not last:
-            return self.forward.no_sync()
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(last)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
+            return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
     def _losses(self, pending: list[Tensor], first: int) -> list[float]:
@@ -360,7 +361,7 @@ class Trainer:
         return {"val_loss": loss, "top1": top1, "top5": top5}
 
     def _save(self) -> None:
-        """``last.pth`` to go on from; and ``best.pth``, written first, if no epoch before was as good."""
+        """``last.pth`` to go on from; and ``best.pth``, written first, if every epoch before was worse."""
         if self.config.shard:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
@@ -369,7 +370,7 @@ class Trainer:
         if self.rank:
             return
         content = {"card": self.card.to_dict(), "epoch": self.epoch}
-        if self.history[-1]["top1"] >= max(row["top1"] for row in self.history):
+        if all(row["top1"] < self.history[-1]["top1"] for row in self.history[:-1]):
             weights = self.ema.module.state_dict() if self.ema else model
             best = {**content, "model": weights, "metrics": self.history[-1]}
             write_atomically(self.output / BEST, lambda file: torch.save(best, file))
@@ -387,7 +388,7 @@ class Trainer:
         path = self.output / LAST
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_pickle(path)
         different = [
             f"{name} {str(then)[:80]}, now {str(self._same.get(name))[:80]}"
             for name, then in state["same"].items()
