@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .config import PRESETS, CvTConfig
+from .files import filling
 
 _PathLike = str | os.PathLike[str]
 
@@ -268,11 +268,9 @@ def save_huggingface(model: CvTModule, directory: _PathLike, *, labels: Sequence
     hf_config["dtype"] = str(head.weight.dtype).removeprefix("torch.")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        save_file(tensors, Path(scratch, "model.safetensors"), metadata={"format": "pt"})
-        Path(scratch, "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
-        for file in ("model.safetensors", "config.json"):
-            os.replace(Path(scratch, file), directory / file)
+    with filling(directory) as scratch:
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
 
 
 def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:

@@ -67,3 +67,16 @@ def record_all_calls() -> list[str]:
 
         runtime.register(operator, "native", runtime.Implementation(function))
     return called
+
+
+def bad(capsys, main, *arguments) -> str:
+    """Runs a command that must fail with one clear line and nothing on stdout; returns the line."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as caught:  # argparse, after printing the usage
+        code = caught.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert sum("error:" in line for line in err.splitlines()) == 1
+    return err.splitlines()[-1]

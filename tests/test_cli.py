@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import bad
 from PIL import Image
 
 from cvt import cli as cvt_cli
@@ -34,19 +35,6 @@ def photos():
 def classify(capsys, *arguments):
     code = cvt_cli.main(["classify", *map(str, arguments)])
     return code, *capsys.readouterr()
-
-
-def bad(capsys, main, *arguments):
-    """Runs a command that must fail with one clear line and nothing on stdout; returns the line."""
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as caught:  # argparse, after printing the usage
-        code = caught.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
-    assert sum("error:" in line for line in err.splitlines()) == 1
-    return err.splitlines()[-1]
 
 
 def test_classify_prints_the_models_own_top_5(capsys, weights, photos, tmp_path):
