@@ -39,7 +39,7 @@ void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t toke
                   ": expected dtype and device of q");
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.size(1) > 0, "q and k: expected (batch, tokens, heads, head_dim)");
   STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q: expected up to ", kMaxHeadDim, " channels per head");
   check("k", k, q, k.size(1));
@@ -74,4 +74,6 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
 }  // namespace
 }  // namespace cvt_kernels::attention
 
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) { m.impl("attention", TORCH_BOX(&cvt_kernels::attention::attention)); }
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  m.impl("attention_inference", TORCH_BOX(&cvt_kernels::attention::attention_inference));
+}

@@ -28,7 +28,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def("gelu(Tensor x, Tensor? bias, str activation) -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");
   // softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D), on the CPU: attention.cpp.
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
+  m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
 }
 
 PYBIND11_MODULE(_C, m) {

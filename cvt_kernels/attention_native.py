@@ -14,12 +14,12 @@ from torch import Tensor
 from . import runtime
 
 runtime.load_extension()
-_op = torch.ops.cvt_kernels.attention
+_op = torch.ops.cvt_kernels.attention_inference
 
 _MAX_HEAD_DIM = 256
 
 
-@torch.library.register_fake("cvt_kernels::attention")
+@torch.library.register_fake("cvt_kernels::attention_inference")
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return q.new_empty(q.shape)
 

@@ -155,7 +155,7 @@ def test_autocast():
 
 def test_operator_checks_what_it_would_read():
     q, k, v = make(2, 5, 4, 1, 8, torch.float32)
-    op = runtime.load_extension() and torch.ops.cvt_kernels.attention
+    op = runtime.load_extension() and torch.ops.cvt_kernels.attention_inference
     for arguments, message in (
         ((q, k[:1], v, 1.0), r"k: expected \(batch, tokens, heads, head_dim\)"),
         ((q, k, v[:, :3], 1.0), r"v: expected \(batch, tokens, heads, head_dim\)"),
@@ -171,7 +171,7 @@ def test_opcheck_and_compile():
     from cvt_kernels import attention_native  # noqa: F401 (registers the shapes that torch.compile needs)
 
     tensors = make(2, 9, 4, 3, 8, torch.float32)
-    torch.library.opcheck(torch.ops.cvt_kernels.attention.default, (*tensors, 0.1))
+    torch.library.opcheck(torch.ops.cvt_kernels.attention_inference.default, (*tensors, 0.1))
     torch.compiler.reset()
     compiled = torch.compile(ck.attention, fullgraph=True, backend="aot_eager", dynamic=False)
     assert torch.equal(compiled(*tensors), ck.attention(*tensors))
@@ -223,3 +223,12 @@ def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
     subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+def test_triton_and_the_extension_register_side_by_side():
+    code = "import cvt_kernels.{}, cvt_kernels.{}"
+    modules = ("attention_triton", "attention_native")
+    for first, second in (modules, modules[::-1]):
+        command = [sys.executable, "-c", code.format(first, second)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
