@@ -29,6 +29,13 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");
   // softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D), on the CPU: attention.cpp.
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
+
+  // conv_projection.cpp, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
+  // tokens, of a height × width grid after a class token or none; `norms` are the scale, shift, mean and variance of
+  // each branch, `geometry` its stride, padding and dilation.
+  m.def(
+      "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
+      "float[] eps) -> Tensor[]");
 }
 
 PYBIND11_MODULE(_C, m) {

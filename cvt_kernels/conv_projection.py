@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +28,26 @@ def _triton_refuses(*args: Any, **kwargs: Any) -> str | None:
     return conv_projection_triton.refuses(*args, **kwargs)
 
 
+_kernels: ModuleType | None = None
+
+
+def _native_kernels() -> ModuleType:
+    global _kernels
+    if _kernels is None:  # needs the extension, so not before it is asked for; an import per call costs 1 µs
+        from . import conv_projection_native
+
+        _kernels = conv_projection_native
+    return _kernels
+
+
+def _native(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return _native_kernels().conv_projection(*args, **kwargs)
+
+
+def _native_refuses(*args: Any, **kwargs: Any) -> str | None:
+    return _native_kernels().refuses(*args, **kwargs)
+
+
 runtime.register(
     "conv_projection",
     "triton",
@@ -37,6 +58,11 @@ runtime.register(
         _triton_refuses,
         opt_in={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
     ),
+)
+runtime.register(
+    "conv_projection",
+    "native",
+    runtime.Implementation(_native, ("cpu",), runtime.native_missing, _native_refuses),
 )
 runtime.register("conv_projection", "reference", runtime.Implementation(reference.conv_projection))
 

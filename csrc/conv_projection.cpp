@@ -1,0 +1,149 @@
+// The projection on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Results do not depend on the number of threads: every output is a sum of its own, in one order.
+
+#include "conv_projection.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu.h"
+#include "tensors.h"
+
+namespace cvt_kernels::conv_projection {
+namespace {
+
+constexpr int64_t kRowBytes = 20480;   // of rows held, which must leave room in L1 for weights and outputs
+constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
+
+struct Aligned {
+  void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{64}); }
+};
+
+using Scratch = std::unique_ptr<void, Aligned>;
+
+Tensor checked(const char* name, const Tensor& tensor, const Tensor& x, std::initializer_list<int64_t> sizes) {
+  const auto found = tensor.sizes();
+  STD_TORCH_CHECK(std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()), name,
+                  ": expected (channels, 1, k, k) for a weight, (channels,) for what normalises");
+  STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+int64_t output_size(int64_t size, const Branch& branch) {
+  const int64_t slack = size + 2 * branch.padding - branch.dilation * (branch.kernel - 1) - 1;
+  STD_TORCH_CHECK(slack >= 0, "x: expected a grid that gives an output");
+  return slack / branch.stride + 1;
+}
+
+void plan(Projection& call, int64_t bytes) {
+  call.margin = 0;
+  call.held = 1;
+  for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
+    call.margin = std::max(call.margin, branch->padding);
+    call.held = std::max(call.held, branch->dilation * (branch->kernel - 1) + 1);
+  }
+  call.held = std::min(call.held, call.height);
+  const int64_t channel = call.held * (call.width + 2 * call.margin) * bytes;
+  const int64_t whole = (call.channels + kChannelStep - 1) / kChannelStep;
+  const int64_t blocks = (whole * kChannelStep * channel + kRowBytes - 1) / kRowBytes;
+  call.block = std::max<int64_t>(1, (whole + blocks - 1) / blocks) * kChannelStep;
+  call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
+}
+
+std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
+                                              const std::vector<Tensor>& weights,
+                                              const std::vector<std::optional<Tensor>>& norms,
+                                              const std::vector<int64_t>& geometry, const std::vector<double>& eps) {
+  static const Kernels& loops = choose(KERNEL_TABLES);
+  const DType dtype = dtype_of(input);
+  STD_TORCH_CHECK(input.dim() == 3 && height > 0 && width > 0, "x: expected (batch, tokens, channels) and its grid");
+  const int64_t class_tokens = input.size(1) - height * width;
+  STD_TORCH_CHECK(class_tokens == 0 || class_tokens == 1, "x: expected height · width tokens, or one more");
+  const int64_t channels = channels_of(input);
+  const size_t count = weights.size();
+  STD_TORCH_CHECK(norms.size() == 4 * count && geometry.size() == 3 * count && eps.size() == count,
+                  "norms, geometry, eps: expected 4, 3 and 1 for each of the weights");
+  const Tensor x = input.stride(2) == 1 || channels == 1 ? input : torch::stable::contiguous(input);
+
+  std::vector<Tensor> outs, alive;
+  std::vector<Branch> branches(count);
+  for (size_t i = 0; i < count; i++) {
+    STD_TORCH_CHECK(weights[i].dim() == 4 && weights[i].scalar_type() == x.scalar_type(),
+                    "weights: expected (channels, 1, k, k) in the dtype of x");
+    const int64_t kernel = weights[i].size(3);
+    STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
+    const auto keep = [&](const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+      return alive.emplace_back(checked(name, tensor, x, sizes)).const_data_ptr();
+    };
+    const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) {
+      return tensor.has_value() ? keep(name, *tensor, {channels}) : nullptr;
+    };
+    const std::optional<Tensor>* own = &norms[4 * i];
+    STD_TORCH_CHECK(own[2].has_value() && own[3].has_value(), "norms: expected a mean and a variance");
+    for (int j = 0; j < 4; j++) {
+      STD_TORCH_CHECK(!own[j].has_value() || own[j]->scalar_type() == own[2]->scalar_type(),
+                      "norms: expected one dtype for each of the weights");
+    }
+    Branch& branch = branches[i];
+    branch = {
+        .weight = keep("weights", weights[i], {channels, 1, kernel, kernel}),
+        .scale = norm("scale", own[0]),
+        .shift = norm("shift", own[1]),
+        .mean = norm("mean", own[2]),
+        .variance = norm("variance", own[3]),
+        .norm = dtype_of(*own[2]),
+        .eps = eps[i],
+        .kernel = kernel,
+        .stride = geometry[3 * i],
+        .padding = geometry[3 * i + 1],
+        .dilation = geometry[3 * i + 2],
+        .height = 0,
+        .width = 0,
+        .out = nullptr,
+    };
+    STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
+                    "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
+    branch.height = output_size(height, branch);
+    branch.width = output_size(width, branch);
+    outs.push_back(empty({x.size(0), class_tokens + branch.height * branch.width, channels}, x.scalar_type(), x));
+    branch.out = outs.back().mutable_data_ptr();
+  }
+
+  const int64_t bytes = dtype == DType::float64 ? sizeof(double) : sizeof(float);
+  Projection call{
+      .x = x.const_data_ptr(),
+      .batch_stride = x.stride(0),
+      .token_stride = x.stride(1),
+      .batch = x.size(0),
+      .class_tokens = class_tokens,
+      .height = height,
+      .width = width,
+      .channels = channels,
+      .branches = branches.data(),
+      .count = static_cast<int64_t>(count),
+      .block = 0,
+      .bands = 0,
+      .margin = 0,
+      .held = 0,
+  };
+  plan(call, bytes);
+  int64_t size = (call.held + 1) * row_size(call);
+  for (const Branch& branch : branches) size += packed_size(call, branch);
+  const int64_t units = (channels + call.block - 1) / call.block * call.batch * call.bands;
+  torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+    const Scratch scratch(::operator new(size * bytes, std::align_val_t{64}));
+    loops.project(dtype, call, begin, end, scratch.get());
+  });
+  return outs;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::conv_projection
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  m.impl("conv_projection_inference", TORCH_BOX(&cvt_kernels::conv_projection::conv_projection_inference));
+}

@@ -1,0 +1,224 @@
+// The loops of the projection on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the
+// table it fills; it includes nothing whose code the linker could merge between them.
+//
+// Every row of x is read once, converted, and laid down in a ring of rows that stays in L1: vectors of channels one
+// after the other, each with all its columns, so that neighbouring pixels lie at constant distances. Zeros around the
+// rows are the padding. As soon as a row is there, each branch makes the output row of which it is the last.
+
+#include "conv_projection.h"
+
+#include <utility>
+
+#include "vector.h"
+
+namespace cvt_kernels::conv_projection {
+namespace {
+
+// Calls f with the constants 0 to n − 1.
+template <int... i, class F>
+VECTOR_INLINE void unroll(std::integer_sequence<int, i...>, F f) {
+  (f(std::integral_constant<int, i>{}), ...);
+}
+
+template <int n, class F>
+VECTOR_INLINE void unroll(F f) {
+  unroll(std::make_integer_sequence<int, n>{}, f);
+}
+
+template <class T>
+constexpr int kLanes = VectorOf<T>::lanes;
+
+// What a branch does to a vector of channels: `kernel`² taps, then −mean, the scale 1 / sqrt(variance + eps) · γ and the
+// shift β. The accumulator starts at −mean: a shift that held it would cancel where the mean is many deviations.
+template <class T, class A = Accumulator<T>>
+void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
+  const int64_t taps = branch.kernel * branch.kernel;
+  const T* weight = static_cast<const T*>(branch.weight) + first * taps;
+  with_type(branch.norm, [&](auto type) {
+    using P = decltype(type);
+    const auto value = [&](const void* values, int64_t c, A absent) {
+      return values == nullptr ? absent : static_cast<A>(load(static_cast<const P*>(values) + first + c));
+    };
+    for (int64_t c = 0; c < size; c += kLanes<T>, out += (taps + 3) * kLanes<T>) {
+      for (int lane = 0; lane < kLanes<T>; lane++) {
+        const bool within = c + lane < size;
+        const int64_t channel = within ? c + lane : c;
+        for (int64_t tap = 0; tap < taps; tap++) out[tap * kLanes<T> + lane] = load(weight + channel * taps + tap);
+        A* norm = out + taps * kLanes<T> + lane;
+        norm[0] = -value(branch.mean, channel, 0);
+        norm[kLanes<T>] = value(branch.scale, channel, 1) /
+                          std::sqrt(value(branch.variance, channel, 1) + static_cast<A>(branch.eps));
+        norm[2 * kLanes<T>] = value(branch.shift, channel, 0);
+      }
+    }
+  });
+}
+
+// Sizes that are known to the compiler, or 0 where only the branch knows.
+template <int kernel, int stride>
+struct Shape {};
+
+// n neighbouring outputs of a vector of channels.
+template <int n, class T, int kernel, int stride, class Lanes, class A = Accumulator<T>>
+VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const* rows, int64_t offset, int64_t column, const A* packed,
+                           T* out, int64_t pitch, Lanes lanes) {
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  F sums[n];
+  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = load(packed + kernel * kernel * L, Whole{}); });
+  unroll<kernel>([&](auto y) LAMBDA_INLINE {
+    F taps[kernel];
+    unroll<kernel>([&](auto x) LAMBDA_INLINE { taps[x] = load(packed + (y * kernel + x) * L, Whole{}); });
+    const A* row = rows[y] + offset + column * stride * L;
+    unroll<(n - 1) * stride + kernel>([&](auto i) LAMBDA_INLINE {
+      const F pixel = load(row + i * L, Whole{});
+      unroll<n>([&](auto j) LAMBDA_INLINE {
+        constexpr int tap = i - j * stride;
+        if constexpr (tap >= 0 && tap < kernel) sums[j] = sums[j] + taps[tap] * pixel;
+      });
+    });
+  });
+  const F scale = load(packed + (kernel * kernel + 1) * L, Whole{});
+  const F shift = load(packed + (kernel * kernel + 2) * L, Whole{});
+  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j] * scale + shift, lanes); });
+}
+
+template <int n, class T, class Lanes, class A = Accumulator<T>>
+VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* rows, int64_t offset, int64_t column, const A* packed,
+                           T* out, int64_t pitch, Lanes lanes) {
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  const A* norm = packed + branch.kernel * branch.kernel * L;
+  const int64_t step = branch.stride * L;
+  F sums[n];
+  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = load(norm, Whole{}); });
+  for (int64_t y = 0; y < branch.kernel; y++) {
+    const A* pixels = rows[y] + offset + column * step;
+    for (int64_t x = 0; x < branch.kernel; x++, packed += L, pixels += branch.dilation * L) {
+      const F tap = load(packed, Whole{});
+      unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = sums[j] + tap * load(pixels + j * step, Whole{}); });
+    }
+  }
+  const F scale = load(norm + L, Whole{}), shift = load(norm + 2 * L, Whole{});
+  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j] * scale + shift, lanes); });
+}
+
+// A row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
+template <class T, class S, class A = Accumulator<T>>
+void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane, const A* packed, int64_t size, T* out,
+              int64_t pitch) {
+  const int64_t step = (branch.kernel * branch.kernel + 3) * kLanes<T>;
+  int64_t column = 0;
+  const auto advance = [&](auto n) LAMBDA_INLINE {
+    for (; column + n <= branch.width; column += n) {
+      const A* weights = packed;
+      T* to = out + column * pitch;
+      int64_t c = 0, offset = 0;
+      for (; c + kLanes<T> <= size; c += kLanes<T>, weights += step, offset += plane) {
+        outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Whole{});
+      }
+      if (c < size) outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Part{size - c});
+    }
+  };
+  advance(std::integral_constant<int, 8>{});
+  advance(std::integral_constant<int, 4>{});
+  advance(std::integral_constant<int, 2>{});
+  advance(std::integral_constant<int, 1>{});
+}
+
+// Channels of the block that begins at `first`.
+int64_t block_size(const Projection& call, int64_t first) {
+  return call.channels - first < call.block ? call.channels - first : call.block;
+}
+
+// One unit: the rows of x from the first to the last that its outputs need, and the outputs on the way.
+template <class T, class A = Accumulator<T>>
+void project_band(const Projection& call, int64_t first, int64_t image, int64_t band, A* zeros, const A* packed) {
+  const int64_t size = block_size(call, first), plane = (call.width + 2 * call.margin) * kLanes<T>;
+  A* ring = zeros + row_size(call);
+  const T* x = static_cast<const T*>(call.x) + image * call.batch_stride + first;
+  const auto rows_of = [&](const Branch& branch, int64_t part) { return branch.height * part / call.bands; };
+  const auto out_of = [&](const Branch& branch, int64_t token) {
+    const int64_t tokens = call.class_tokens + branch.height * branch.width;
+    return static_cast<T*>(branch.out) + (image * tokens + token) * call.channels + first;
+  };
+
+  int64_t begin = call.height, end = 0;
+  for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+    if (band == 0 && call.class_tokens) std::memcpy(out_of(*b, 0), x, size * sizeof(T));
+    const int64_t top = rows_of(*b, band), bottom = rows_of(*b, band + 1);
+    if (top == bottom) continue;
+    const int64_t low = top * b->stride - b->padding;
+    const int64_t high = (bottom - 1) * b->stride - b->padding + b->dilation * (b->kernel - 1) + 1;
+    begin = low < begin ? low : begin;
+    end = high > end ? high : end;
+  }
+
+  for (int64_t row = begin; row < end; row++) {
+    if (row >= 0 && row < call.height) {
+      const T* pixel = x + (call.class_tokens + row * call.width) * call.token_stride;
+      A* to = ring + row % call.held * row_size(call) + call.margin * kLanes<T>;
+      for (int64_t column = 0; column < call.width; column++, pixel += call.token_stride, to += kLanes<T>) {
+        int64_t c = 0;
+        A* lane = to;
+        for (; c + kLanes<T> <= size; c += kLanes<T>, lane += plane) store(lane, load(pixel + c, Whole{}), Whole{});
+        if (c < size) store(lane, load(pixel + c, Part{size - c}), Whole{});
+      }
+    }
+    const A* weights = packed;
+    for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+      const A* own = weights;
+      weights += packed_size(call, *b);
+      const int64_t start = row - b->dilation * (b->kernel - 1);  // the first row under the kernel
+      const int64_t place = start + b->padding;
+      if (place < 0 || place % b->stride != 0) continue;
+      const int64_t to = place / b->stride;
+      if (to < rows_of(*b, band) || to >= rows_of(*b, band + 1)) continue;
+      const A* rows[kMaxKernel];
+      for (int64_t y = 0; y < b->kernel; y++) {
+        const int64_t from = start + y * b->dilation;
+        const bool inside = from >= 0 && from < call.height;
+        rows[y] = (inside ? ring + from % call.held * row_size(call) : zeros) +
+                  (call.margin - b->padding) * kLanes<T>;
+      }
+      T* out = out_of(*b, call.class_tokens + to * b->width);
+      const bool adjacent = b->kernel == 3 && b->dilation == 1;
+      if (adjacent && b->stride == 1) convolve(Shape<3, 1>{}, *b, rows, plane, own, size, out, call.channels);
+      else if (adjacent && b->stride == 2) convolve(Shape<3, 2>{}, *b, rows, plane, own, size, out, call.channels);
+      else convolve(Shape<0, 0>{}, *b, rows, plane, own, size, out, call.channels);
+    }
+  }
+}
+
+// Blocks of channels outermost: a block's weights serve all images.
+template <class T, class A = Accumulator<T>>
+void project_units(const Projection& call, int64_t begin, int64_t end, A* scratch) {
+  const int64_t held = (call.held + 1) * row_size(call);
+  std::memset(scratch, 0, held * sizeof(A));
+  A* packed = scratch + held;
+  const int64_t images = call.batch * call.bands;
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t first = unit / images * call.block;
+    if (unit == begin || unit % images == 0) {
+      A* out = packed;
+      for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+        pack<T>(*b, first, block_size(call, first), out);
+        out += packed_size(call, *b);
+      }
+    }
+    project_band<T>(call, first, unit % images / call.bands, unit % call.bands, scratch, packed);
+  }
+}
+
+void project(DType dtype, const Projection& call, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    project_units<T>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  });
+}
+
+}  // namespace
+
+const Kernels KERNELS{project};
+
+}  // namespace cvt_kernels::conv_projection
