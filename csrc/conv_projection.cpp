@@ -25,14 +25,6 @@ struct Aligned {
 
 using Scratch = std::unique_ptr<void, Aligned>;
 
-Tensor checked(const char* name, const Tensor& tensor, const Tensor& x, std::initializer_list<int64_t> sizes) {
-  const auto found = tensor.sizes();
-  STD_TORCH_CHECK(std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()), name,
-                  ": expected (channels, 1, k, k) for a weight, (channels,) for what normalises");
-  STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
 int64_t output_size(int64_t size, const Branch& branch) {
   const int64_t slack = size + 2 * branch.padding - branch.dilation * (branch.kernel - 1) - 1;
   STD_TORCH_CHECK(slack >= 0, "x: expected a grid that gives an output");
@@ -72,15 +64,20 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   std::vector<Tensor> outs, alive;
   std::vector<Branch> branches(count);
   for (size_t i = 0; i < count; i++) {
-    STD_TORCH_CHECK(weights[i].dim() == 4 && weights[i].scalar_type() == x.scalar_type(),
+    const Tensor& weight = weights[i];
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 &&
+                        weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
                     "weights: expected (channels, 1, k, k) in the dtype of x");
-    const int64_t kernel = weights[i].size(3);
+    const int64_t kernel = weight.size(3);
     STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
-    const auto keep = [&](const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-      return alive.emplace_back(checked(name, tensor, x, sizes)).const_data_ptr();
+    const auto keep = [&](const Tensor& tensor) {
+      STD_TORCH_CHECK(same_device(tensor, x), "weights, norms: expected the device of x");
+      return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
     };
-    const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) {
-      return tensor.has_value() ? keep(name, *tensor, {channels}) : nullptr;
+    const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) -> const void* {
+      if (!tensor.has_value()) return nullptr;
+      check_parameter(name, *tensor, x);
+      return keep(*tensor);
     };
     const std::optional<Tensor>* own = &norms[4 * i];
     STD_TORCH_CHECK(own[2].has_value() && own[3].has_value(), "norms: expected a mean and a variance");
@@ -90,7 +87,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
     }
     Branch& branch = branches[i];
     branch = {
-        .weight = keep("weights", weights[i], {channels, 1, kernel, kernel}),
+        .weight = keep(weight),
         .scale = norm("scale", own[0]),
         .shift = norm("shift", own[1]),
         .mean = norm("mean", own[2]),

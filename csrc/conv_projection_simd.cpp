@@ -28,8 +28,8 @@ VECTOR_INLINE void unroll(F f) {
 template <class T>
 constexpr int kLanes = VectorOf<T>::lanes;
 
-// What a branch does to a vector of channels: `kernel`² taps, then −mean, the scale 1 / sqrt(variance + eps) · γ and the
-// shift β. The accumulator starts at −mean: a shift that held it would cancel where the mean is many deviations.
+// What a branch does to a vector of channels: `kernel`² taps, then the mean, the scale γ / sqrt(variance + eps) and the
+// shift β. The mean is subtracted on its own: a shift that held it would cancel where the mean is many deviations.
 template <class T, class A = Accumulator<T>>
 void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
   const int64_t taps = branch.kernel * branch.kernel;
@@ -45,13 +45,20 @@ void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
         const int64_t channel = within ? c + lane : c;
         for (int64_t tap = 0; tap < taps; tap++) out[tap * kLanes<T> + lane] = load(weight + channel * taps + tap);
         A* norm = out + taps * kLanes<T> + lane;
-        norm[0] = -value(branch.mean, channel, 0);
+        norm[0] = value(branch.mean, channel, 0);
         norm[kLanes<T>] = value(branch.scale, channel, 1) /
                           std::sqrt(value(branch.variance, channel, 1) + static_cast<A>(branch.eps));
         norm[2 * kLanes<T>] = value(branch.shift, channel, 0);
       }
     }
   });
+}
+
+template <int n, class T, class Lanes, class A = Accumulator<T>>
+VECTOR_INLINE void normalise(const Vector<A>* sums, const A* norm, T* out, int64_t pitch, Lanes lanes) {
+  constexpr int L = kLanes<T>;
+  const auto mean = load(norm, Whole{}), scale = load(norm + L, Whole{}), shift = load(norm + 2 * L, Whole{});
+  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, (sums[j] - mean) * scale + shift, lanes); });
 }
 
 // Sizes that are known to the compiler, or 0 where only the branch knows.
@@ -65,7 +72,7 @@ VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const*
   using F = Vector<A>;
   constexpr int L = F::lanes;
   F sums[n];
-  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = load(packed + kernel * kernel * L, Whole{}); });
+  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = 0; });
   unroll<kernel>([&](auto y) LAMBDA_INLINE {
     F taps[kernel];
     unroll<kernel>([&](auto x) LAMBDA_INLINE { taps[x] = load(packed + (y * kernel + x) * L, Whole{}); });
@@ -78,9 +85,7 @@ VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const*
       });
     });
   });
-  const F scale = load(packed + (kernel * kernel + 1) * L, Whole{});
-  const F shift = load(packed + (kernel * kernel + 2) * L, Whole{});
-  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j] * scale + shift, lanes); });
+  normalise<n>(sums, packed + kernel * kernel * L, out, pitch, lanes);
 }
 
 template <int n, class T, class Lanes, class A = Accumulator<T>>
@@ -88,10 +93,9 @@ VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* ro
                            T* out, int64_t pitch, Lanes lanes) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
-  const A* norm = packed + branch.kernel * branch.kernel * L;
   const int64_t step = branch.stride * L;
   F sums[n];
-  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = load(norm, Whole{}); });
+  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = 0; });
   for (int64_t y = 0; y < branch.kernel; y++) {
     const A* pixels = rows[y] + offset + column * step;
     for (int64_t x = 0; x < branch.kernel; x++, packed += L, pixels += branch.dilation * L) {
@@ -99,8 +103,7 @@ VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* ro
       unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = sums[j] + tap * load(pixels + j * step, Whole{}); });
     }
   }
-  const F scale = load(norm + L, Whole{}), shift = load(norm + 2 * L, Whole{});
-  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j] * scale + shift, lanes); });
+  normalise<n>(sums, packed, out, pitch, lanes);
 }
 
 // A row of output from `kernel` rows, whose vectors of channels lie `plane` apart.

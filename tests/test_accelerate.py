@@ -518,7 +518,7 @@ def test_coverage_tells_backends_and_reasons():
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
     built = "reference" if not_built() else "native"
     assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
-    assert rows[2].backends == {"conv_projection": "reference", "attention": "native"}
+    assert rows[2].backends == {"conv_projection": built, "attention": "native"}
     assert rows[3].backends == {"bias_gelu": "native"}
     with ck.use_backend("reference"):
         assert ck.coverage(model)[3].backends == {"gelu": "reference"}
