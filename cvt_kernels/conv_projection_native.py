@@ -1,7 +1,7 @@
 """Depthwise convolution + BatchNorm of tokens on the CPU by the compiled extension (csrc): evaluation only.
 
 All branches are made in one pass over x. With the running statistics,
-``y = (conv(x) − mean) · γ / sqrt(variance + eps) + β``, in float32 (float64 for float64) up to the rounding of y.
+``y = (conv(x) − mean) · γ / sqrt(variance + eps) + β``, in float32 (float64 for float64) until y is rounded.
 The same bits every time, whatever the number of threads.
 """
 
@@ -57,7 +57,7 @@ def conv_projection(
     """As ``cvt_kernels.conv_projection``, on whose checks it relies.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it is computed in autocast's dtype, as a convolution would be.
+    otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
     weights = [conv.weight for conv in convs]
     if runtime.autocast_enabled(x) and x.dtype != torch.float64:
