@@ -1,45 +1,74 @@
-"""Ahead-of-time compilation of the Triton kernels for a named GPU, and what the compiler made of them.
+"""``cvt-kernels compile``: every kernel compiled for a named GPU, without one, and what came out.
 
-Needs no GPU: the launchers run on tensors without memory (``device="meta"``), and each launch that they would
-make is compiled instead. Triton ships the assembler and the disassembler.
+The launchers of the Triton kernels run on tensors without memory (``device="meta"``), and each launch that they
+would make is compiled instead, once for all launches that Triton specialises alike. The CUDA kernels are those of
+the built extension if it holds code for the GPU; else nvcc compiles csrc. Triton ships the assembler and the
+disassembler, and its cache (``TRITON_CACHE_DIR``) keeps what was compiled and what was read from it.
 
-``python -m cvt_kernels.aot --arch 90 --dtype bfloat16`` compiles every kernel at CvT's shapes, prints a line
-for each and fails if registers spill.
+``python -m cvt_kernels.aot REPORT.json PAGE.md`` puts the tables of a report into a page, ``docs/kernels.md``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
+import hashlib
+import importlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
-from . import runtime
+from . import __version__, runtime
 
-#: Shared memory that one block may use, KiB.
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-#: 32-bit registers of a multiprocessor, and the most warps and blocks that it holds.
-_REGISTERS, _MAX_WARPS = 65536, {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+#: Of the JSON report; a reader refuses another.
+SCHEMA = 1
+
+
+class Limits(NamedTuple):
+    """What a multiprocessor holds: shared memory in KiB, blocks, warps; and how many of them a GPU has."""
+
+    shared_kib: int
+    blocks: int
+    warps: int
+    multiprocessors: int
+
+
+#: Per compute capability, as in CUDA 13.0 (``cuda_occupancy.h``; CCCL's ``cuda/__device/arch_traits.h``); the number
+#: of multiprocessors, which sizes small launches, is that of A100, RTX 3090, RTX 4090, H100, B200 and RTX 5090.
+LIMITS = {
+    80: Limits(164, 32, 64, 108),
+    86: Limits(100, 16, 48, 82),
+    89: Limits(100, 24, 48, 128),
+    90: Limits(228, 32, 64, 132),
+    100: Limits(228, 32, 64, 148),
+    120: Limits(100, 24, 48, 170),
+}
+_REGISTERS, _REGISTERS_OF_UNIT, _PARTITIONS = 65536, 256, 4  # of a multiprocessor; given to warps in units
+_RESERVED_SHARED, _SHARED_UNIT = 1024, 128  # bytes that the system takes of every block
+_TENSOR_MEMORY = 512  # columns of a multiprocessor's tensor memory, sm_100
 
 #: Instructions of the tensor cores: up to Ada and on consumer Blackwell, on Hopper, on Blackwell.
-_MMA = ("HMMA", "DMMA", "QMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
+_MMA = ("HMMA", "DMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
 
 _DTYPES = {
     torch.float16: "fp16",
@@ -48,6 +77,9 @@ _DTYPES = {
     torch.float64: "fp64",
     torch.int64: "i64",
 }
+DTYPES = ("bfloat16", "float16", "float32")
+
+# What is launched ------------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -60,39 +92,27 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
 
-class Resources(NamedTuple):
-    """What a compiled kernel takes, per thread or block.
-
-    Attributes:
-        registers: Per thread.
-        stack, local: Bytes per thread outside registers; 0 without spills.
-        spills: Loads and stores of spilled registers in the code.
-        shared: Bytes of shared memory per block.
-        loads, stores: Instruction → count, of global memory.
-        mma: Instruction → count, of tensor cores.
-        occupancy: Warps that registers and shared memory let a multiprocessor hold, of those it could.
-    """
-
-    registers: int
-    stack: int
-    local: int
-    spills: int
-    shared: int
-    loads: dict[str, int]
-    stores: dict[str, int]
-    mma: dict[str, int]
-    occupancy: float
-
-
 #: What one stage's attention block works on: (H, W), channels, class tokens.
 Stage = tuple[tuple[int, int], int, int]
 
-#: The stages of CvT-13 (and, but for depth, CvT-21) and CvT-W24 at the resolutions of the paper.
-STAGES: dict[str, tuple[Stage, Stage, Stage]] = {
-    "cvt_13 at 224": (((56, 56), 64, 0), ((28, 28), 192, 0), ((14, 14), 384, 1)),
-    "cvt_13 at 384": (((96, 96), 64, 0), ((48, 48), 192, 0), ((24, 24), 384, 1)),
-    "cvt_w24 at 384": (((96, 96), 192, 0), ((48, 48), 768, 0), ((24, 24), 1024, 1)),
+#: Image size of the published weights and channels per stage. cvt_21 differs from cvt_13 in depth only.
+MODELS = {
+    "cvt_13": (224, (64, 192, 384)),
+    "cvt_21": (224, (64, 192, 384)),
+    "cvt_w24": (384, (192, 768, 1024)),
 }
+
+
+def stages(model: str, image_size: int | None = None) -> tuple[Stage, Stage, Stage]:
+    """The three stages of a model of ``MODELS``, for square images of its own size or another."""
+    own_size, channels = MODELS[model]
+    first = ((image_size or own_size) + 1) // 4  # 7 × 7, stride 4, padding 2; then 3 × 3, stride 2, padding 1
+    second, third = -(-first // 2), -(-first // 4)
+    return (
+        ((first, first), channels[0], 0),
+        ((second, second), channels[1], 0),
+        ((third, third), channels[2], 1),
+    )
 
 
 @contextlib.contextmanager
@@ -108,9 +128,12 @@ def record(chip: runtime.Chip) -> Iterator[list[Launch]]:
 
 
 def conv_projection_launches(
-    stage: Stage, dtype: torch.dtype, chip: runtime.Chip, *, batch: int = 256
+    stage: Stage, dtype: torch.dtype, chip: runtime.Chip, *, batch: int = 256, training: bool = True
 ) -> list[Launch]:
-    """What evaluation and a training step of CvT's projection launch (q stride 1, k and v stride 2)."""
+    """What CvT's projection launches (q stride 1, k and v stride 2).
+
+    In training under autocast, with the parameters of BatchNorm in float32; else with all of them in ``dtype``.
+    """
     from . import conv_projection_triton as kernels
 
     grid, channels, class_tokens = stage
@@ -120,25 +143,33 @@ def conv_projection_launches(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x = meta(batch, grid[0] * grid[1] + class_tokens, channels)
-    weights, vectors = [meta(channels, 1, 3, 3)] * 3, [meta(channels, dtype=torch.float32)] * 3
+    weights = [meta(channels, 1, 3, 3)] * 3
+    vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * 3
     tracked = [meta(dtype=torch.int64)] * 3
     dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
     with record(chip) as launches:
         kernels.forward(x, geometry, weights, *[vectors] * 4)
-        mean, variance = kernels.statistics(x, geometry, weights)
-        kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
-        sums = kernels.backward_sums(x, geometry, weights, vectors, vectors, dys)
-        dconvs, _ = kernels.backward_conv(
-            x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
-        )
-        kernels.backward_input(geometry, weights, dconvs, dys)
+        if training:
+            mean, variance = kernels.statistics(x, geometry, weights)
+            kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
+            sums = kernels.backward_sums(x, geometry, weights, vectors, vectors, dys)
+            dconvs, _ = kernels.backward_conv(
+                x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
+            )
+            kernels.backward_input(geometry, weights, dconvs, dys)
     return launches
 
 
 def attention_launches(
-    stage: Stage, dtype: torch.dtype, chip: runtime.Chip, *, batch: int = 256, bias: bool = False
+    stage: Stage,
+    dtype: torch.dtype,
+    chip: runtime.Chip,
+    *,
+    batch: int = 256,
+    training: bool = True,
+    bias: bool = False,
 ) -> list[Launch]:
-    """What evaluation and a training step of CvT's attention launch (heads of 64, k and v strided by 2)."""
+    """What CvT's attention launches (heads of 64, k and v strided by 2)."""
     from . import attention_triton as kernels
 
     (height, width), channels, class_tokens = stage
@@ -152,24 +183,150 @@ def attention_launches(
     table = meta(heads, queries, keys) if bias else None
     with record(chip) as launches:
         out, lse = kernels.forward(q, k, v, table, channels**-0.5)
-        kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+        if training:
+            kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
     return launches
 
 
-#: What ``main`` can compile, by name.
-OPERATORS: dict[str, Callable[..., list[Launch]]] = {
+#: Operators with Triton kernels, by name. CvT has no bias.
+TRITON_OPERATORS: dict[str, Callable[..., list[Launch]]] = {
     "conv_projection": conv_projection_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
 }
+#: The operators with CUDA kernels, which depend on no shape: all that the extension has.
+CUDA_OPERATORS = "layer_norm_gelu"
+
+# What is compiled. A job goes to another process; it knows how to come by machine code. ---------------------
 
 
-def source(launch: Launch) -> ASTSource:
-    """The kernel specialised as a launch with these arguments would specialise it."""
+class Resources(NamedTuple):
+    """What one kernel takes.
+
+    Attributes:
+        threads: Of a block.
+        registers: Of a thread.
+        stack: Bytes of a thread in local memory.
+        spill_loads, spill_stores: Instruction → how often it stands in the code, of local memory.
+        static_shared, dynamic_shared: Bytes of a block.
+        tensor_memory: Columns of a block, on sm_100.
+        occupancy: Warps that a multiprocessor holds, of those that it could: what registers, shared and tensor
+            memory and the number of blocks allow.
+        loads, stores: Instruction → count, of global memory.
+        tensor_cores: Instruction → count.
+    """
+
+    threads: int
+    registers: int
+    stack: int
+    spill_loads: dict[str, int]
+    spill_stores: dict[str, int]
+    static_shared: int
+    dynamic_shared: int
+    tensor_memory: int
+    occupancy: float
+    loads: dict[str, int]
+    stores: dict[str, int]
+    tensor_cores: dict[str, int]
+
+    @classmethod
+    def of(cls, code: Code, arch: int, threads: int, dynamic: int = 0, columns: int = 0) -> Resources:
+        """From machine code and what the launch adds."""
+        # From Hopper on the assembler counts what the system takes.
+        static = max(code.shared - (_RESERVED_SHARED if arch >= 90 else 0), 0)
+
+        def select(*prefixes: str) -> dict[str, int]:
+            return {name: count for name, count in code.counts.items() if name.startswith(prefixes)}
+
+        return cls(
+            threads=threads,
+            registers=code.registers,
+            stack=max(code.stack, code.local),
+            spill_loads=select("LDL"),
+            spill_stores=select("STL"),
+            static_shared=static,
+            dynamic_shared=dynamic,
+            tensor_memory=columns,
+            occupancy=occupancy(arch, threads, code.registers, static + dynamic, columns),
+            loads=select("LDG"),
+            stores=select("STG"),
+            tensor_cores=select(*_MMA),
+        )
+
+    def flaws(self, arch: int) -> list[str]:
+        """What must not be: registers in memory, or more of something than a block may have."""
+        found = []
+        loads, stores = (sum(spills.values()) for spills in (self.spill_loads, self.spill_stores))
+        if self.stack or loads or stores:
+            found.append(f"spills: {self.stack} bytes, {loads} loads, {stores} stores")
+        shared, most = self.static_shared + self.dynamic_shared, _block_shared(arch)
+        if shared > most:
+            found.append(f"shared memory: {shared} bytes, a block may have {most}")
+        elif self.occupancy == 0:
+            found.append(f"a block of {self.threads} threads × {self.registers} registers does not fit")
+        return found
+
+
+class Code(NamedTuple):
+    """Machine code of one function: what the assembler says, and instruction → count."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+    counts: dict[str, int]
+
+
+class TritonKernel(NamedTuple):
+    """A Triton kernel specialised for some arguments."""
+
+    arch: int
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, int]
+
+    def examine(self) -> dict[str, Resources]:
+        """Compiles it; function name → resources."""
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature=self.signature, constexprs=self.constants, attrs=self.attributes),
+            target=GPUTarget("cuda", self.arch, 32),
+            options=self.options,
+        )
+        facts = compiled.metadata
+        launch = 32 * facts.num_warps, facts.shared, getattr(facts, "tmem_size", None) or 0
+        found = read(compiled.asm["cubin"])
+        return {name: Resources.of(code, self.arch, *launch) for name, code in found.items()}
+
+
+class CudaKernels(NamedTuple):
+    """The CUDA kernels of one type of elements; ``cubin`` is None where nvcc has yet to compile them."""
+
+    arch: int
+    dtype: str
+    cubin: bytes | None = None
+
+    def examine(self) -> dict[str, Resources]:
+        """Compiles them if need be; function name → resources.
+
+        Raises:
+            ValueError: nvcc fails.
+        """
+        found = read(self.cubin or _compile_cuda(self.arch, self.dtype))
+        return {
+            name: Resources.of(code, self.arch, 256 if "sum_over_blocks" in name else 128)  # at CvT's widths
+            for name, code in found.items()
+        }
+
+
+def specialise(launch: Launch, arch: int) -> TritonKernel:
+    """The kernel as Triton would specialise it for a launch with these arguments."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    names = launch.kernel.arg_names
 
     def describe(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
@@ -187,132 +344,443 @@ def source(launch: Launch) -> ASTSource:
             attributes[path] = [["tt.divisibility", 16]]
         return "i32" if value < 2**31 else "i64"
 
-    for i, name in enumerate(names):
+    for i, name in enumerate(launch.kernel.arg_names):
         if name in launch.constants:
             signature[name] = "constexpr"
             constants[i,] = launch.constants[name]
         else:
             signature[name] = describe(launch.args[i], (i,))
-    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-def compile_launch(launch: Launch, arch: int) -> Resources:
-    """Compiles a launch for compute capability ``arch`` (90 for sm_90) and reads the machine code."""
-    compiled = triton.compile(
-        source(launch),
-        target=GPUTarget("cuda", arch, 32),
-        options=launch.options,
+    kernel = launch.kernel
+    return TritonKernel(
+        arch, kernel.__module__, kernel.__name__, signature, constants, attributes, launch.options
     )
+
+
+def occupancy(arch: int, threads: int, registers: int, shared: int, tensor_memory: int = 0) -> float:
+    """Warps that a multiprocessor holds of a kernel, of those that it could; 0 if not even one block fits.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        threads: Of a block.
+        registers: Of a thread.
+        shared: Bytes of a block, static and dynamic.
+        tensor_memory: Columns of a block.
+    """
+    limits = LIMITS[arch]
+    if shared > _block_shared(arch):
+        return 0.0
+    warps = -(-threads // 32)
+    warp_registers = _round_up(registers * 32, _REGISTERS_OF_UNIT)
+    fitting_warps = _REGISTERS // _PARTITIONS // warp_registers * _PARTITIONS
+    blocks = min(
+        limits.blocks,
+        limits.warps // warps,
+        fitting_warps // warps,
+        limits.shared_kib * 1024 // _round_up(shared + _RESERVED_SHARED, _SHARED_UNIT),
+    )
+    if tensor_memory:
+        blocks = min(blocks, _TENSOR_MEMORY // tensor_memory)
+    return blocks * warps / limits.warps
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _block_shared(arch: int) -> int:
+    return LIMITS[arch].shared_kib * 1024 - _RESERVED_SHARED
+
+
+# Machine code ----------------------------------------------------------------------------------------------
+
+T = TypeVar("T", bytes, str)
+
+
+def _cached(name: str, key: Iterable[bytes], make: Callable[[], T]) -> T:
+    """What was made from the same contents before, in Triton's cache, or what ``make`` makes."""
+    digest = hashlib.sha256(b"\0".join([f"cvt_kernels {SCHEMA}".encode(), *key])).hexdigest()
+    cache = get_cache_manager(digest)
+    path = cache.get_file(name)
+    if path is None:
+        made = make()
+        cache.put(made, name)
+        return made
+    return Path(path).read_bytes() if name.endswith(".cubin") else Path(path).read_text(encoding="utf-8")  # type: ignore[return-value]
+
+
+def read(cubin: bytes) -> dict[str, Code]:
+    """Function name → its machine code."""
+    found = json.loads(_cached("code.json", [cubin], lambda: json.dumps(_disassemble(cubin))))
+    return {name: Code(*code) for name, code in found.items()}
+
+
+def _disassemble(cubin: bytes) -> dict[str, Code]:
     with tempfile.TemporaryDirectory() as scratch:
-        cubin = Path(scratch, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", cubin)
-        code = _tool("nvdisasm", "-c", cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump reports no resources of {launch.kernel.__name__}")
-    registers, stack, _, local = map(int, found.groups())
-    counts: dict[str, int] = {}
-    for instruction in re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code):
-        counts[instruction] = counts.get(instruction, 0) + 1
-
-    def select(*prefixes: str) -> dict[str, int]:
-        return {name: count for name, count in counts.items() if name.startswith(prefixes)}
-
-    shared = compiled.metadata.shared
-    return Resources(
-        registers,
-        stack,
-        local,
-        sum(select("LDL", "STL").values()),
-        shared,
-        select("LDG"),
-        select("STG"),
-        select(*_MMA),
-        _occupancy(registers, shared, launch.options["num_warps"], arch),
-    )
+        path = Path(scratch, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = _tool("cuobjdump", "-res-usage", path)
+        text = _tool("nvdisasm", "-c", path)
+    # nvdisasm writes a line //---- .text.NAME ---- above each function.
+    parts = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.MULTILINE)
+    counts = {
+        name: Counter(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code))
+        for name, code in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    return {
+        name: Code(int(registers), int(stack), int(shared), int(local), counts[name])
+        for name, registers, stack, shared, local in found
+    }
 
 
-def _tool(name: str, *arguments: object) -> str:
+def _tool(name: str, *arguments: object, directory: str | None = None) -> str:
+    """What a program that Triton ships prints."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run(
-        list(map(str, (path, *arguments))), capture_output=True, text=True, check=True
-    ).stdout
+    command = list(map(str, (path, *arguments)))
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=directory).stdout
 
 
-def _occupancy(registers: int, shared: int, num_warps: int, arch: int) -> float:
-    per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256 per warp
-    blocks = _REGISTERS // (per_warp * num_warps)
-    if shared:
-        blocks = min(blocks, SHARED_KIB[arch] * 1024 // shared)
-    return min(blocks * num_warps, _MAX_WARPS[arch]) / _MAX_WARPS[arch]
+def width(instruction: str) -> int:
+    """Bytes of one access: 16 for LDG.E.128, 2 for LDG.E.U16, 4 for LDG.E."""
+    bits = re.search(r"\.[US]?(8|16|32|64|128|256)\b", instruction)
+    return int(bits[1]) // 8 if bits else 4
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compiles every kernel at the stages of ``STAGES``; 1 if one spills or takes too much shared memory."""
-    parser = argparse.ArgumentParser(prog="python -m cvt_kernels.aot", description=main.__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], choices=SHARED_KIB)
-    dtypes = ["bfloat16", "float16", "float32"]
-    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
-    parser.add_argument("--operator", nargs="+", default=["conv_projection", "attention"], choices=OPERATORS)
-    parser.add_argument("--model", nargs="+", default=list(STAGES), choices=STAGES)
-    parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
-    jobs = list(_jobs(options))
-    # Forked, since launches cannot be pickled; nothing has started a thread or a GPU yet.
-    with multiprocessing.get_context("fork").Pool(initializer=_keep, initargs=(jobs,)) as pool:
-        failed = False
-        for (row, _), found in zip(jobs, pool.imap(_compile_kept, range(len(jobs))), strict=True):
-            failed |= found.spills > 0 or found.shared > SHARED_KIB[row["arch"]] * 1024
-            print(json.dumps(row | found._asdict()) if options.json else _line(row, found), flush=True)
-    return int(failed)
+# The CUDA kernels ------------------------------------------------------------------------------------------
+
+_SOURCE = Path(__file__).parent.parent / "csrc" / "layer_norm_gelu.cu"
+_CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
+_ACTIVATIONS = ("identity", "none", "tanh", "quick")  # as csrc/math.h numbers them
 
 
-def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Launch]]:
-    """(What it is, launch) of everything to compile; launches that compile to the same code come once."""
-    seen = set()
-    for operator, arch, dtype, model, stage in itertools.product(
-        options.operator, options.arch, options.dtype, options.model, options.stage
-    ):
-        chip = runtime.Chip(arch, 132)
-        for launch in OPERATORS[operator](STAGES[model][stage - 1], getattr(torch, dtype), chip):
-            code, name = source(launch), launch.kernel.__name__
-            key = arch, name, str((code.signature, code.constants, code.attrs, launch.options))
-            if key not in seen:
-                seen.add(key)
-                yield {"arch": arch, "dtype": dtype, "model": model, "stage": stage, "kernel": name}, launch
+def cuda_jobs(arch: int, dtypes: Collection[str]) -> tuple[list[CudaKernels], str]:
+    """The CUDA kernels for a GPU, and a line that says whence; none, and why."""
+    cubins = _cubins_of_extension(arch)
+    if cubins:
+        jobs = [CudaKernels(arch, dtype, cubin) for dtype, cubin in cubins.items() if dtype in dtypes]
+        return jobs, f"CUDA kernels of sm_{arch}: those of the built extension"
+    nvcc = runtime.find_nvcc()
+    if nvcc is None or not _SOURCE.exists():
+        lacking = "there is no nvcc here" if nvcc is None else "csrc is not part of this installation"
+        reason = f"the extension has none for it, and {lacking}"
+    elif f"compute_{arch}" not in _output(nvcc, "--list-gpu-arch").split():
+        reason = f"the extension has none for it, and {nvcc} does not know it"
+    else:
+        return [
+            CudaKernels(arch, dtype) for dtype in dtypes
+        ], f"CUDA kernels of sm_{arch}: compiled by {nvcc}"
+    return [], f"CUDA kernels of sm_{arch} are left out: {reason}"
 
 
-_kept: list[tuple[dict[str, Any], Launch]] = []
+def _cubins_of_extension(arch: int) -> dict[str, bytes]:
+    """Element type → machine code for a GPU, as far as the extension that was built has it."""
+    extension = importlib.util.find_spec("cvt_kernels._C")
+    if extension is None or extension.origin is None:
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            _tool("cuobjdump", "-xelf", "all", extension.origin, directory=scratch)
+        except subprocess.CalledProcessError:  # there is none in it
+            return {}
+        cubins = [path.read_bytes() for path in sorted(Path(scratch).glob(f"*.sm_{arch}.cubin"))]
+    return {
+        dtype: cubin
+        for cubin in cubins
+        for dtype, name in _CUDA_TYPES.items()
+        if f"sum_over_blocks_kernelI{_mangled(name)}E".encode() in cubin
+    }
 
 
-def _keep(jobs: list[tuple[dict[str, Any], Launch]]) -> None:
-    _kept[:] = jobs
+def _mangled(name: str) -> str:
+    return "f" if name == "float" else f"NS_{len(name)}{name}"
 
 
-def _compile_kept(index: int) -> Resources:
-    row, launch = _kept[index]
-    return compile_launch(launch, row["arch"])
+def _compile_cuda(arch: int, dtype: str) -> bytes:
+    nvcc = runtime.find_nvcc()
+    if nvcc is None:
+        raise ValueError("nvcc is gone")
+    flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-DTYPE={_CUDA_TYPES[dtype]}", "-DKERNELS=kernels"]
+    sources = [path.read_bytes() for path in sorted(_SOURCE.parent.glob("*.*"))]
 
+    def compile_cuda() -> bytes:
+        with tempfile.TemporaryDirectory() as scratch:
+            cubin = Path(scratch, "kernels.cubin")
+            _output(nvcc, *flags, "-cubin", "-o", str(cubin), str(_SOURCE))
+            return cubin.read_bytes()
 
-def _line(row: dict[str, Any], found: Resources) -> str:
-    load, store = (max(map(_bits, counts), default=0) for counts in (found.loads, found.stores))
-    return (
-        f"sm_{row['arch']:<3} {row['dtype']:<8} {row['model']:<14} stage {row['stage']}  {row['kernel']:<35} "
-        f"{found.registers:>3} registers  {found.spills} spills  {found.shared:>5} B shared  "
-        f"{found.occupancy:.0%} occupancy  {load}-bit loads, {store}-bit stores  "
-        f"{sum(found.mma.values())} tensor-core instructions"
+    return _cached(
+        "kernels.cubin",
+        [_output(nvcc, "--version").encode(), *map(str.encode, flags), *sources],
+        compile_cuda,
     )
 
 
-def _bits(instruction: str) -> int:
-    """Width of one access: LDG.E.128 is 128, LDG.E.U16 is 16, LDG.E is 32."""
-    widths = [int(n) for n in re.findall(r"\.U?(8|16|64|128)\b", instruction)]
-    return widths[0] if widths else 32
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        raise ValueError(f"{command[0]} fails: {lines[0]}")
+    return done.stdout
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _cuda_case(function: str) -> tuple[str, dict[str, Any]]:
+    """(kernel, what it is compiled for) of a mangled name: activation, elements of a load, loads of a row."""
+    found = re.search(r"\d+([a-z_]+)_kernelI\w+?E(?:LNS_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", function)
+    if found is None:
+        raise ValueError(f"a kernel of another kind in the extension: {function}")
+    kernel, activation, vector, vectors = found.groups()
+    if activation is None:
+        return kernel, {}
+    return kernel, {
+        "activation": _ACTIVATIONS[int(activation)],
+        "vector": int(vector),
+        "vectors": int(vectors),
+    }
+
+
+# The command -----------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One line of the report: the GPU, the kernel, the types and cases that it serves, what it takes."""
+
+    arch: str
+    operator: str
+    kernel: str
+    dtypes: list[str]
+    cases: list[dict[str, Any]]
+    resources: Resources
+    flaws: list[str]
+
+
+Job = TritonKernel | CudaKernels
+
+
+def run(
+    *,
+    archs: Sequence[str] = ("sm_90",),
+    models: Sequence[str] = ("cvt_13",),
+    dtypes: Sequence[str] = DTYPES,
+    operators: Sequence[str] = ("conv_projection", "attention", CUDA_OPERATORS),
+    only_stages: Sequence[int] = (1, 2, 3),
+    image_sizes: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] = (256,),
+    jobs: int | None = None,
+    cuda: bool = False,
+    report: str | None = None,
+) -> int:
+    """Compiles and prints a table; see ``cvt-kernels compile --help`` for the arguments.
+
+    Returns:
+        1 if a kernel spills or does not fit, else 0.
+
+    Raises:
+        ValueError: An unknown name; ``cuda``, and there are no CUDA kernels to look at.
+        OSError: ``report`` cannot be written.
+    """
+    numbers = [_parse_arch(name) for name in archs]
+    _check_names("--model", models, MODELS)
+    _check_names("--dtype", dtypes, DTYPES)
+    _check_names("--operator", operators, (*TRITON_OPERATORS, CUDA_OPERATORS))
+    _check_names("--stage", only_stages, (1, 2, 3))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+    if report is not None:
+        with open(report, "a", encoding="utf-8"):  # fails now rather than after minutes
+            pass
+    plan: list[tuple[Job, list[dict[str, Any]]]] = []
+    notes = []
+    for arch in numbers if CUDA_OPERATORS in operators else ():
+        found, note = cuda_jobs(arch, dtypes)
+        if cuda and not found:
+            raise ValueError(note)
+        notes.append(note)
+        plan += [(job, []) for job in found]
+    sizes = image_sizes or (None,)
+    for arch in numbers:
+        plan += _triton_jobs(arch, models, dtypes, operators, only_stages, sizes, batch_sizes)
+    rows = _rows(plan, jobs or _cores())
+    if report is not None:
+        with open(report, "w", encoding="utf-8") as file:
+            json.dump(_report(rows, notes), file, indent=1)
+            file.write("\n")
+    print("\n".join([_table(rows), "", *notes, *_verdict(rows)]))
+    return int(any(row.flaws for row in rows))
+
+
+def _parse_arch(name: str) -> int:
+    known = {f"sm_{number}": number for number in LIMITS}
+    if name not in known:
+        raise ValueError(f"--arch: got {name!r}, expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _check_names(option: str, given: Iterable[Any], known: Collection[Any]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(map(str, known))}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _triton_jobs(
+    arch: int,
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    operators: Sequence[str],
+    only_stages: Sequence[int],
+    image_sizes: Sequence[int | None],
+    batch_sizes: Sequence[int],
+) -> list[tuple[Job, list[dict[str, Any]]]]:
+    """Every specialisation once, with the cases that it serves."""
+    chip = runtime.Chip(arch, LIMITS[arch].multiprocessors)
+    found: dict[str, tuple[Job, list[dict[str, Any]]]] = {}
+    for operator, model, size, batch, stage, dtype, mode in itertools.product(
+        (name for name in TRITON_OPERATORS if name in operators),
+        models, image_sizes, batch_sizes, only_stages, dtypes, ("inference", "training"),
+    ):  # fmt: skip
+        case = {
+            "operator": operator,
+            "dtype": dtype,
+            "model": model,
+            "image_size": size or MODELS[model][0],
+            "batch_size": batch,
+            "stage": stage,
+            "mode": mode,
+        }
+        launches = TRITON_OPERATORS[operator](
+            stages(model, size)[stage - 1],
+            getattr(torch, dtype),
+            chip,
+            batch=batch,
+            training=mode == "training",
+        )
+        for kernel in (specialise(launch, arch) for launch in launches):
+            _, cases = found.setdefault(repr(kernel), (kernel, []))
+            if case not in cases:
+                cases.append(case)
+    return list(found.values())
+
+
+def _rows(plan: list[tuple[Job, list[dict[str, Any]]]], jobs: int) -> list[Row]:
+    """Compiles everything, in processes of their own, in the order of the plan."""
+    # Spawned: PyTorch's threads do not survive a fork.
+    with futures.ProcessPoolExecutor(
+        min(jobs, max(len(plan), 1)), multiprocessing.get_context("spawn"), _ignore_interrupts
+    ) as pool:
+        pending = [pool.submit(job.examine) for job, _ in plan]
+        try:
+            progress = tqdm(futures.as_completed(pending), "compile", len(pending), unit="job", disable=None)
+            for done in progress:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [
+        row
+        for (job, cases), done in zip(plan, pending, strict=True)
+        for name, resources in sorted(done.result().items())
+        for row in [_row(job, cases, name, resources)]
+    ]
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+
+
+def _row(job: Job, cases: list[dict[str, Any]], function: str, resources: Resources) -> Row:
+    arch, flaws = f"sm_{job.arch}", resources.flaws(job.arch)
+    if isinstance(job, CudaKernels):
+        kernel, case = _cuda_case(function)
+        return Row(arch, CUDA_OPERATORS, kernel, [job.dtype], [case] if case else [], resources, flaws)
+    kernel = function.strip("_").removesuffix("_kernel")
+    dtypes = list(dict.fromkeys(case["dtype"] for case in cases))
+    used = dict.fromkeys(
+        tuple((k, v) for k, v in case.items() if k not in ("operator", "dtype")) for case in cases
+    )
+    return Row(arch, cases[0]["operator"], kernel, dtypes, [dict(items) for items in used], resources, flaws)
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _table(rows: list[Row]) -> str:
+    heads = (
+        "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack", "shared", "occupancy",
+        "load", "store", "tensor cores",
+    )  # fmt: skip
+    settings = {_setting(case) for row in rows for case in row.cases if "model" in case}
+    cells = [heads, *(_cells(row, brief=len(settings) == 1) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = ["<"] * 5 + [">"] * 5 + ["<"] * 3
+    lines = [
+        "  ".join(f"{cell:{side}{n}}" for cell, side, n in zip(line, aligned, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
+    found = row.resources
+    spills = [sum(counts.values()) for counts in (found.spill_loads, found.spill_stores)]
+    return (
+        row.arch,
+        row.kernel,
+        " ".join(_SHORT[dtype] for dtype in row.dtypes),
+        " ".join(dict.fromkeys(case["mode"] for case in row.cases if "mode" in case)),
+        _purpose(row.cases, brief=brief),
+        str(found.registers),
+        str(sum(spills)) if not any(spills) else f"{spills[0]}+{spills[1]}",
+        str(found.stack),
+        str(found.static_shared + found.dynamic_shared),
+        f"{found.occupancy:.0%}",
+        _widths(found.loads),
+        _widths(found.stores),
+        " ".join(f"{count}×{name}" for name, count in _families(found.tensor_cores).items()),
+    )
+
+
+def _setting(case: dict[str, Any]) -> str:
+    return f"{case['model']} {case['image_size']}²×{case['batch_size']}"
+
+
+def _purpose(cases: list[dict[str, Any]], *, brief: bool) -> str:
+    """Which stages of which model, or which activation and layout."""
+    by_setting: dict[str, list[str]] = {}
+    for case in cases:
+        if "activation" in case:
+            return f"{case['activation']}, {case['vectors']} × {case['vector']}"
+        by_setting.setdefault("stage" if brief else _setting(case), []).append(str(case["stage"]))
+    return ", ".join(f"{setting} {' '.join(dict.fromkeys(ns))}" for setting, ns in by_setting.items())
+
+
+def _widths(counts: dict[str, int]) -> str:
+    found = sorted({width(name) for name in counts})
+    return "–".join(str(n) for n in (found if len(found) < 2 else (found[0], found[-1]))) + " B" * bool(found)
+
+
+def _families(counts: dict[str, int]) -> dict[str, int]:
+    totals: dict[str, int] = Counter()
+    for name, count in counts.items():
+        totals[name.split(".")[0]] += count
+    return totals
+
+
+def _verdict(rows: list[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        what = " ".join([*row.dtypes, _purpose(row.cases, brief=False)])
+        lines += [f"{row.arch} {row.kernel}, {what}: {flaw}" for flaw in row.flaws]
+    return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
+
+
+def _report(rows: list[Row], notes: list[str]) -> dict[str, Any]:
+    return {
+        "report": "cvt-kernels compile",
+        "schema": SCHEMA,
+        "versions": {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__},
+        "notes": notes,
+        "kernels": [row._asdict() | {"resources": row.resources._asdict()} for row in rows],
+    }

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
     add_device_argument(bench)
     bench.set_defaults(run=_bench)
+    _add_compile(commands)
 
     arguments = parser.parse_args(argv)
     return run_command(f"cvt-kernels {arguments.command}", lambda: arguments.run(arguments))
@@ -53,10 +55,69 @@ def _bench(arguments: argparse.Namespace) -> None:
     )
 
 
-def run_command(name: str, command: Callable[[], None]) -> int:
-    """Runs ``command``; what a user can mend becomes one line on stderr and exit code 2."""
+def _add_compile(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compile", help="every kernel compiled for a GPU that need not be here, and what it takes of it"
+    )
+    several: dict[str, Any] = {"nargs": "+", "default": argparse.SUPPRESS}
+    parser.add_argument(
+        "--arch",
+        **several,
+        dest="archs",
+        metavar="sm_90",
+        help="sm_80, 86, 89, 90, 100, 120 (default: sm_90)",
+    )
+    parser.add_argument(
+        "--model", **several, dest="models", metavar="MODEL", help="cvt_13, cvt_21, cvt_w24 (default: cvt_13)"
+    )
+    parser.add_argument(
+        "--dtype", **several, dest="dtypes", metavar="DTYPE", help="bfloat16, float16, float32 (default: all)"
+    )
+    parser.add_argument(
+        "--operator", **several, dest="operators", metavar="NAME",
+        help="conv_projection, attention, layer_norm_gelu (default: these), attention_with_bias",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stage",
+        **several,
+        type=positive_int,
+        dest="only_stages",
+        metavar="N",
+        help="1, 2, 3 (default: all)",
+    )
+    parser.add_argument(
+        "--image-size", **several, type=positive_int, dest="image_sizes", metavar="N",
+        help="default: 224, and 384 of cvt_w24",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", **several, type=positive_int, dest="batch_sizes", metavar="N", help="default: 256"
+    )
+    parser.add_argument(
+        "--jobs", type=positive_int, default=argparse.SUPPRESS, help="processes (default: one per core)"
+    )
+    parser.add_argument(
+        "--cuda", action="store_true", help="fail where there are no CUDA kernels to look at: neither in the "
+        "extension for that GPU, nor csrc and nvcc to compile them",
+    )  # fmt: skip
+    parser.add_argument("--json", dest="report", default=argparse.SUPPRESS, metavar="FILE", help="a report")
+    parser.set_defaults(run=_compile)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    from . import aot  # needs Triton
+
+    options = vars(arguments)
+    return aot.run(**{name: options[name] for name in options if name not in ("command", "run")})
+
+
+def run_command(name: str, command: Callable[[], int | None]) -> int:
+    """Runs ``command``, which may return an exit code.
+
+    What a user can mend becomes one line on stderr and exit code 2.
+    """
+    code = None
     try:
-        command()
+        code = command()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,7 +126,7 @@ def run_command(name: str, command: Callable[[], None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def positive_int(text: str) -> int:

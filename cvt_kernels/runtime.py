@@ -399,9 +399,14 @@ def _gpus() -> tuple[str, ...]:
     return tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties)
 
 
-def _nvcc() -> str:
+def find_nvcc() -> str | None:
+    """The CUDA compiler of ``CUDA_HOME`` or the PATH, if there is one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    path = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+
+
+def _nvcc() -> str:
+    path = find_nvcc()
     if path is None:
         return "not found"
     try:
