@@ -1,11 +1,11 @@
 """``cvt-kernels compile``: every kernel compiled for a named GPU, without one, and what came out.
 
-The launchers of the Triton kernels run on tensors without memory (``device="meta"``), and each launch that they
-would make is compiled instead, once for all launches that Triton specialises alike. The CUDA kernels are those of
-the built extension if it holds code for the GPU; else nvcc compiles csrc. Triton ships the assembler and the
-disassembler, and its cache (``TRITON_CACHE_DIR``) keeps what was compiled and what was read from it.
+The launchers of the Triton kernels run on tensors without memory (``device="meta"``), and each launch that
+they would make is compiled instead, once for all launches that Triton specialises alike. The CUDA kernels are
+those of the built extension if it holds code for the GPU; else nvcc compiles csrc. Triton ships the assembler
+and the disassembler, and its cache (``TRITON_CACHE_DIR``) keeps what was compiled and what was read from it.
 
-``python -m cvt_kernels.aot REPORT.json PAGE.md`` puts the tables of a report into a page, ``docs/kernels.md``.
+``python -m cvt_kernels.aot REPORT.json PAGE.md`` puts the tables of a report into a page: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -53,8 +54,8 @@ class Limits(NamedTuple):
     multiprocessors: int
 
 
-#: Per compute capability, as in CUDA 13.0 (``cuda_occupancy.h``; CCCL's ``cuda/__device/arch_traits.h``); the number
-#: of multiprocessors, which sizes small launches, is that of A100, RTX 3090, RTX 4090, H100, B200 and RTX 5090.
+#: Per compute capability, as in CUDA 13.0 (``cuda_occupancy.h``; CCCL's ``cuda/__device/arch_traits.h``). The
+#: number of multiprocessors, which sizes small launches: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090.
 LIMITS = {
     80: Limits(164, 32, 64, 108),
     86: Limits(100, 16, 48, 82),
@@ -132,7 +133,7 @@ def conv_projection_launches(
 ) -> list[Launch]:
     """What CvT's projection launches (q stride 1, k and v stride 2).
 
-    In training under autocast, with the parameters of BatchNorm in float32; else with all of them in ``dtype``.
+    In training under autocast, with BatchNorm's parameters in float32; else with all of them in ``dtype``.
     """
     from . import conv_projection_triton as kernels
 
@@ -210,8 +211,8 @@ class Resources(NamedTuple):
         spill_loads, spill_stores: Instruction → how often it stands in the code, of local memory.
         static_shared, dynamic_shared: Bytes of a block.
         tensor_memory: Columns of a block, on sm_100.
-        occupancy: Warps that a multiprocessor holds, of those that it could: what registers, shared and tensor
-            memory and the number of blocks allow.
+        occupancy: Warps that a multiprocessor holds, of those that it could: what registers, shared and
+            tensor memory and the number of blocks allow.
         loads, stores: Instruction → count, of global memory.
         tensor_cores: Instruction → count.
     """
@@ -278,7 +279,7 @@ class Code(NamedTuple):
 
 
 class TritonKernel(NamedTuple):
-    """A Triton kernel specialised for some arguments."""
+    """A Triton kernel specialised for some arguments; plain data, for another process."""
 
     arch: int
     module: str
@@ -289,13 +290,20 @@ class TritonKernel(NamedTuple):
     options: dict[str, int]
 
     def examine(self) -> dict[str, Resources]:
-        """Compiles it; function name → resources."""
+        """Compiles it; function name → resources.
+
+        Raises:
+            RuntimeError: It does not compile.
+        """
         kernel = getattr(importlib.import_module(self.module), self.name)
-        compiled = triton.compile(
-            ASTSource(fn=kernel, signature=self.signature, constexprs=self.constants, attrs=self.attributes),
-            target=GPUTarget("cuda", self.arch, 32),
-            options=self.options,
-        )
+        try:
+            compiled = triton.compile(
+                ASTSource(kernel, self.signature, self.constants, self.attributes),
+                target=GPUTarget("cuda", self.arch, 32),
+                options=self.options,
+            )
+        except Exception as error:  # Triton's own do not all survive the way back to the parent
+            raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
         facts = compiled.metadata
         launch = 32 * facts.num_warps, facts.shared, getattr(facts, "tmem_size", None) or 0
         found = read(compiled.asm["cubin"])
@@ -316,10 +324,8 @@ class CudaKernels(NamedTuple):
             ValueError: nvcc fails.
         """
         found = read(self.cubin or _compile_cuda(self.arch, self.dtype))
-        return {
-            name: Resources.of(code, self.arch, 256 if "sum_over_blocks" in name else 128)  # at CvT's widths
-            for name, code in found.items()
-        }
+        threads = {name: 256 if "sum_over_blocks" in name else 128 for name in found}  # at CvT's widths
+        return {name: Resources.of(code, self.arch, threads[name]) for name, code in found.items()}
 
 
 def specialise(launch: Launch, arch: int) -> TritonKernel:
@@ -466,9 +472,8 @@ def cuda_jobs(arch: int, dtypes: Collection[str]) -> tuple[list[CudaKernels], st
     elif f"compute_{arch}" not in _output(nvcc, "--list-gpu-arch").split():
         reason = f"the extension has none for it, and {nvcc} does not know it"
     else:
-        return [
-            CudaKernels(arch, dtype) for dtype in dtypes
-        ], f"CUDA kernels of sm_{arch}: compiled by {nvcc}"
+        jobs = [CudaKernels(arch, dtype) for dtype in dtypes]
+        return jobs, f"CUDA kernels of sm_{arch}: compiled from csrc by {nvcc}"
     return [], f"CUDA kernels of sm_{arch} are left out: {reason}"
 
 
@@ -554,6 +559,8 @@ class Row(NamedTuple):
 
 
 Job = TritonKernel | CudaKernels
+#: A job, and what its Triton kernel is launched for.
+Planned = tuple[Job, list[dict[str, Any]]]
 
 
 def run(
@@ -578,7 +585,7 @@ def run(
         ValueError: An unknown name; ``cuda``, and there are no CUDA kernels to look at.
         OSError: ``report`` cannot be written.
     """
-    numbers = [_parse_arch(name) for name in archs]
+    numbers = list(dict.fromkeys(map(_parse_arch, archs)))
     _check_names("--model", models, MODELS)
     _check_names("--dtype", dtypes, DTYPES)
     _check_names("--operator", operators, (*TRITON_OPERATORS, CUDA_OPERATORS))
@@ -588,18 +595,18 @@ def run(
     if report is not None:
         with open(report, "a", encoding="utf-8"):  # fails now rather than after minutes
             pass
-    plan: list[tuple[Job, list[dict[str, Any]]]] = []
+    plan: list[Planned] = []
     notes = []
     for arch in numbers if CUDA_OPERATORS in operators else ():
         found, note = cuda_jobs(arch, dtypes)
         if cuda and not found:
             raise ValueError(note)
         notes.append(note)
-        plan += [(job, []) for job in found]
+        plan += [(job, []) for job in found]  # nvcc takes longest, so it comes first
     sizes = image_sizes or (None,)
     for arch in numbers:
         plan += _triton_jobs(arch, models, dtypes, operators, only_stages, sizes, batch_sizes)
-    rows = _rows(plan, jobs or _cores())
+    rows = sorted(_rows(plan, jobs or _cores()), key=lambda row: row.operator == CUDA_OPERATORS)
     if report is not None:
         with open(report, "w", encoding="utf-8") as file:
             json.dump(_report(rows, notes), file, indent=1)
@@ -626,20 +633,15 @@ def _cores() -> int:
 
 
 def _triton_jobs(
-    arch: int,
-    models: Sequence[str],
-    dtypes: Sequence[str],
-    operators: Sequence[str],
-    only_stages: Sequence[int],
-    image_sizes: Sequence[int | None],
-    batch_sizes: Sequence[int],
-) -> list[tuple[Job, list[dict[str, Any]]]]:
+    arch: int, models: Sequence[str], dtypes: Sequence[str], operators: Sequence[str],
+    only_stages: Sequence[int], image_sizes: Sequence[int | None], batch_sizes: Sequence[int],
+) -> list[Planned]:  # fmt: skip
     """Every specialisation once, with the cases that it serves."""
     chip = runtime.Chip(arch, LIMITS[arch].multiprocessors)
-    found: dict[str, tuple[Job, list[dict[str, Any]]]] = {}
-    for operator, model, size, batch, stage, dtype, mode in itertools.product(
+    found: dict[str, Planned] = {}
+    for operator, model, size, batch, dtype, stage, mode in itertools.product(
         (name for name in TRITON_OPERATORS if name in operators),
-        models, image_sizes, batch_sizes, only_stages, dtypes, ("inference", "training"),
+        models, image_sizes, batch_sizes, dtypes, only_stages, ("inference", "training"),
     ):  # fmt: skip
         case = {
             "operator": operator,
@@ -650,13 +652,8 @@ def _triton_jobs(
             "stage": stage,
             "mode": mode,
         }
-        launches = TRITON_OPERATORS[operator](
-            stages(model, size)[stage - 1],
-            getattr(torch, dtype),
-            chip,
-            batch=batch,
-            training=mode == "training",
-        )
+        work = stages(model, size)[stage - 1], getattr(torch, dtype), chip
+        launches = TRITON_OPERATORS[operator](*work, batch=batch, training=mode == "training")
         for kernel in (specialise(launch, arch) for launch in launches):
             _, cases = found.setdefault(repr(kernel), (kernel, []))
             if case not in cases:
@@ -664,8 +661,8 @@ def _triton_jobs(
     return list(found.values())
 
 
-def _rows(plan: list[tuple[Job, list[dict[str, Any]]]], jobs: int) -> list[Row]:
-    """Compiles everything, in processes of their own, in the order of the plan."""
+def _rows(plan: list[Planned], jobs: int) -> list[Row]:
+    """Compiles everything in processes of their own."""
     # Spawned: PyTorch's threads do not survive a fork.
     with futures.ProcessPoolExecutor(
         min(jobs, max(len(plan), 1)), multiprocessing.get_context("spawn"), _ignore_interrupts
@@ -679,10 +676,9 @@ def _rows(plan: list[tuple[Job, list[dict[str, Any]]]], jobs: int) -> list[Row]:
             pool.shutdown(cancel_futures=True)
             raise
     return [
-        row
+        _row(job, cases, name, resources)
         for (job, cases), done in zip(plan, pending, strict=True)
         for name, resources in sorted(done.result().items())
-        for row in [_row(job, cases, name, resources)]
     ]
 
 
@@ -708,8 +704,8 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 def _table(rows: list[Row]) -> str:
     heads = (
-        "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack", "shared", "occupancy",
-        "load", "store", "tensor cores",
+        "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack B", "shared B", "occupancy",
+        "load B", "store B", "tensor cores",
     )  # fmt: skip
     settings = {_setting(case) for row in rows for case in row.cases if "model" in case}
     cells = [heads, *(_cells(row, brief=len(settings) == 1) for row in rows)]
@@ -732,7 +728,7 @@ def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
         " ".join(dict.fromkeys(case["mode"] for case in row.cases if "mode" in case)),
         _purpose(row.cases, brief=brief),
         str(found.registers),
-        str(sum(spills)) if not any(spills) else f"{spills[0]}+{spills[1]}",
+        f"{spills[0]}+{spills[1]}" if any(spills) else "0",
         str(found.stack),
         str(found.static_shared + found.dynamic_shared),
         f"{found.occupancy:.0%}",
@@ -757,8 +753,9 @@ def _purpose(cases: list[dict[str, Any]], *, brief: bool) -> str:
 
 
 def _widths(counts: dict[str, int]) -> str:
+    """The narrowest and the widest access."""
     found = sorted({width(name) for name in counts})
-    return "–".join(str(n) for n in (found if len(found) < 2 else (found[0], found[-1]))) + " B" * bool(found)
+    return "–".join(map(str, dict.fromkeys(found[:1] + found[-1:])))
 
 
 def _families(counts: dict[str, int]) -> dict[str, int]:
@@ -784,3 +781,72 @@ def _report(rows: list[Row], notes: list[str]) -> dict[str, Any]:
         "notes": notes,
         "kernels": [row._asdict() | {"resources": row.resources._asdict()} for row in rows],
     }
+
+
+# The tables of docs/kernels.md -----------------------------------------------------------------------------
+
+
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Operator → a Markdown table: the worst of each kernel over all shapes, per type and GPU.
+
+    A cell is registers of a thread / KiB of shared memory of a block / occupancy. The CUDA kernels have a
+    line for each number of elements that a thread holds.
+
+    Raises:
+        ValueError: It is not a report of this version.
+    """
+    if report.get("report") != "cvt-kernels compile" or report.get("schema") != SCHEMA:
+        raise ValueError(f"expected a report of cvt-kernels compile, schema {SCHEMA}")
+    grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in report["kernels"]:
+        grouped.setdefault(row["operator"], {}).setdefault(_line_of(row), []).append(row)
+    archs = list(dict.fromkeys(row["arch"] for row in report["kernels"]))
+    return {operator: _markdown(lines, archs) for operator, lines in grouped.items()}
+
+
+def _line_of(row: dict[str, Any]) -> str:
+    name = row["kernel"].removeprefix(row["operator"]).strip("_") or row["kernel"]
+    for case in row["cases"]:
+        if "vector" in case:
+            return f"`{name}`, {case['vector'] * case['vectors']}{' single' * (case['vector'] == 1)} elements"
+    return f"`{name}`"
+
+
+def _markdown(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> str:
+    columns = [(dtype, arch) for dtype in ("bfloat16", "float32") for arch in archs]
+    text = ["| kernel | bytes per load | per store | " + " | ".join(map(" ".join, columns)) + " |"]
+    text.append("|" + "---|" * (3 + len(columns)))
+    for name, rows in lines.items():
+        accesses = (
+            _widths({n: 1 for row in rows for n in row["resources"][kind]}) for kind in ("loads", "stores")
+        )
+        cells = (
+            _worst([row["resources"] for row in rows if row["arch"] == arch and dtype in row["dtypes"]])
+            for dtype, arch in columns
+        )
+        text.append("| " + " | ".join([name, *accesses, *cells]) + " |")
+    return "\n".join(text)
+
+
+def _worst(found: list[dict[str, Any]]) -> str:
+    if not found:
+        return ""
+    registers = max(f["registers"] for f in found)
+    shared = max(f["static_shared"] + f["dynamic_shared"] for f in found)
+    return f"{registers} / {shared / 1024:.3g} / {min(f['occupancy'] for f in found):.0%}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Puts the tables of a report between their marks in a page, ``<!-- compile: OPERATOR -->`` and on."""
+    report, page = map(Path, arguments)
+    text = page.read_text(encoding="utf-8")
+    for operator, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
+        begin, end = f"<!-- compile: {operator} -->\n", "\n<!-- end -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = before + begin + table + end + after
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,68 +1,116 @@
-"""The Triton kernels compiled for real GPUs, without one."""
+"""The kernels compiled for real GPUs, without one: ``cvt-kernels compile``."""
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import triton
 
-from cvt_kernels import aot
+from cvt import config
+from cvt_kernels import aot, cli
+from cvt_kernels.runtime import load_extension
 
-
-def compile_ahead(*arguments, prelude="pass"):
-    """In a process of its own, since the other tests import the kernels for the interpreter."""
-    code = f"import sys; from cvt_kernels import aot; {prelude}; sys.exit(aot.main())"
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+DOCS = Path(__file__).parent.parent / "docs" / "kernels.md"
 
 
-# The last stage has a class token and the narrowest tiles, the first what CvT spends most time on. python -m
-# cvt_kernels.aot without arguments compiles all shapes and dtypes, in a quarter of an hour.
+@pytest.fixture
+def compile_ahead(tmp_path):
+    """Runs the command in a process of its own: the other tests import the kernels for the interpreter."""
+
+    def run(*arguments, prelude="pass", code=0):
+        report = tmp_path / "report.json"
+        script = f"import sys; from cvt_kernels import cli; {prelude}; sys.exit(cli.main())"
+        result = subprocess.run(
+            [sys.executable, "-c", script, "compile", *arguments, "--jobs", "1", "--json", str(report)],
+            env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == code, result.stdout + result.stderr
+        return result.stdout, json.loads(report.read_text())["kernels"]
+
+    return run
+
+
+def assert_flawless(rows):
+    for row in rows:
+        found = row["resources"]
+        assert row["flaws"] == []
+        assert (found["stack"], found["spill_loads"], found["spill_stores"]) == (0, {}, {}), row
+        assert 0 < found["registers"] <= 255
+        assert found["static_shared"] + found["dynamic_shared"] <= 99 * 1024
+        assert 0 < found["occupancy"] <= 1
+
+
+def assert_documented(rows):
+    """No row takes more than docs/kernels.md says."""
+    text = DOCS.read_text(encoding="utf-8")
+    if f"Triton {triton.__version__}" not in text:
+        pytest.skip("docs/kernels.md is of another version of Triton")
+    tables = re.findall(r"<!-- compile: \w+ -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL)
+    cells = {}
+    for heads, _, *lines in (split_cells(table) for table in tables):
+        for name, *values in lines:
+            cells |= {(name, head): value for head, value in zip(heads[1:], values, strict=True)}
+    for row in rows:
+        cell = cells[aot._line_of(row), f"{row['dtypes'][0]} {row['arch']}"]
+        registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
+        found = row["resources"]
+        assert found["registers"] <= registers
+        assert found["static_shared"] + found["dynamic_shared"] <= (shared + 0.05) * 1024
+        assert found["occupancy"] * 100 >= occupancy - 0.5
+
+
+def split_cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def accesses(row, kind):
+    return {aot.width(name) for name in row["resources"][kind]}
+
+
+# The last stage has a class token and the narrowest tiles, the first what CvT spends most time on. All shapes
+# and types take minutes: cvt-kernels compile --arch sm_80 sm_90 sm_100.
 @pytest.mark.parametrize(
     ("arch", "dtype", "stage"),
-    [(80, "bfloat16", 3), (90, "bfloat16", 1), (100, "bfloat16", 3), (90, "float32", 3)],
+    [("sm_80", "bfloat16", 3), ("sm_90", "bfloat16", 1), ("sm_100", "bfloat16", 3), ("sm_90", "float32", 3)],
 )
-def test_conv_projection_compiles_without_spills(arch, dtype, stage):
-    result = compile_ahead(
-        "--operator", "conv_projection", "--arch", str(arch), "--dtype", dtype,
-        "--model", "cvt_13 at 224", "--stage", str(stage), "--json",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = {row["kernel"]: row for row in map(json.loads, result.stdout.splitlines())}
-    large = [
-        f"_conv_projection_{part}_kernel" for part in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
+def test_conv_projection(compile_ahead, arch, dtype, stage):
+    _, rows = compile_ahead(
+        "--operator", "conv_projection", "--arch", arch, "--dtype", dtype, "--stage", str(stage)
+    )
+    assert_flawless(rows)
+    large = [f"conv_projection_{part}" for part in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")]
+    assert {row["kernel"] for row in rows} == {*large, "merge_stats", "update_running", "sum_regions"}
+    for row in rows:
+        assert 16 in accesses(row, "loads") or row["kernel"] not in large, row
+        if row["kernel"].endswith(("_fwd", "_bwd_conv", "_bwd_input")):
+            assert 16 in accesses(row, "stores"), row
+    modes = [
+        {case["mode"] for case in row["cases"]} for row in rows if row["kernel"] == "conv_projection_fwd"
     ]
-    assert set(rows) == {*large, "_merge_stats_kernel", "_update_running_kernel", "_sum_regions_kernel"}
-    for name, row in rows.items():
-        assert (row["stack"], row["local"], row["spills"]) == (0, 0, 0), row
-        assert row["shared"] <= 99 * 1024
-        assert any(load.endswith("128") for load in row["loads"]) or name not in large, row
-    for part in ("fwd", "bwd_conv", "bwd_input"):
-        assert any(store.endswith("128") for store in rows[f"_conv_projection_{part}_kernel"]["stores"])
+    assert modes == ([{"inference"}, {"training"}] if dtype == "bfloat16" else [{"inference", "training"}])
+    assert_documented(rows)
 
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "operator"),
     [
-        (80, "bfloat16", "attention"),
-        (90, "bfloat16", "attention"),
-        (90, "float16", "attention_with_bias"),
-        (90, "float32", "attention"),
-        (100, "bfloat16", "attention"),
+        ("sm_80", "bfloat16", "attention"),
+        ("sm_90", "bfloat16", "attention"),
+        ("sm_90", "float16", "attention_with_bias"),
+        ("sm_90", "float32", "attention"),
+        ("sm_100", "bfloat16", "attention"),
     ],
 )
-def test_attention_compiles_without_spills(arch, dtype, operator):
+def test_attention(compile_ahead, arch, dtype, operator):
     """CvT-13's three stages at 224²: the products on tensor cores, but for float32."""
-    result = compile_ahead(
-        "--operator", operator, "--arch", str(arch), "--dtype", dtype, "--model", "cvt_13 at 224", "--json"
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    names = [
-        (row["stage"], row["kernel"].removeprefix("_attention_").removesuffix("_kernel")) for row in rows
-    ]
+    _, rows = compile_ahead("--operator", operator, "--arch", arch, "--dtype", dtype)
+    assert_flawless(rows)
+    names = [(row["cases"][0]["stage"], row["kernel"].removeprefix("attention_")) for row in rows]
     biased = operator == "attention_with_bias"
     looping = dtype == "float32" or biased  # what does not fit on the chip at once, see keys_on_chip
     assert [name for name in names if name[1] != "bwd_bias"] == [
@@ -71,34 +119,204 @@ def test_attention_compiles_without_spills(arch, dtype, operator):
         *((3, name) for name in ("fwd", "bwd")),
     ]
     assert [name for name in names if name[1] == "bwd_bias"] == [(n, "bwd_bias") for n in (1, 2, 3) if biased]
-    tensor_cores = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]
+    tensor_cores = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[arch]
     for row in rows:
-        assert (row["stack"], row["local"], row["spills"]) == (0, 0, 0), row
-        assert row["shared"] <= 99 * 1024, row
-        assert any(mma.startswith(tensor_cores) for mma in row["mma"]) == (dtype != "float32"), row
+        found = any(name.startswith(tensor_cores) for name in row["resources"]["tensor_cores"])
+        assert found == (dtype != "float32"), row
+        assert 16 in accesses(row, "loads"), row
+    if not biased:
+        assert_documented(rows)
+
+
+def test_cuda_kernels_of_the_extension(compile_ahead):
+    architectures = [name for name in load_extension().architectures.split(",") if name.startswith("sm_")]
+    if not architectures:
+        pytest.skip("the extension was built without a CUDA toolkit")
+    arch = architectures[0]
+    out, rows = compile_ahead(
+        "--operator", "layer_norm_gelu", "--arch", arch, "--dtype", "bfloat16", "--cuda"
+    )
+    assert f"CUDA kernels of {arch}: those of the built extension" in out
+    assert_flawless(rows)
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {"layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "sum_over_blocks"}
+    layouts = [tuple(row["cases"][0].values()) for row in rows if row["kernel"] == "layer_norm"]
+    activations = ("identity", "none", "tanh", "quick")
+    assert set(layouts) == {
+        (f, vector, vectors) for f in activations for vector, vectors in ((1, 16), (8, 1), (8, 3), (8, 4))
+    }
+    for row in rows:
+        if row["kernel"] in ("layer_norm", "gelu") and row["cases"][0]["vector"] == 8:
+            assert accesses(row, "loads") == {16}, row
+
+
+def test_cuda_kernels_by_nvcc(compile_ahead):
+    """For a GPU that the extension of this machine was not built for."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    built = load_extension().architectures.split(",")
+    arch = next(name for name in ("sm_89", "sm_86") if name not in built)
+    out, rows = compile_ahead("--operator", "layer_norm_gelu", "--arch", arch, "--dtype", "float16", "--cuda")
+    assert f"CUDA kernels of {arch}: compiled from csrc by " in out
+    assert len(rows) == 2 * 16 + 2 * 12 + 1
+    assert_flawless(rows)
+
+
+def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "_cubins_of_extension", lambda arch: {})
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    reason = "CUDA kernels of sm_86 are left out: the extension has none for it, and there is no nvcc here"
+    assert aot.cuda_jobs(86, aot.DTYPES) == ([], reason)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert cli.main(["compile", "--arch", "sm_86", "--operator", "layer_norm_gelu", "--cuda"]) == 2
+    assert capsys.readouterr().err == f"cvt-kernels compile: error: {reason}\n"
+
+
+def test_a_spill_fails_the_command(compile_ahead):
+    out, rows = compile_ahead(
+        "--operator", "conv_projection", "--dtype", "float32", "--stage", "3",
+        prelude="from cvt_kernels import conv_projection_triton as k; "
+        "k._MERGE = k.replace(k._MERGE, registers=24)",
+        code=1,
+    )  # fmt: skip
+    flawed = {row["kernel"]: row["flaws"] for row in rows if row["flaws"]}
+    assert set(flawed) == {"merge_stats", "sum_regions"}
+    for kernel, (flaw,) in flawed.items():
+        assert re.fullmatch(r"spills: \d+ bytes, [1-9]\d* loads, [1-9]\d* stores", flaw)
+        assert f"sm_90 {kernel}, float32 cvt_13 224²×256 3: {flaw}" in out.splitlines()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arch", "91"], "--arch: invalid choice: 91"),
-        (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
-        (["--stage", "0"], "--stage: invalid choice: 0"),
-        (["--model", "cvt_99"], "--model: invalid choice: 'cvt_99'"),
+        (["--arch", "sm_91"], "--arch: got 'sm_91', expected one of sm_80, sm_86, sm_89, sm_90, sm_100, "
+         "sm_120"),
+        (["--dtype", "int8"], "--dtype: got 'int8', expected one of bfloat16, float16, float32"),
+        (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
+        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
+        (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, attention, "
+         "attention_with_bias, layer_norm_gelu"),
+        (["--json", "/nowhere/report.json"], "[Errno 2] No such file or directory: '/nowhere/report.json'"),
+        (["--json", "/"], "[Errno 21] Is a directory: '/'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert cli.main(["compile", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"cvt-kernels compile: error: {message}\n")
+
+
+def test_the_interpreter_compiles_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cli.main(["compile"]) == 2
+    assert "the interpreter compiles nothing" in capsys.readouterr().err
+
+
+def test_what_does_not_compile_is_named():
+    kernel = aot.TritonKernel(90, "cvt_kernels.attention_triton", "_attention_bwd_kernel", {}, {}, {}, {})
+    with pytest.raises(RuntimeError, match=r"^_attention_bwd_kernel does not compile for sm_90: "):
+        kernel.examine()
+
+
+@pytest.mark.parametrize("model", aot.MODELS)
+@pytest.mark.parametrize("size", [224, 225, 384, 511])
+def test_stages_are_the_models(model, size):
+    chosen, side, expected = config.PRESETS[model], size, []
+    for i, channels in enumerate(chosen.embed_dims):
+        side = (side + 2 * chosen.patch_paddings[i] - chosen.patch_sizes[i]) // chosen.patch_strides[i] + 1
+        expected.append(((side, side), channels, int(chosen.cls_token[i])))
+    assert aot.stages(model, size) == tuple(expected)
+
+
+# Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
+# memory, threads, the number of blocks, and what does not fit at all.
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared", "blocks"),
+    [
+        (80, 128, 255, 2048, 2),
+        (80, 640, 84, 111690, 1),
+        (80, 416, 250, 0, 0),
+        (86, 32, 32, 0, 16),
+        (89, 32, 32, 0, 24),
+        (90, 128, 168, 0, 3),
+        (90, 128, 32, 76 * 1024, 2),
+        (90, 32, 32, 227 * 1024, 1),
+        (90, 32, 32, 227 * 1024 + 1, 0),
+        (100, 1024, 64, 0, 1),
+        (120, 512, 40, 0, 3),
     ],
 )
-def test_bad_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        aot.main(arguments)
-    assert message in capsys.readouterr().err
+def test_occupancy(arch, threads, registers, shared, blocks):
+    assert aot.occupancy(arch, threads, registers, shared) == blocks * threads / 32 / aot.LIMITS[arch].warps
 
 
-def test_a_spill_fails_the_command():
-    result = compile_ahead(
-        "--operator", "conv_projection", "--arch", "90", "--dtype", "float32",
-        "--model", "cvt_13 at 224", "--stage", "3",
-        prelude="from cvt_kernels import conv_projection_triton as k; "
-        "k._MERGE = k.replace(k._MERGE, registers=24)",
-    )  # fmt: skip
-    assert result.returncode == 1, result.stderr
-    assert " 0 spills" in result.stdout
+def test_occupancy_by_tensor_memory():
+    assert aot.occupancy(100, 128, 32, 0, tensor_memory=128) == 4 * 4 / 64
+
+
+@pytest.mark.parametrize(
+    ("instruction", "width"),
+    [
+        ("LDG.E.128.CONSTANT", 16),
+        ("LDG.E.64", 8),
+        ("LDG.E", 4),
+        ("LDG.E.U16", 2),
+        ("STG.E.S8", 1),
+        ("LDGSTS.E.BYPASS.LTC128B.128", 16),
+        ("LDG.E.LTC128B", 4),
+        ("LDG.E.ENL2.256", 32),
+    ],
+)
+def test_width(instruction, width):
+    assert aot.width(instruction) == width
+
+
+def test_what_was_read_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = {"kernel": aot.Code(32, 0, 1024, 0, {"LDG.E.128": 2})}
+    monkeypatch.setattr(aot, "_disassemble", lambda cubin: code)
+    assert aot.read(b"machine code") == code
+    monkeypatch.setattr(aot, "_disassemble", lambda cubin: {})
+    assert aot.read(b"machine code") == code
+    assert aot.read(b"other machine code") == {}
+
+
+def test_tables(tmp_path):
+    def row(kernel, registers, arch="sm_90", dtype="bfloat16", **case):
+        code = aot.Code(registers, 0, 3072, 0, {"LDG.E.128": 2, "LDG.E.U16": 1, "STG.E": 1})
+        resources = aot.Resources.of(code, 90, 128, 4096)._asdict()
+        return {
+            "operator": "attention", "kernel": kernel, "arch": arch, "dtypes": [dtype], "cases": [case],
+            "resources": resources,
+        }  # fmt: skip
+
+    report = {
+        "report": "cvt-kernels compile",
+        "schema": aot.SCHEMA,
+        "kernels": [
+            row("attention_fwd", 30, stage=1),
+            row("attention_fwd", 255, stage=2),
+            row("attention_fwd", 64, arch="sm_80", dtype="float32", stage=1),
+            row("gelu", 40, vector=8, vectors=3),
+            row("gelu", 38, vector=1, vectors=16),
+        ],
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- compile: attention -->\nold\n<!-- end -->\nafter\n<!-- end -->\n")
+    aot.main([tmp_path / "report.json", page])
+    assert page.read_text().splitlines() == [
+        "before",
+        "<!-- compile: attention -->",
+        "| kernel | bytes per load | per store "
+        "| bfloat16 sm_90 | bfloat16 sm_80 | float32 sm_90 | float32 sm_80 |",
+        "|---|---|---|---|---|---|---|",
+        "| `fwd` | 2–16 | 4 | 255 / 6 / 12% |  |  | 64 / 6 / 50% |",
+        "| `gelu`, 24 elements | 2–16 | 4 | 40 / 6 / 75% |  |  |  |",
+        "| `gelu`, 16 single elements | 2–16 | 4 | 38 / 6 / 75% |  |  |  |",
+        "<!-- end -->",
+        "after",
+        "<!-- end -->",
+    ]
+    with pytest.raises(ValueError, match=f"expected a report of cvt-kernels compile, schema {aot.SCHEMA}"):
+        aot.tables(report | {"schema": 0})

@@ -80,7 +80,7 @@ def assert_backends_agree(x, grid, convs, training):
 
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
-@pytest.mark.parametrize("stage", aot.STAGES["cvt_13 at 224"], ids=str)
+@pytest.mark.parametrize("stage", aot.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage, monkeypatch):
     grid, channels, class_tokens = stage
     if DEVICE == "cpu":
@@ -323,10 +323,10 @@ def share(size, part, parts):
 
 
 @pytest.mark.parametrize("chip", [runtime.Chip(80, 108), runtime.Chip(90, 132)], ids=str)
-@pytest.mark.parametrize("model", aot.STAGES)
-def test_bytes_per_launch(model, chip):
+@pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
+def test_bytes_per_launch(model, size, chip):
     """Against x once and the outputs once in evaluation, 2.5 units; x once more in training, 3.5 units."""
-    for stage in aot.STAGES[model]:
+    for stage in aot.stages(model, size):
         (height, width), channels, _ = stage
         launches = {
             launch.kernel: launch for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
