@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -41,7 +41,7 @@ from triton.runtime.cache import get_cache_manager
 
 from . import __version__, runtime
 
-#: Of the JSON report; a reader refuses another.
+#: Of the JSON report, which a reader refuses if it is another, and of what is kept of machine code.
 SCHEMA = 1
 
 
@@ -399,25 +399,23 @@ def _block_shared(arch: int) -> int:
 
 # Machine code ----------------------------------------------------------------------------------------------
 
-T = TypeVar("T", bytes, str)
 
-
-def _cached(name: str, key: Iterable[bytes], make: Callable[[], T]) -> T:
+def _cached(name: str, key: Iterable[bytes], make: Callable[[], bytes]) -> bytes:
     """What was made from the same contents before, in Triton's cache, or what ``make`` makes."""
     digest = hashlib.sha256(b"\0".join([f"cvt_kernels {SCHEMA}".encode(), *key])).hexdigest()
     cache = get_cache_manager(digest)
     path = cache.get_file(name)
-    if path is None:
-        made = make()
-        cache.put(made, name)
-        return made
-    return Path(path).read_bytes() if name.endswith(".cubin") else Path(path).read_text(encoding="utf-8")  # type: ignore[return-value]
+    if path is not None:
+        return Path(path).read_bytes()
+    made = make()
+    cache.put(made, name)
+    return made
 
 
 def read(cubin: bytes) -> dict[str, Code]:
     """Function name → its machine code."""
-    found = json.loads(_cached("code.json", [cubin], lambda: json.dumps(_disassemble(cubin))))
-    return {name: Code(*code) for name, code in found.items()}
+    found = _cached("code.json", [cubin], lambda: json.dumps(_disassemble(cubin)).encode())
+    return {name: Code(*code) for name, code in json.loads(found).items()}
 
 
 def _disassemble(cubin: bytes) -> dict[str, Code]:
@@ -505,7 +503,7 @@ def _compile_cuda(arch: int, dtype: str) -> bytes:
     if nvcc is None:
         raise ValueError("nvcc is gone")
     flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-DTYPE={_CUDA_TYPES[dtype]}", "-DKERNELS=kernels"]
-    sources = [path.read_bytes() for path in sorted(_SOURCE.parent.glob("*.*"))]
+    sources = [_SOURCE, *sorted(_SOURCE.parent.glob("*.cuh")), *sorted(_SOURCE.parent.glob("*.h"))]
 
     def compile_cuda() -> bytes:
         with tempfile.TemporaryDirectory() as scratch:
@@ -513,11 +511,8 @@ def _compile_cuda(arch: int, dtype: str) -> bytes:
             _output(nvcc, *flags, "-cubin", "-o", str(cubin), str(_SOURCE))
             return cubin.read_bytes()
 
-    return _cached(
-        "kernels.cubin",
-        [_output(nvcc, "--version").encode(), *map(str.encode, flags), *sources],
-        compile_cuda,
-    )
+    key = [_output(nvcc, "--version").encode(), *map(str.encode, flags)]
+    return _cached("kernels.cubin", key + [path.read_bytes() for path in sources], compile_cuda)
 
 
 def _output(*command: str) -> str:
@@ -661,24 +656,26 @@ def _triton_jobs(
     return list(found.values())
 
 
-def _rows(plan: list[Planned], jobs: int) -> list[Row]:
-    """Compiles everything in processes of their own."""
-    # Spawned: PyTorch's threads do not survive a fork.
-    with futures.ProcessPoolExecutor(
-        min(jobs, max(len(plan), 1)), multiprocessing.get_context("spawn"), _ignore_interrupts
-    ) as pool:
-        pending = [pool.submit(job.examine) for job, _ in plan]
-        try:
-            progress = tqdm(futures.as_completed(pending), "compile", len(pending), unit="job", disable=None)
-            for done in progress:
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def _rows(plan: list[Planned], processes: int) -> list[Row]:
+    """Compiles everything: in this process, or in some of their own."""
+    progress = functools.partial(tqdm, desc="compile", total=len(plan), unit="job", disable=None)
+    if processes == 1:
+        found = [job.examine() for job, _ in progress(plan)]
+    else:
+        spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+        with futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
+            pending = [pool.submit(job.examine) for job, _ in plan]
+            try:
+                for done in progress(futures.as_completed(pending)):
+                    done.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        found = [done.result() for done in pending]
     return [
         _row(job, cases, name, resources)
-        for (job, cases), done in zip(plan, pending, strict=True)
-        for name, resources in sorted(done.result().items())
+        for (job, cases), by_name in zip(plan, found, strict=True)
+        for name, resources in sorted(by_name.items())
     ]
 
 
@@ -693,10 +690,7 @@ def _row(job: Job, cases: list[dict[str, Any]], function: str, resources: Resour
         return Row(arch, CUDA_OPERATORS, kernel, [job.dtype], [case] if case else [], resources, flaws)
     kernel = function.strip("_").removesuffix("_kernel")
     dtypes = list(dict.fromkeys(case["dtype"] for case in cases))
-    used = dict.fromkeys(
-        tuple((k, v) for k, v in case.items() if k not in ("operator", "dtype")) for case in cases
-    )
-    return Row(arch, cases[0]["operator"], kernel, dtypes, [dict(items) for items in used], resources, flaws)
+    return Row(arch, cases[0]["operator"], kernel, dtypes, cases, resources, flaws)
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

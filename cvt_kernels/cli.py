@@ -59,47 +59,31 @@ def _add_compile(commands: Any) -> None:
     parser = commands.add_parser(
         "compile", help="every kernel compiled for a GPU that need not be here, and what it takes of it"
     )
-    several: dict[str, Any] = {"nargs": "+", "default": argparse.SUPPRESS}
-    parser.add_argument(
-        "--arch",
-        **several,
-        dest="archs",
-        metavar="sm_90",
-        help="sm_80, 86, 89, 90, 100, 120 (default: sm_90)",
-    )
-    parser.add_argument(
-        "--model", **several, dest="models", metavar="MODEL", help="cvt_13, cvt_21, cvt_w24 (default: cvt_13)"
-    )
-    parser.add_argument(
-        "--dtype", **several, dest="dtypes", metavar="DTYPE", help="bfloat16, float16, float32 (default: all)"
-    )
-    parser.add_argument(
-        "--operator", **several, dest="operators", metavar="NAME",
-        help="conv_projection, attention, layer_norm_gelu (default: these), attention_with_bias",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stage",
-        **several,
-        type=positive_int,
-        dest="only_stages",
-        metavar="N",
-        help="1, 2, 3 (default: all)",
-    )
-    parser.add_argument(
-        "--image-size", **several, type=positive_int, dest="image_sizes", metavar="N",
-        help="default: 224, and 384 of cvt_w24",
-    )  # fmt: skip
-    parser.add_argument(
-        "--batch-size", **several, type=positive_int, dest="batch_sizes", metavar="N", help="default: 256"
-    )
+    for option, name, kind, text in (
+        ("--arch", "archs", str, "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
+        ("--model", "models", str, "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
+        ("--dtype", "dtypes", str, "bfloat16, float16, float32 (default: all)"),
+        ("--operator", "operators", str, "attention_with_bias, conv_projection, attention, layer_norm_gelu "
+         "(default: the last three)"),
+        ("--stage", "only_stages", positive_int, "1, 2, 3 (default: all)"),
+        ("--image-size", "image_sizes", positive_int, "default: 224; 384 for cvt_w24"),
+        ("--batch-size", "batch_sizes", positive_int, "default: 256"),
+    ):  # fmt: skip
+        metavar = option.removeprefix("--").upper()
+        parser.add_argument(
+            option, dest=name, nargs="+", type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text
+        )
     parser.add_argument(
         "--jobs", type=positive_int, default=argparse.SUPPRESS, help="processes (default: one per core)"
     )
     parser.add_argument(
-        "--cuda", action="store_true", help="fail where there are no CUDA kernels to look at: neither in the "
-        "extension for that GPU, nor csrc and nvcc to compile them",
-    )  # fmt: skip
-    parser.add_argument("--json", dest="report", default=argparse.SUPPRESS, metavar="FILE", help="a report")
+        "--cuda",
+        action="store_true",
+        help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
+    )
+    parser.add_argument(
+        "--json", dest="report", default=argparse.SUPPRESS, metavar="FILE", help="write the report"
+    )
     parser.set_defaults(run=_compile)
 
 
