@@ -525,7 +525,9 @@ def _output(*command: str) -> str:
 
 def _cuda_case(function: str) -> tuple[str, dict[str, Any]]:
     """(kernel, what it is compiled for) of a mangled name: activation, elements of a load, loads of a row."""
-    found = re.search(r"\d+([a-z_]+)_kernelI\w+?E(?:LNS_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", function)
+    found = re.search(
+        r"\d+([a-z_]+)_kernelI(?:f|NS_\w+?E)(?:LNS_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", function
+    )
     if found is None:
         raise ValueError(f"a kernel of another kind in the extension: {function}")
     kernel, activation, vector, vectors = found.groups()
@@ -835,10 +837,12 @@ def main(arguments: Sequence[str]) -> None:
     report, page = map(Path, arguments)
     text = page.read_text(encoding="utf-8")
     for operator, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
-        begin, end = f"<!-- compile: {operator} -->\n", "\n<!-- end -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = before + begin + table + end + after
+        begin, end = f"<!-- compile: {operator} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found and found_end):
+            raise ValueError(f"{page}: has no {begin.strip()} and {end}")
+        text = before + begin + table + "\n" + end + after
     page.write_text(text, encoding="utf-8")
 
 

@@ -134,19 +134,24 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
         pytest.skip("the extension was built without a CUDA toolkit")
     arch = architectures[0]
     out, rows = compile_ahead(
-        "--operator", "layer_norm_gelu", "--arch", arch, "--dtype", "bfloat16", "float16", "--cuda", jobs=2
+        "--operator", "layer_norm_gelu", "--arch", arch, "--dtype", "float32", "bfloat16", "--cuda", jobs=2
     )
     assert f"CUDA kernels of {arch}: those of the built extension" in out
     assert_flawless(rows)
     kernels = {row["kernel"] for row in rows}
     assert kernels == {"layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "sum_over_blocks"}
-    layouts = [tuple(row["cases"][0].values()) for row in rows if row["kernel"] == "layer_norm"]
     activations = ("identity", "none", "tanh", "quick")
-    assert set(layouts) == {
-        (f, vector, vectors) for f in activations for vector, vectors in ((1, 16), (8, 1), (8, 3), (8, 4))
+    layouts = {
+        "bfloat16": [(1, 16), (8, 1), (8, 3), (8, 4)],
+        "float32": [(1, 16), *((4, n) for n in (2, 4, 6, 8))],
     }
+    for dtype, expected in layouts.items():
+        found = [row for row in rows if row["kernel"] == "layer_norm" and row["dtypes"] == [dtype]]
+        assert sorted(tuple(row["cases"][0].values()) for row in found) == sorted(
+            (activation, *layout) for activation in activations for layout in expected
+        )
     for row in rows:
-        if row["kernel"] in ("layer_norm", "gelu") and row["cases"][0]["vector"] == 8:
+        if row["kernel"] == "gelu" and row["cases"][0]["vector"] == 8:
             assert accesses(row, "loads") == {16}, row
 
 
@@ -304,8 +309,11 @@ def test_tables(tmp_path):
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- compile: attention -->\nold\n<!-- end -->\nafter\n<!-- end -->\n")
+    page.write_text("before\n<!-- compile: attention -->\n<!-- end -->\nafter\n<!-- end -->\n")
     aot.main([tmp_path / "report.json", page])
+    written = page.read_text()
+    aot.main([tmp_path / "report.json", page])
+    assert page.read_text() == written
     assert page.read_text().splitlines() == [
         "before",
         "<!-- compile: attention -->",
@@ -319,5 +327,8 @@ def test_tables(tmp_path):
         "after",
         "<!-- end -->",
     ]
+    page.write_text("before\n<!-- compile: attention -->\nafter\n")
+    with pytest.raises(ValueError, match="has no <!-- compile: attention --> and <!-- end -->"):
+        aot.main([tmp_path / "report.json", page])
     with pytest.raises(ValueError, match=f"expected a report of cvt-kernels compile, schema {aot.SCHEMA}"):
         aot.tables(report | {"schema": 0})
