@@ -50,13 +50,13 @@ def assert_documented(rows):
     text = DOCS.read_text(encoding="utf-8")
     if f"Triton {triton.__version__}" not in text:
         pytest.skip("docs/kernels.md is of another version of Triton")
-    tables = re.findall(r"<!-- compile: \w+ -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL)
     cells = {}
-    for heads, _, *lines in (split_cells(table) for table in tables):
+    for operator, table in re.findall(r"<!-- compile: (\w+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL):
+        heads, _, *lines = split_cells(table)
         for name, *values in lines:
-            cells |= {(name, head): value for head, value in zip(heads[1:], values, strict=True)}
+            cells |= {(operator, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
     for row in rows:
-        cell = cells[aot._line_of(row), f"{row['dtypes'][0]} {row['arch']}"]
+        cell = cells[row["operator"], aot._line_of(row), f"{row['dtypes'][0]} {row['arch']}"]
         registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
         found = row["resources"]
         assert found["registers"] <= registers
