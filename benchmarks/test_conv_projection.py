@@ -1,109 +1,101 @@
-"""Throughput of CvT-13's projection (q stride 1, k and v stride 2) per stage: PyTorch, compiled and ours.
+"""The projection of CvT-13 (q stride 1, k and v stride 2): PyTorch, compiled, the kernels where they run.
 
-GB/s counts what must move (in units of B·T·C): x once and the outputs once in evaluation, 2.5; in a training
-step x twice and the outputs once forward (3.5), then x, the gradients of the outputs and dx once (3.5). It is
-compared with a plain copy, measured in the same session.
+What must move, in units of B·T·C: x once and the outputs once in evaluation, 2.5; in a training step x twice
+and the outputs once forward (3.5), then x, the gradients of the outputs and dx once (3.5).
 """
 
 import functools
 
 import pytest
+import timing
 import torch
-import torch.utils.benchmark
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import runtime
 
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE, BATCH = ("cuda", torch.bfloat16, 256) if CUDA else ("cpu", torch.float32, 2)
-CALLS = 10 if CUDA else 1  # in a round, so that the launches run ahead of the clock
-STAGES = {1: ((56, 56), 64, 0), 2: ((28, 28), 192, 0), 3: ((14, 14), 384, 1)}
+pytestmark = pytest.mark.benchmark(**timing.TIMER)
+
 UNITS = {"evaluation": 2.5, "training": 7.0}
 
 
-def timed(benchmark, function):
-    """Median seconds of one call, or None under --benchmark-disable."""
-
-    def round_():
-        for _ in range(CALLS):
-            function()
-        if CUDA:
-            torch.cuda.synchronize()
-
-    benchmark.pedantic(round_, rounds=10, warmup_rounds=2)
-    return None if benchmark.stats is None else benchmark.stats.stats.median / CALLS
-
-
 @functools.cache
-def copy_bandwidth():
-    """Bytes per second, read and written, of a copy that no cache holds."""
-    source = torch.empty(2**30 if CUDA else 2**27, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    timer = torch.utils.benchmark.Timer("target.copy_(source)", globals={"source": source, "target": target})
-    return 2 * source.nbytes / timer.blocked_autorange().median
-
-
-@functools.cache
-def setting(stage):
-    grid, channels, class_tokens = STAGES[stage]
+def setting(stage, dtype):
+    """x, its grid and the three branches, whose BatchNorm stays in float32."""
+    grid, channels, class_tokens = timing.stages()[stage]
     torch.manual_seed(0)
-    x = torch.randn(BATCH, grid[0] * grid[1] + class_tokens, channels, device=DEVICE, dtype=DTYPE)
+    x = timing.randn(timing.batch(), grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
     branches = []
     for stride in (1, 2, 2):
-        conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False).to(DEVICE, DTYPE)
-        branches.append(ck.ConvBatchNorm.from_modules(conv, nn.BatchNorm2d(channels).to(DEVICE)))
-    return x.requires_grad_(), grid, branches
+        conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
+        branches.append(
+            ck.ConvBatchNorm.from_modules(
+                conv.to(timing.DEVICE, dtype), nn.BatchNorm2d(channels).to(timing.DEVICE)
+            )
+        )
+    return x, grid, branches
 
 
-def implementations():
-    """Every backend that can run here is a column, and torch.compile of the reference on a GPU."""
-    backends = [name for name in runtime.BACKENDS if serves(name)]
-    return [*backends, *(["compile"] if CUDA else [])]
+def leaves_of(x, branches):
+    return [x, *(t for branch in branches for t in branch[:3])]
 
 
-def serves(backend):
-    with ck.use_backend(backend):
-        return runtime.unavailable("conv_projection", backend, DEVICE) is None
+def contender(name, grid, branches, training):
+    """A function of x and each branch's weight, γ and β; running statistics are those of ``branches``."""
+    function = timing.implementation("conv_projection", name)
 
-
-@functools.cache
-def function(name):
-    if name == "compile":
-        return torch.compile(ck.reference.conv_projection)
-
-    def call(*args, **kwargs):
-        with ck.use_backend(name):
-            return ck.conv_projection(*args, **kwargs)
+    def call(x, *parameters):
+        groups = (parameters[i : i + 3] for i in range(0, len(parameters), 3))
+        convs = [
+            branch._replace(weight=w, bn_weight=g, bn_bias=b)
+            for branch, (w, g, b) in zip(branches, groups, strict=True)
+        ]
+        return function(x, grid, convs, training=training)
 
     return call
 
 
-@pytest.mark.parametrize("name", implementations())
+def doubled(branches):
+    return [
+        ck.ConvBatchNorm(*(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in branch))
+        for branch in branches
+    ]
+
+
+@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
 @pytest.mark.parametrize("mode", UNITS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_conv_projection(benchmark, stage, mode, name):
-    x, grid, branches = setting(stage)
+@pytest.mark.parametrize("stage", timing.stages())
+@pytest.mark.parametrize("name", timing.contenders("conv_projection"))
+def test_conv_projection(benchmark, stage, mode, dtype, name):
+    x, grid, branches = setting(stage, dtype)
     training = mode == "training"
+    leaves = leaves_of(x, branches)
+    call = contender(name, grid, branches, training)
+    douts = None
+    if training:
+        sizes = (branch.output_grid(grid) for branch in branches)
+        class_tokens = x.shape[1] - grid[0] * grid[1]
+        shapes = [(x.shape[0], h * w + class_tokens, x.shape[2]) for h, w in sizes]
+        douts = [timing.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    found = timing.served(call, leaves, douts)
 
-    def step():
-        with torch.set_grad_enabled(training):
-            outs = function(name)(x, grid, branches, training=training)
-        if training:
-            leaves = [x, *(t for conv in branches for t in conv[:3])]
-            torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
-        return outs
+    same = timing.results(contender("reference", grid, branches, training), leaves, douts)
+    wide = doubled(branches)
+    exact = timing.results(
+        contender("reference", grid, wide, training),
+        leaves_of(x.double(), wide),
+        douts and [t.double() for t in douts],
+    )
+    timing.check(found, same, exact, dtype)
 
-    expected = ck.reference.conv_projection(x, grid, branches, training=training)
-    tolerance = 2e-2 if torch.bfloat16 == DTYPE else 1e-4
-    torch.testing.assert_close(list(step()), list(expected), rtol=tolerance, atol=tolerance)
-    benchmark.group = f"conv_projection, stage {stage}, {mode}, batch {BATCH}, {DTYPE}, {DEVICE}"
-    seconds = timed(benchmark, step)
-    if seconds is not None:
-        bandwidth = UNITS[mode] * x.nbytes / seconds
-        benchmark.extra_info |= {
-            "microseconds": 1e6 * seconds,
-            "gigabytes_per_second": bandwidth / 1e9,
-            "share_of_copy": bandwidth / copy_bandwidth(),
-            "device": torch.cuda.get_device_name() if CUDA else runtime.machine().cpu,
-        }
+    timing.measure(
+        benchmark,
+        lambda: timing.results(call, leaves, douts),
+        {
+            "suite": "conv_projection",
+            "case": f"{stage}, {grid[0]}×{grid[1]}×{x.shape[2]}, {mode}",
+            "contender": name,
+            "dtype": timing.short(dtype),
+            "batch": x.shape[0],
+        },
+        moved=int(UNITS[mode] * x.nbytes),
+    )

@@ -1,22 +1,13 @@
-"""LayerNorm, GELU and their fusions at the shapes of CvT-13 at 224×224: PyTorch, compiled and ours.
-
-GB/s counts what must move: every operand and every result once in each direction. It is compared with a plain
-copy, measured in the same session.
-"""
+"""LayerNorm, GELU and their fusions at CvT-13's shapes: PyTorch, compiled, the kernels where they run."""
 
 import functools
 
 import pytest
-import torch
-from test_conv_projection import copy_bandwidth, timed
+import timing
 
-import cvt_kernels as ck
-from cvt_kernels import runtime
+pytestmark = pytest.mark.benchmark(**timing.TIMER)
 
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE, BATCH = ("cuda", torch.bfloat16, 256) if CUDA else ("cpu", torch.float32, 2)
-STAGES = {1: (3136, 64), 2: (784, 192), 3: (197, 384)}  # tokens, channels; an MLP has four times the channels
-#: Operator and GELU → what moves, in tensors of the shape of x: forward, forward and backward.
+#: Operator and GELU → what must move, in tensors of the shape of x: forward, forward and backward.
 CALLS = {
     ("layer_norm", None): (2, 5),
     ("add_layer_norm", None): (4, 8),
@@ -28,42 +19,13 @@ CALLS = {
 }
 
 
-def implementations(operator):
-    """Every backend that can run here, and torch.compile of the reference on a GPU."""
-    backends = [name for name in runtime.BACKENDS if serves(operator, name)]
-    return [*backends, *(["compile"] if CUDA else [])]
-
-
-def serves(operator, backend):
-    with ck.use_backend(backend):
-        return runtime.unavailable(operator, backend, DEVICE) is None
-
-
-@functools.cache
-def function(operator, name):
-    if name == "reference":
-        return getattr(ck.reference, operator)
-    if name == "compile":
-        return torch.compile(getattr(ck.reference, operator))
-
-    def call(*args, **kwargs):
-        with ck.use_backend(name):
-            return getattr(ck, operator)(*args, **kwargs)
-
-    return call
-
-
-def make(operator, stage):
-    """The arguments, tokens first."""
-    tokens, channels = STAGES[stage]
+def make(operator, stage, dtype):
+    """The arguments, tokens first; an MLP has four times the channels."""
+    (height, width), channels, class_tokens = timing.stages()[stage]
     channels *= 4 if operator in ("gelu", "bias_gelu") else 1
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device=DEVICE, dtype=DTYPE)
-
-    x, residual = (randn(BATCH, tokens, channels) for _ in range(2))
-    weight, bias = randn(channels), randn(channels)
+    tokens = height * width + class_tokens
+    x, residual = (timing.randn(timing.batch(), tokens, channels, dtype=dtype, seed=i) for i in (0, 1))
+    weight, bias = (timing.randn(channels, dtype=dtype, seed=i) for i in (2, 3))
     return {
         "layer_norm": (x, weight, bias),
         "add_layer_norm": (x, residual, weight, bias),
@@ -73,49 +35,40 @@ def make(operator, stage):
     }[operator]
 
 
-def results(call, tensors, douts=None):
-    """The outputs and, if their gradients are given, the gradients of the arguments."""
-    if douts is None:
-        with torch.inference_mode():
-            outs = call(*tensors)
-        return outs if isinstance(outs, tuple) else (outs,)
-    live = [t.detach().requires_grad_() for t in tensors]
-    outs = call(*live)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    return *outs, *torch.autograd.grad(outs, live, douts)
-
-
+@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", timing.stages())
 @pytest.mark.parametrize(
-    ("operator", "approximate", "name"),
-    [(operator, gelu, name) for operator, gelu in CALLS for name in implementations(operator)],
+    ("name", "operator", "approximate"),
+    # The compiled ones last.
+    sorted(
+        ((name, *call) for call in CALLS for name in timing.contenders(call[0])),
+        key=lambda row: row[0] in ("compiled", "max_autotune"),
+    ),
 )
-def test_layer_norm_gelu(benchmark, operator, approximate, name, stage, direction):
+def test_layer_norm_gelu(benchmark, stage, direction, dtype, name, operator, approximate):
     keywords = {} if approximate is None else {"approximate": approximate}
-    call = functools.partial(function(operator, name), **keywords)
-    tensors = make(operator, stage)
-    backward = direction == "forward+backward"
-    outputs = 2 if operator == "add_layer_norm" else 1
-    douts = [torch.ones_like(tensors[0])] * outputs if backward else None
-
-    exact = functools.partial(getattr(ck.reference, operator), **keywords)
-    doubles = [[t.double() for t in given or ()] for given in (tensors, douts)]
-    expected = results(exact, doubles[0], doubles[1] or None)
-    for ours, theirs in zip(results(call, tensors, douts), expected, strict=True):
-        units = 16 if ours.ndim == 3 else 256  # in sums over all rows errors add up
-        atol = units * torch.finfo(DTYPE).eps * theirs.abs().max().item()
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=atol)
-
-    benchmark.group = (
-        f"{operator} {approximate or ''}, stage {stage}, {direction}, batch {BATCH}, {DTYPE}, {DEVICE}"
+    call, reference = (
+        functools.partial(timing.implementation(operator, which), **keywords) for which in (name, "reference")
     )
-    seconds = timed(benchmark, lambda: results(call, tensors, douts))
-    if seconds is not None:
-        bandwidth = CALLS[operator, approximate][backward] * tensors[0].nbytes / seconds
-        benchmark.extra_info |= {
-            "microseconds": 1e6 * seconds,
-            "gigabytes_per_second": bandwidth / 1e9,
-            "share_of_copy": bandwidth / copy_bandwidth(),
-            "device": torch.cuda.get_device_name() if CUDA else runtime.machine().cpu,
-        }
+    leaves = make(operator, stage, dtype)
+    backward = direction == "forward+backward"
+    x = leaves[0]
+    outputs = 2 if operator == "add_layer_norm" else 1
+    douts = [timing.randn(*x.shape, dtype=dtype, seed=4 + i) for i in range(outputs)] if backward else None
+    found = timing.served(call, leaves, douts)
+    exact = [t.double() for t in leaves], douts and [t.double() for t in douts]
+    timing.check(found, timing.results(reference, leaves, douts), timing.results(reference, *exact), dtype)
+
+    timing.measure(
+        benchmark,
+        lambda: timing.results(call, leaves, douts),
+        {
+            "suite": "layer_norm_gelu",
+            "case": f"{operator}{f' ({approximate})' if approximate else ''}, {stage}, {direction}",
+            "contender": name,
+            "dtype": timing.short(dtype),
+            "batch": x.shape[0],
+        },
+        moved=CALLS[operator, approximate][backward] * x.nbytes,
+    )

@@ -1,41 +1,210 @@
-"""Inference throughput of CvT-13 at 224×224: Hugging Face's model and ours with the same weights."""
+"""Whole models, in inference and in training steps (forward, loss, backward).
+
+Hugging Face's model as it is, compiled, and accelerated; ours, compiled, and replayed as a CUDA graph; all with
+the same weights. The time is the wall clock's: the host's share is most of it for small batches on a GPU.
+"""
+
+import copy
+import functools
+import importlib.util
+import itertools
+import tempfile
 
 import pytest
+import timing
 import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from cvt import create_model, save_huggingface
+import cvt_kernels as ck
+from cvt import CvTConfig, create_model, save_huggingface
+from cvt_kernels import runtime
 from cvt_kernels.bench import randomize
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Preset, image size and the batches of inference on a CPU, where time is short.
+MODELS = {
+    "cvt_13 at 224": ("cvt_13", 224, (8, 1, 32)),
+    "cvt_21 at 224": ("cvt_21", 224, (8, 1)),
+    "cvt_13 at 384": ("cvt_13", 384, (8, 1)),
+    "cvt_w24 at 384": ("cvt_w24", 384, (1,)),
+}
+if timing.TINY:
+    small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 2, 3))
+    MODELS = {"small at 64": (small, 64, (2,))}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def batches(model, training):
+    if timing.CUDA and not timing.TINY:
+        return (256, 32) if training else (256, 32, 1)
+    return MODELS[model][2][:1] if training else MODELS[model][2]
+
+
+def names(training):
+    """The plain ones, then those that torch.compile takes long for."""
+    theirs = importlib.util.find_spec("transformers") is not None
+    found = ["hugging_face", "accelerated"] if theirs else ["reference"]
+    found.append("cvt")
+    if timing.CUDA and not training:
+        found.append("cvt_graph")
+    if timing.TINY:
+        return found
+    found += ["hugging_face_compiled", "cvt_compiled"] if theirs else ["cvt_compiled"]
+    if timing.CUDA and theirs and not training:
+        found.append("hugging_face_max_autotune")
+    return found
+
+
+def cases():
+    """Everything, what says most first in case time runs out."""
+    rows = [
+        (model, mode, batch, dtype, name)
+        for model, mode in itertools.product(MODELS, ("inference", "training"))
+        for batch, dtype, name in itertools.product(
+            batches(model, mode == "training"), timing.DTYPES, names(mode == "training")
+        )
+    ]
+
+    def rank(row):
+        model, _, batch, _, name = row
+        compiled = name.endswith(("compiled", "max_autotune"))
+        first = model == next(iter(MODELS))
+        return (
+            0
+            if first and not compiled
+            else 1
+            if first and batch == batches(model, False)[0]
+            else 2 + compiled
+        )
+
+    return sorted(rows, key=rank)
+
+
+@functools.lru_cache(maxsize=1)
+def originals(model):
+    """Ours and, if it is installed, Hugging Face's, both in float32 with the same weights."""
+    preset = MODELS[model][0]
+    ours = create_model(preset, activation="gelu", drop_path_rate=0.0)
+    randomize(ours)
+    if importlib.util.find_spec("transformers") is None:
+        return ours, None
     from transformers import CvtForImageClassification
 
-    directory = tmp_path_factory.mktemp("weights")
-    ours = create_model("cvt_13", activation="gelu")
-    randomize(ours)
-    save_huggingface(ours, directory)
-    peer = CvtForImageClassification.from_pretrained(directory).to(DEVICE).eval()
-    return {"hugging_face": lambda x: peer(x).logits, "cvt_kernels": ours.to(DEVICE).eval()}
+    with tempfile.TemporaryDirectory() as scratch:
+        save_huggingface(ours, scratch)
+        return ours, CvtForImageClassification.from_pretrained(scratch)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("name", ["hugging_face", "cvt_kernels"])
-def test_cvt_13(benchmark, models, name, batch):
-    x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+def build(model, name, dtype, training):
+    """The contender's module; for training in half precision in float32, since autocast does the rest."""
+    ours, theirs = originals(model)
+    module = copy.deepcopy(ours if name.startswith(("cvt", "reference")) else theirs)
+    if training and dtype != torch.float64:
+        dtype = torch.float32
+    module = module.to(timing.DEVICE, dtype).train(training)
+    if name == "accelerated":
+        ck.accelerate(module)
+    options = {"freezing": True} if not timing.CUDA and not training else None
+    if name.endswith("compiled"):
+        return torch.compile(module, dynamic=False, options=options)
+    if name.endswith("max_autotune"):
+        return torch.compile(module, dynamic=False, mode="max-autotune")
+    return module
 
-    def forward():
-        logits = models[name](x)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        return logits
 
-    benchmark.group = f"CvT-13, 224×224, float32, {DEVICE}, batch {batch}"
+def infer(module, x):
     with torch.inference_mode():
-        torch.testing.assert_close(models["cvt_kernels"](x), models["hugging_face"](x), rtol=0, atol=1e-4)
-        benchmark.pedantic(forward, rounds=10, warmup_rounds=1)
-    if benchmark.stats is not None:  # None under --benchmark-disable
-        benchmark.extra_info["images_per_second"] = batch / benchmark.stats.stats.median
-        benchmark.extra_info["threads"] = torch.get_num_threads()
+        outputs = module(x)
+        return getattr(outputs, "logits", outputs)
+
+
+def step(module, x, labels, dtype):
+    """A training step: the loss, and the gradients of the first and the last parameter."""
+    parameters = list(module.parameters())
+    with torch.autocast(timing.DEVICE, dtype, enabled=dtype.itemsize == 2):
+        outputs = module(x)
+        loss = F.cross_entropy(getattr(outputs, "logits", outputs), labels)
+    gradients = torch.autograd.grad(loss, parameters)
+    return loss.detach(), gradients[0], gradients[-1]
+
+
+@functools.cache
+def operations_per_image(model):
+    """Of the forward's products and convolutions."""
+    _, size, _ = MODELS[model]
+    shadow = copy.deepcopy(originals(model)[0]).to("meta").eval()
+    with ck.use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        shadow(torch.empty(1, 3, size, size, device="meta"))
+    return counter.get_total_flops()
+
+
+@pytest.fixture(autouse=True)
+def _every_kernel():
+    """``auto`` takes the kernels that it otherwise leaves to an explicit request; nothing stays compiled."""
+    kept = {operator: dict(found) for operator, found in runtime._implementations.items()}
+    for operator, found in kept.items():
+        for backend, implementation in found.items():
+            runtime.register(operator, backend, implementation._replace(opt_in={}))
+    yield
+    for operator, found in kept.items():
+        for backend, implementation in found.items():
+            runtime.register(operator, backend, implementation)
+    torch.compiler.reset()
+
+
+@functools.lru_cache(maxsize=4)
+def plain(model, batch, dtype, training):
+    """What the plain operators make of the same weights: in this dtype, and in the next wider one."""
+    found = []
+    with ck.use_backend("reference"):
+        for kind in (dtype, torch.float64 if dtype == torch.float32 else torch.float32):
+            module = build(model, "reference", kind, training)
+            found.append(run(module, *inputs(model, batch, kind, training), kind))
+    return found
+
+
+def inputs(model, batch, dtype, training):
+    """Images, and labels to train by."""
+    size = MODELS[model][1]
+    x = timing.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
+    if training:
+        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=timing.DEVICE) % 1000
+    return x.to(dtype), None
+
+
+def run(module, x, labels, dtype):
+    """One forward or training step."""
+    return [infer(module, x)] if labels is None else step(module, x, labels, dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "batch", "dtype", "name"),
+    cases(),
+    ids=lambda value: timing.short(value) if isinstance(value, torch.dtype) else None,
+)
+def test_model(benchmark, model, mode, batch, dtype, name):
+    training = mode == "training"
+    backend = "reference" if name == "reference" else "auto"
+    try:
+        module = build(model, name, dtype, training)
+        call = functools.partial(run, module, *inputs(model, batch, dtype, training), dtype)
+        with ck.use_backend(backend):
+            # Images do not depend on each other, except in training.
+            found = call() if training else [logits[:2] for logits in call()]
+            expected = plain(model, batch if training else min(batch, 2), dtype, training)
+            timing.check(found, *expected, dtype)
+            if name == "cvt_graph":
+                call = timing.graphed(call)
+                assert call is not None, "the forward cannot be captured"
+            facts = {
+                "suite": "model",
+                "case": f"{model}, {mode}",
+                "contender": name,
+                "dtype": timing.short(dtype),
+                "batch": batch,
+                "backends": {o: runtime.backend_for(o, timing.DEVICE) for o in runtime.OPERATORS},
+            }
+            passes = 3 if training else 1
+            operations = passes * batch * operations_per_image(model)
+            timing.measure(benchmark, call, facts, operations=operations, host=True)
+    except torch.OutOfMemoryError:
+        pytest.skip("out of memory")

@@ -1,0 +1,80 @@
+"""Options of the suites, and what their JSON says of the machine."""
+
+import signal
+import time
+
+import pytest
+import timing
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import runtime
+
+_deadline = float("inf")
+
+
+def pytest_addoption(parser):
+    """Two options."""
+    group = parser.getgroup("suites")
+    group.addoption("--tiny", action="store_true", help="shapes of a smoke test, as --benchmark-disable has")
+    group.addoption("--seconds", type=float, help="skip what is not done after so many seconds")
+
+
+def pytest_configure(config):
+    """Before the suites are imported, since their parameters depend on it."""
+    global _deadline
+    timing.TINY = config.getoption("tiny", False) or config.getoption("benchmark_disable", False)
+    seconds = config.getoption("seconds", None)
+    if seconds is not None:
+        _deadline = time.monotonic() + seconds
+
+
+def _out_of_time(*_):
+    pytest.skip("out of time")
+
+
+def _until_deadline():
+    """Runs one phase of a test, and skips the rest of it when time is up."""
+    if _deadline == float("inf"):
+        return (yield)
+    left = _deadline - time.monotonic()
+    if left <= 0:
+        _out_of_time()
+    previous = signal.signal(signal.SIGALRM, _out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, left)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Within the deadline."""
+    return (yield from _until_deadline())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Within the deadline."""
+    return (yield from _until_deadline())
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """Adds what the numbers depend on, and leaves the name of the machine out."""
+    facts = runtime.machine()
+    machine_info.pop("node", None)
+    machine_info |= facts._asdict() | {
+        "cvt_kernels": ck.__version__,
+        "device": torch.cuda.get_device_name() if timing.CUDA else facts.cpu,
+        "device_type": timing.DEVICE,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "tiny": timing.TINY,
+    }
+
+
+def pytest_benchmark_update_json(config, benchmarks, output_json):
+    """Adds the ceilings that the shares refer to."""
+    output_json["ceilings"] = timing.CEILINGS

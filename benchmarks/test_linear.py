@@ -1,0 +1,57 @@
+"""The linear layers of CvT-13: PyTorch's, and those of ``cvt_kernels.linear`` where a version has it."""
+
+import pytest
+import timing
+from torch.nn import functional as F
+
+from cvt_kernels import runtime
+
+pytestmark = pytest.mark.benchmark(**timing.TIMER)
+
+LAYERS = {"projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # channels in and out, in units of C
+
+
+def names():
+    known = timing.contenders("linear") if "linear" in runtime.OPERATORS else []
+    return ["pytorch", *(name for name in known if name in ("native", "triton"))]
+
+
+def make(layer, stage, dtype):
+    """x, weight and bias of ordinary size, and the gradient of the output."""
+    (height, width), channels, class_tokens = timing.stages()[stage]
+    fan_in, fan_out = (factor * channels for factor in LAYERS[layer])
+    rows = timing.batch(), height * width + class_tokens
+    shapes = enumerate(((*rows, fan_in), (fan_out, fan_in), (fan_out,), (*rows, fan_out)))
+    x, weight, bias, dout = (timing.randn(*shape, dtype=dtype, seed=i) for i, shape in shapes)
+    return x, weight / fan_in**0.5, bias, dout
+
+
+@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("stage", timing.stages())
+@pytest.mark.parametrize("name", names())
+def test_linear(benchmark, stage, layer, direction, dtype, name):
+    *leaves, dout = make(layer, stage, dtype)
+    x, weight, _ = leaves
+    douts = [dout] if direction == "forward+backward" else None
+    call = F.linear if name == "pytorch" else timing.implementation("linear", name)
+    found = timing.served(call, leaves, douts)
+    exact = [t.double() for t in leaves], douts and [dout.double()]
+    timing.check(found, timing.results(F.linear, leaves, douts), timing.results(F.linear, *exact), dtype)
+
+    passes = 1 if douts is None else 3
+    once = x.nbytes + weight.nbytes + dout.nbytes
+    timing.measure(
+        benchmark,
+        lambda: timing.results(call, leaves, douts),
+        {
+            "suite": "linear",
+            "case": f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, {direction}",
+            "contender": name,
+            "dtype": timing.short(dtype),
+            "batch": x.shape[0],
+        },
+        moved=passes * once,
+        operations=passes * 2 * x[..., 0].numel() * weight.numel(),
+    )
