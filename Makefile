@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench gpu results lint clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, then classification.
 demo: $(INSTALLED)
@@ -21,9 +21,20 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
 	$(BIN)/pytest benchmarks --benchmark-disable -q
 
-# Throughput report of pytest-benchmark, kept in .benchmarks/ for --benchmark-compare.
+# On a machine with an NVIDIA GPU: build, test, measure and profile, in 9 minutes. It takes $(PYTHON) as it is, with
+# torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.
+RESULTS ?= benchmarks/results
+gpu:
+	$(PYTHON) benchmarks/run.py --results '$(RESULTS)' $(if $(TUNE),--tune)
+
+# The same suites on the CPU of this machine, which should have nothing else to do; takes up to an hour.
 bench: $(INSTALLED)
-	$(BIN)/pytest benchmarks --benchmark-autosave
+	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 \
+		--parts ceilings conv_projection attention layer_norm_gelu linear profile model
+
+# docs/results.md from benchmarks/results/.
+results:
+	$(PYTHON) benchmarks/tabulate_results.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -67,7 +67,7 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info.pop("node", None)
     machine_info |= facts._asdict() | {
         "cvt_kernels": ck.__version__,
-        "device": torch.cuda.get_device_name() if timing.CUDA else facts.cpu,
+        "device": timing.device_name(),
         "device_type": timing.DEVICE,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),

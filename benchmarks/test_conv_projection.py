@@ -39,6 +39,13 @@ def leaves_of(x, branches):
     return [x, *(t for branch in branches for t in branch[:3])]
 
 
+def gradients(x, grid, branches):
+    """Those of the outputs."""
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    tokens = (h * w + class_tokens for h, w in (branch.output_grid(grid) for branch in branches))
+    return [timing.randn(x.shape[0], t, x.shape[2], dtype=x.dtype, seed=i) for i, t in enumerate(tokens)]
+
+
 def contender(name, grid, branches, training):
     """A function of x and each branch's weight, γ and β; running statistics are those of ``branches``."""
     function = timing.implementation("conv_projection", name)
@@ -70,12 +77,7 @@ def test_conv_projection(benchmark, stage, mode, dtype, name):
     training = mode == "training"
     leaves = leaves_of(x, branches)
     call = contender(name, grid, branches, training)
-    douts = None
-    if training:
-        sizes = (branch.output_grid(grid) for branch in branches)
-        class_tokens = x.shape[1] - grid[0] * grid[1]
-        shapes = [(x.shape[0], h * w + class_tokens, x.shape[2]) for h, w in sizes]
-        douts = [timing.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    douts = gradients(x, grid, branches) if training else None
     found = timing.served(call, leaves, douts)
 
     same = timing.results(contender("reference", grid, branches, training), leaves, douts)

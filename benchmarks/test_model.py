@@ -1,7 +1,7 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
-Hugging Face's model as it is, compiled, and accelerated; ours, compiled, and replayed as a CUDA graph; all with
-the same weights. The time is the wall clock's: the host's share is most of it for small batches on a GPU.
+Hugging Face's model as it is, compiled, and accelerated; ours, compiled, and replayed as a CUDA graph. All
+have the same weights. The time is the wall clock's; for small batches on a GPU most of it is the host's.
 """
 
 import copy
@@ -139,15 +139,8 @@ def operations_per_image(model):
 
 @pytest.fixture(autouse=True)
 def _every_kernel():
-    """``auto`` takes the kernels that it otherwise leaves to an explicit request; nothing stays compiled."""
-    kept = {operator: dict(found) for operator, found in runtime._implementations.items()}
-    for operator, found in kept.items():
-        for backend, implementation in found.items():
-            runtime.register(operator, backend, implementation._replace(opt_in={}))
-    yield
-    for operator, found in kept.items():
-        for backend, implementation in found.items():
-            runtime.register(operator, backend, implementation)
+    with timing.every_kernel():
+        yield
     torch.compiler.reset()
 
 
@@ -192,17 +185,19 @@ def test_model(benchmark, model, mode, batch, dtype, name):
             found = call() if training else [logits[:2] for logits in call()]
             expected = plain(model, batch if training else min(batch, 2), dtype, training)
             timing.check(found, *expected, dtype)
-            if name == "cvt_graph":
-                call = timing.graphed(call)
-                assert call is not None, "the forward cannot be captured"
             facts = {
                 "suite": "model",
                 "case": f"{model}, {mode}",
                 "contender": name,
                 "dtype": timing.short(dtype),
                 "batch": batch,
-                "backends": {o: runtime.backend_for(o, timing.DEVICE) for o in runtime.OPERATORS},
             }
+            if not name.startswith("hugging_face"):
+                facts["backends"] = {o: runtime.backend_for(o, timing.DEVICE) for o in runtime.OPERATORS}
+            if name == "cvt_graph":
+                facts["peak_memory_bytes"] = timing.peak_memory(call)  # a replay allocates nothing
+                call = timing.graphed(call)
+                assert call is not None, "the forward cannot be captured"
             passes = 3 if training else 1
             operations = passes * batch * operations_per_image(model)
             timing.measure(benchmark, call, facts, operations=operations, host=True)

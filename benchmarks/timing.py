@@ -7,9 +7,10 @@ keeps the GPU busy. On a CPU it is the wall clock, with caches as the previous c
 ``python benchmarks/timing.py FILE`` measures the ceilings alone.
 """
 
+import argparse
+import contextlib
 import functools
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -56,6 +57,11 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def device_name() -> str:
+    """Of the GPU, or of the CPU."""
+    return torch.cuda.get_device_name() if CUDA else runtime.machine().cpu.rpartition(",")[0]
+
+
 # Contenders -----------------------------------------------------------------------------------------------
 
 
@@ -87,6 +93,21 @@ def implementation(operator: str, name: str):
             return getattr(ck, operator)(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def every_kernel():
+    """Within it ``auto`` also takes the kernels that it leaves to an explicit request elsewhere."""
+    kept = {operator: dict(found) for operator, found in runtime._implementations.items()}
+    for operator, found in kept.items():
+        for backend, kernel in found.items():
+            runtime.register(operator, backend, kernel._replace(opt_in={}))
+    try:
+        yield
+    finally:
+        for operator, found in kept.items():
+            for backend, kernel in found.items():
+                runtime.register(operator, backend, kernel)
 
 
 def results(call, leaves, douts=None):
@@ -180,18 +201,28 @@ def measure(
     if benchmark.disabled:
         benchmark.pedantic(call)
         return
-    memory = peak_memory(call)
+    memory = facts.get("peak_memory_bytes") or peak_memory(call)
     clock, timed = "wall", _waiting(call)
     if CUDA and not host:
         replay = graphed(call)
         clock, timed = ("launches", call) if replay is None else ("graph", replay)
     benchmark.group = f"{facts['suite']}, {facts['case']}, {facts['dtype']}, batch {facts['batch']}, {DEVICE}"
     arm = None if clock == "wall" else _clock.arm
-    benchmark.pedantic(timed, setup=arm, rounds=_rounds(timed), warmup_rounds=1)
+    try:
+        benchmark.pedantic(timed, setup=arm, rounds=_rounds(timed), warmup_rounds=1)
+    except BaseException:  # it notices no skip or interrupt by itself, and then could not write the JSON
+        benchmark.has_error = True
+        raise
     seconds = benchmark.stats.stats.median
     benchmark.extra_info |= facts | {"clock": clock, "seconds": seconds, "peak_memory_bytes": memory}
     benchmark.extra_info |= rates(seconds, facts["dtype"], moved, operations)
     benchmark.extra_info["images_per_second"] = facts["batch"] / seconds
+
+
+def synchronize() -> None:
+    """Waits for the GPU if there is one."""
+    if CUDA:
+        torch.cuda.synchronize()
 
 
 def _waiting(call):
@@ -311,15 +342,21 @@ def fastest(call, rounds: int = 10) -> float:
     return min(times)
 
 
-def main(path: str) -> None:
+def main() -> None:
     """Writes the ceilings."""
+    global TINY
+    parser = argparse.ArgumentParser(prog="benchmarks/timing.py", description="Measures the ceilings.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    TINY = options.tiny
     copy_bandwidth()
     for dtype in (torch.float32, torch.bfloat16):
         matmul_rate(short(dtype))
-    Path(path).write_text(json.dumps(CEILINGS, indent=1) + "\n", encoding="utf-8")
     for name, rate in CEILINGS.items():
         print(f"{name}: {rate / 1e9:,.0f} · 10⁹ {'bytes' if name == 'copy' else 'operations'} per second")
+    options.path.write_text(json.dumps(CEILINGS, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

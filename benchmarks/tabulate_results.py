@@ -1,0 +1,169 @@
+"""Makes docs/results.md from the JSON under benchmarks/results/; ``make results`` runs it.
+
+Of each device the newest run counts. The page says which results there are and which there are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
+SCHEMA = 1
+SUITES = {
+    "model": "Models",
+    "conv_projection": "Projection",
+    "attention": "Attention",
+    "layer_norm_gelu": "LayerNorm and GELU",
+    "linear": "Linear layers",
+}
+OURS = ("native", "triton", "cvt", "cvt_graph", "cvt_compiled", "accelerated")
+INTRODUCTION = """\
+# Results
+
+Made by `make results` from `benchmarks/results/`, never by hand. `make gpu` measures on an NVIDIA GPU and
+`make bench` on the CPU.
+
+Operators: median microseconds and, in brackets, the share of the ceiling that the same session measured (of
+a large copy's bandwidth or a large product's rate, whichever the call comes closer to). Models: images per
+second by the wall clock and, in brackets, the most memory that tensors took beyond weights and images. The
+last column sets our fastest against the fastest of the others.
+"""
+
+
+class Run(NamedTuple):
+    """What one run on one device left."""
+
+    summary: dict[str, Any]
+    suites: dict[str, dict[str, Any]]
+
+
+def load(results: Path) -> list[Run]:
+    """The newest run of each device, GPUs first.
+
+    Raises:
+        ValueError: A file is not what benchmarks/run.py writes, or holds a rehearsal.
+    """
+    newest: dict[str, Path] = {}
+    for path in sorted(results.glob("*/*/summary.json")):
+        newest[path.parent.parent.name] = path
+    runs = []
+    for path in newest.values():
+        summary = read(path)
+        if summary.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: got schema {summary.get('schema')!r}, expected {SCHEMA}")
+        if summary.get("tiny"):
+            raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
+        files = {name: path.parent / f"{name}.json" for name in SUITES}
+        runs.append(Run(summary, {name: read(file) for name, file in files.items() if file.exists()}))
+    return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: holds no object")
+    return found
+
+
+def page(runs: list[Run]) -> str:
+    """The page."""
+    types = {run.summary["device_type"] for run in runs}
+    lacking = [
+        f"**There are no {name} results yet.** `{command}` makes them."
+        for kind, name, command in (("cuda", "GPU", "make gpu"), ("cpu", "CPU", "make bench"))
+        if kind not in types
+    ]
+    return "\n\n".join([INTRODUCTION.rstrip(), *lacking, *(section(run) for run in runs)]) + "\n"
+
+
+def section(run: Run) -> str:
+    """One device."""
+    summary = run.summary
+    facts = [f"torch {summary['torch']}", f"triton {summary['triton']}"]
+    facts += [f"CUDA {summary['cuda']}"] if summary["cuda"] else [f"{summary['threads']} threads"]
+    facts.append(f"commit {summary['commit'][:9]}")
+    lines = [f"## {summary['device']}", f"{summary['date']}, {', '.join(facts)}."]
+    ceilings: dict[str, float] = {}
+    for suite in run.suites.values():
+        ceilings |= suite["ceilings"]
+    if ceilings:
+        lines.append("Ceilings: " + ", ".join(ceiling(*item) for item in sorted(ceilings.items())) + ".")
+    wanting = {name: part["status"] for name, part in summary["parts"].items() if part["status"] != "passed"}
+    if wanting:
+        lines.append("Parts that did not pass: " + ", ".join(map(": ".join, wanting.items())) + ".")
+    for name, title in SUITES.items():
+        rows = [benchmark["extra_info"] for benchmark in run.suites.get(name, {}).get("benchmarks", [])]
+        rows = [row for row in rows if "seconds" in row]  # the others failed
+        lines += [f"### {title}", table(rows) if rows else "Nothing was measured."]
+    return "\n\n".join(lines)
+
+
+def ceiling(name: str, rate: float) -> str:
+    """In words."""
+    if name == "copy":
+        return f"copy {rate / 1e9:,.0f} GB/s"
+    return f"{name.removeprefix('matmul_')} products {rate / 1e12:.3g} TFLOP/s"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row for each case, a column for each contender."""
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    cases: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["dtype"], row["batch"]), {})[row["contender"]] = row
+    lines = [markdown(["case", "dtype", "batch", *contenders, "gain"]), "|---" * (len(contenders) + 4) + "|"]
+    for (case, dtype, batch), found in cases.items():
+        cells = [cell(found[name]) if name in found else "–" for name in contenders]
+        lines.append(markdown([case, dtype, str(batch), *cells, gain(found)]))
+    return "\n".join(lines)
+
+
+def markdown(cells: Iterable[str]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Speed, and what it is to be seen beside."""
+    if row["suite"] == "model":
+        return f"{row['images_per_second']:.3g} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
+    return f"{1e6 * row['seconds']:.3g} ({row['share_of_ceiling']:.0%})"
+
+
+def gain(found: dict[str, dict[str, Any]]) -> str:
+    """Of our fastest over the fastest of the others."""
+    ours = [row["seconds"] for name, row in found.items() if name in OURS]
+    others = [row["seconds"] for name, row in found.items() if name not in OURS]
+    return f"{min(others) / min(ours):.2f}×" if ours and others else "–"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the page; 2 if the results cannot be used."""
+    parser = argparse.ArgumentParser(prog="benchmarks/tabulate_results.py", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(argv)
+    try:
+        options.page.write_text(page(load(options.results)), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"benchmarks/tabulate_results.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
