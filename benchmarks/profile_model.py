@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     timing.TINY = options.tiny
-    size, batch, dtype = 64 if options.tiny else 224, timing.batch(), timing.DTYPES[0]
+    size, batch, dtype = 64 if options.tiny else 224, timing.batch(), timing.dtypes()[0]
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2))
     model = create_model(small if options.tiny else "cvt_13")
     randomize(model)

@@ -77,7 +77,9 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
     kernels = ["tests/test_conv_projection_triton.py", "tests/test_attention_triton.py"]
     for_tests = ("pytest", "hypothesis")
-    for_build = {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability()} if cuda else {}
+    for_build = {"CVT_KERNELS_CUDA": "0"}
+    if cuda:
+        for_build = {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability()}
 
     def output(name: str) -> str:
         return str(results / f"{name}.json")

@@ -34,7 +34,7 @@ def contender(name, q):
     return lambda q, k, v: function(q, k, v, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
+@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("stage", timing.stages())
 @pytest.mark.parametrize("name", timing.contenders("attention", "sdpa"))

@@ -68,7 +68,7 @@ def doubled(branches):
     ]
 
 
-@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
+@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
 @pytest.mark.parametrize("mode", UNITS)
 @pytest.mark.parametrize("stage", timing.stages())
 @pytest.mark.parametrize("name", timing.contenders("conv_projection"))

@@ -35,7 +35,7 @@ def make(operator, stage, dtype):
     }[operator]
 
 
-@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
+@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("stage", timing.stages())
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def make(layer, stage, dtype):
     return x, weight / fan_in**0.5, bias, dout
 
 
-@pytest.mark.parametrize("dtype", timing.DTYPES, ids=timing.short)
+@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("stage", timing.stages())

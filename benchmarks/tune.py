@@ -85,11 +85,11 @@ def step(operator: str, stage: str) -> tuple[torch.Tensor, ...]:
     if operator == "attention":
         import test_attention
 
-        *leaves, dout = test_attention.make(stage, timing.DTYPES[0])
+        *leaves, dout = test_attention.make(stage, timing.dtypes()[0])
         return timing.results(test_attention.contender("triton", leaves[0]), leaves, [dout])
     import test_conv_projection
 
-    setting = test_conv_projection.setting(stage, timing.DTYPES[0])
+    setting = test_conv_projection.setting(stage, timing.dtypes()[0])
     x, _, branches = setting
     call = test_conv_projection.contender("triton", *setting[1:], True)
     leaves = test_conv_projection.leaves_of(x, branches)
@@ -204,7 +204,7 @@ def main() -> None:
         "schema": SCHEMA,
         "device": timing.device_name(),
         "batch": timing.batch(),
-        "dtype": timing.short(timing.DTYPES[0]),
+        "dtype": timing.short(timing.dtypes()[0]),
         "kernels": [],
     }
     stages = list(reversed(timing.stages()))  # the last has most of the blocks
