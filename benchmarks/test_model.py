@@ -70,15 +70,12 @@ def cases():
 
     def rank(row):
         model, _, batch, _, name = row
-        compiled = name.endswith(COMPILED)
-        first = model == next(iter(MODELS))
-        return (
-            0
-            if first and not compiled
-            else 1
-            if first and batch == batches(model, False)[0]
-            else 2 + compiled
-        )
+        compiled, first = name.endswith(COMPILED), model == next(iter(MODELS))
+        if first and not compiled:
+            return 0
+        if first and batch == batches(model, False)[0]:
+            return 1
+        return 3 if compiled else 2
 
     return sorted(rows, key=rank)
 
