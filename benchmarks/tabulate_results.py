@@ -140,8 +140,13 @@ def markdown(cells: Iterable[str]) -> str:
 def cell(row: dict[str, Any]) -> str:
     """Speed, and what it is to be seen beside."""
     if row["suite"] == "model":
-        return f"{row['images_per_second']:.3g} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
-    return f"{1e6 * row['seconds']:.3g} ({row['share_of_ceiling']:.0%})"
+        return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
+    return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
+
+
+def number(value: float) -> str:
+    """With three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def gain(found: dict[str, dict[str, Any]]) -> str:

@@ -333,8 +333,8 @@ def test_tables(tmp_path):
         "Parts that did not pass: gpu_tests: failed.",
         "| case | dtype | batch | sdpa | triton | gain |",
         "| stage1 | bfloat16 | 256 | 300 (50%) | 200 (50%) | 1.50× |",
-        "| cvt_13 | bfloat16 | 256 | 1.23e+03 (1,024 MiB) | – | – |",
-        "| cvt_13 | bfloat16 | 1 | – | 1.23e+03 (1,024 MiB) | – |",
+        "| cvt_13 | bfloat16 | 256 | 1,234 (1,024 MiB) | – | – |",
+        "| cvt_13 | bfloat16 | 1 | – | 1,234 (1,024 MiB) | – |",
     ):
         assert line in text.splitlines()
     assert text.count("Nothing was measured.") == 3
