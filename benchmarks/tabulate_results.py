@@ -22,7 +22,7 @@ SUITES = {
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
 }
-OURS = ("native", "triton", "cvt", "cvt_graph", "cvt_compiled", "accelerated")
+OURS = ("cvt_kernels", "native", "triton", "cvt", "cvt_graph", "cvt_compiled", "accelerated")
 INTRODUCTION = """\
 # Results
 

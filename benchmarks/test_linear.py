@@ -1,19 +1,18 @@
-"""The linear layers of CvT-13: PyTorch's, and those of ``cvt_kernels.linear`` where a version has it."""
+"""The linear layers of CvT-13: PyTorch's and, on a CPU, the primitive that ``cvt_kernels.linear`` chooses."""
 
 import pytest
 import timing
 from torch.nn import functional as F
 
-from cvt_kernels import runtime
+import cvt_kernels as ck
 
 pytestmark = pytest.mark.benchmark(**timing.TIMER)
 
 LAYERS = {"projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # channels in and out, in units of C
 
 
-def names():
-    known = timing.contenders("linear") if "linear" in runtime.OPERATORS else []
-    return ["pytorch", *(name for name in known if name in ("native", "triton"))]
+# On a GPU ours is PyTorch's.
+CONTENDERS = {"pytorch": F.linear} if timing.CUDA else {"pytorch": F.linear, "cvt_kernels": ck.linear}
 
 
 def make(layer, stage, dtype):
@@ -30,13 +29,13 @@ def make(layer, stage, dtype):
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("stage", timing.stages())
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CONTENDERS)
 def test_linear(benchmark, stage, layer, direction, dtype, name):
     *leaves, dout = make(layer, stage, dtype)
     x, weight, _ = leaves
     douts = [dout] if direction == "forward+backward" else None
-    call = F.linear if name == "pytorch" else timing.implementation("linear", name)
-    found = timing.served(call, leaves, douts)
+    call = CONTENDERS[name]
+    found = timing.results(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [dout.double()]
     timing.check(found, timing.results(F.linear, leaves, douts), timing.results(F.linear, *exact), dtype)
 
@@ -51,6 +50,7 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
             "contender": name,
             "dtype": timing.short(dtype),
             "batch": x.shape[0],
+            "primitive": ck.linear_primitives()[dtype] if name == "cvt_kernels" else None,
         },
         moved=passes * once,
         operations=passes * 2 * x[..., 0].numel() * weight.numel(),
