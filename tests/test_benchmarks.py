@@ -89,8 +89,16 @@ def test_what_ignores_the_interrupt_is_killed_with_its_children():
     start = time.monotonic()
     found = outcome(python(DEAF), 5.0)
     assert (found["status"], time.monotonic() - start < 30) == ("timed out", True)
-    stat = Path(f"/proc/{found['lines'][0]}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    while alive(found["lines"][0]):  # a moment, where the machine is busy
+        assert time.monotonic() - start < 60
+        time.sleep(0.1)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_part_that_cannot_start():
