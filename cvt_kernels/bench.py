@@ -53,6 +53,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _SEED = 0
 
+# Units in the last place of the largest value that are allowed besides a multiple of Hugging Face's own
+# error, which can be small by chance where a model has few classes.
+_SLACK = 8
+
 
 class _Contender(NamedTuple):
     """One way to run the weights.
@@ -156,7 +160,7 @@ def run(
         "schema": SCHEMA,
         "version": VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": runtime.machine()._asdict(),
+        "machine": {**runtime.machine()._asdict(), "gpus": list(runtime.machine().gpus)},
         "versions": {n: metadata.version(n) for n in ("cvt-kernels", "torch", "transformers", "numpy")},
         "config": {
             "model": name,
@@ -259,10 +263,11 @@ def _freezing(about: str) -> tuple[Any, str]:
     """Lets torch.compile fold the weights in (its own option would not reach dynamo), and says so."""
     try:
         from torch._inductor import config
-
-        return config.patch(freezing=True), f"{about}, with freezing"
-    except (ImportError, AttributeError) as error:
-        return contextlib.nullcontext(), f"{about}, without freezing, which this torch has not: {error}"
+    except ImportError:
+        config = None
+    if not hasattr(config, "freezing"):
+        return contextlib.nullcontext(), f"{about}, without freezing, which this torch does not have"
+    return config.patch(freezing=True), f"{about}, with freezing"
 
 
 def _logits(outputs: Any) -> Tensor:
@@ -335,8 +340,9 @@ def _parities(
         norms = _gradient_norms(contender.model)
         gradient = _error(norms, true_norms) if len(true_norms) else None
         if contender.key == "hf":
-            allowed = VALUE_FACTOR * parity["error"] + torch.finfo(logits.dtype).eps * parity["largest"]
-            allowed_gradient = GRADIENT_FACTOR * (gradient or 0.0) + torch.finfo(logits.dtype).eps
+            slack = _SLACK * torch.finfo(logits.dtype).eps
+            allowed = VALUE_FACTOR * parity["error"] + slack * parity["largest"]
+            allowed_gradient = GRADIENT_FACTOR * (gradient or 0.0) + slack
         if not parity["error"] <= allowed:
             raise ValueError(
                 f"{contender.key}: the logits are off by {parity['error']:.1e}, expected at most "

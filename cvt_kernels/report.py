@@ -210,10 +210,10 @@ def comparison(old: Results, new: Results) -> str:
         numbers = [str(change.batch_size), f"{change.old:.2f}", f"{change.new:.2f}", str(change.factor)]
         rows.append([change.contender, *numbers, change.verdict])
     note = (
-        "new / old: of the speed in multiples of Hugging Face's in the same rounds (hf: of the speed itself),\n"
-        "in parentheses, how far the quartiles of the two runs would move it."
+        "new / old: of the speed in multiples of Hugging Face's in the same rounds (hf: the speed itself).\n"
+        "In parentheses, how far the quartiles of both runs would move it."
     )
-    return "\n".join([*lines, "", *(line.rstrip() for line in _aligned(rows)), "", note])
+    return "\n".join([*lines, "", *_aligned(rows), "", note])
 
 
 def _meaning(about: dict[str, Any]) -> str:
@@ -259,7 +259,7 @@ def _aligned(rows: list[list[str]], left: int = 1) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if i < left else ">" for i in range(len(widths))]
     return [
-        "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths, strict=True))
+        "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths, strict=True)).rstrip()
         for row in rows
     ]
 
@@ -354,6 +354,7 @@ _KINDS = {
     "compiled": ("loops of torch.compile", "#F0E442"),
     "other": ("other", "#999999"),
 }
+_LIGHT_KINDS = ("norm", "gelu", "copies", "compiled", "other")
 _OURS_COLOUR, _PEER_COLOUR = "#0072B2", "#999999"
 
 
@@ -378,8 +379,8 @@ def _figures(results: Results) -> Any:
         yield (
             f"operators-{size}",
             f"Where the time goes, batch {size}",
-            "One step under the profiler, which itself takes a little time: the whole, then the mean block of "
-            "each stage. A compiled graph has no blocks any more, nor has a backward."
+            "One step under the profiler, which takes a little time itself: the whole, then the mean block "
+            "of each stage. A compiled graph has no blocks any more, nor has a backward."
             + (" Time of the GPU's kernels only." if results["machine"]["gpus"] else ""),
             _operators(results, batch),
         )
@@ -387,9 +388,9 @@ def _figures(results: Results) -> Any:
             yield (
                 f"roofline-{size}",
                 f"Roofline, batch {size}",
-                "Each operator of each stage against what this machine reached in the same run in a large copy "
-                "and in a matrix product. Operations and bytes are those that the operator cannot do without, so "
-                "that a contender that moves more lies lower; what comes from a cache can lie above the slope.",
+                "Each operator of each stage, and what this machine reached in the same run in a large copy "
+                "and in a matrix product. Operations and bytes are those that the operator cannot do "
+                "without: a contender that moves more lies lower; what comes from a cache can lie above the slope.",
                 _roofline(results, batch),
             )
 
@@ -475,10 +476,13 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
             axes.barh(list(totals), widths, left=left, color=_KINDS[kind][1], edgecolor="white")
             for y, (x, width) in enumerate(zip(left, widths, strict=True)):
                 if width > 0.06 * widest:
-                    axes.text(x + width / 2, y, f"{width:.3g}", ha="center", va="center", fontsize=8)
+                    shade = "black" if kind in _LIGHT_KINDS else "white"
+                    axes.text(
+                        x + width / 2, y, _short(width), color=shade, ha="center", va="center", fontsize=8
+                    )
             left = [x + width for x, width in zip(left, widths, strict=True)]
         for y, x in enumerate(left):
-            words = f"{x:.3g}" if x else "not to be told apart"
+            words = _short(x) if x else "not to be told apart"
             axes.annotate(words, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set(title=title, xlabel="ms", xlim=(0, 1.1 * widest))
         axes.invert_yaxis()
@@ -486,6 +490,10 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
     handles = [_patch(_KINDS[kind][1], _KINDS[kind][0]) for kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _milliseconds(row: dict[str, Any], part: str | None, depth: int) -> dict[str, float]:
@@ -513,11 +521,11 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
     work = {(each["part"], each["kind"]): each for each in batch["work"]}
     flops, copied = (results["ceilings"][f"{name}_per_second"] for name in ("flops", "bytes"))
     figure = _new_figure(4.6 * len(rows), 5.6)
-    ends = [0.1, 10 * flops / copied]
+    knee = flops / copied
+    ends = [0.1, 4 * max(knee, *(need["flops"] / need["bytes"] for need in batch["work"]))]
     for axes, row in zip(
         figure.subplots(1, len(rows), squeeze=False, sharey=True, sharex=True)[0], rows, strict=True
     ):
-        knee = flops / copied
         roof = [copied * ends[0] / 1e9, flops / 1e9, flops / 1e9]
         axes.plot([ends[0], knee, ends[1]], roof, color="#333333")
         for cell in row["breakdown"]:
@@ -539,7 +547,7 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
         textcoords="offset points", ha="right", fontsize=9,
     )  # fmt: skip
     panels[0].annotate(
-        f"copy {copied / 1e9:.4g} GB/s", (ends[0], copied * ends[0] / 1e9), xytext=(2, 30),
+        f"copy {copied / 1e9:.4g} GB/s", (2 * ends[0], 2 * copied * ends[0] / 1e9), xytext=(8, -8),
         textcoords="offset points", fontsize=9,
     )  # fmt: skip
     kinds = {need["kind"]: None for need in batch["work"]}
