@@ -82,19 +82,22 @@ def _bench(arguments: argparse.Namespace) -> None:
         report.check_plots()
     from . import bench  # needs the bench extra
 
-    results = bench.run(
-        checkpoint=arguments.checkpoint,
-        model=arguments.model,
-        images=arguments.images,
-        image_size=arguments.image_size,
-        batch_sizes=arguments.batch_size,
-        rounds=arguments.rounds,
-        device=resolve_device(arguments.device),
-        dtype=arguments.dtype,
-        train=arguments.train,
-        peers=arguments.peers,
-        save_weights=arguments.save_weights,
-    )
+    try:
+        results = bench.run(
+            checkpoint=arguments.checkpoint,
+            model=arguments.model,
+            images=arguments.images,
+            image_size=arguments.image_size,
+            batch_sizes=arguments.batch_size,
+            rounds=arguments.rounds,
+            device=resolve_device(arguments.device),
+            dtype=arguments.dtype,
+            train=arguments.train,
+            peers=arguments.peers,
+            save_weights=arguments.save_weights,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"--batch-size: {error}") from error
     if arguments.json is not None:
         report.write(results, arguments.json)
     print(report.text(results))

@@ -379,8 +379,8 @@ def _figures(results: Results) -> Any:
         yield (
             f"operators-{size}",
             f"Where the time goes, batch {size}",
-            "One step under the profiler, which takes a little time itself: the whole, then the mean block "
-            "of each stage. A compiled graph has no blocks any more, nor has a backward."
+            "A step under the profiler, the fastest of three, with what the profiler itself takes: the whole, "
+            "then the mean block of each stage. A compiled graph has no blocks any more, nor has a backward."
             + (" Time of the GPU's kernels only." if results["machine"]["gpus"] else ""),
             _operators(results, batch),
         )
@@ -390,7 +390,7 @@ def _figures(results: Results) -> Any:
                 f"Roofline, batch {size}",
                 "Each operator of each stage, and what this machine reached in the same run in a large copy "
                 "and in a matrix product. Operations and bytes are those that the operator cannot do "
-                "without: a contender that moves more lies lower; what comes from a cache can lie above the slope.",
+                "without: a contender that moves more lies lower. Caches can lift it above the slope.",
                 _roofline(results, batch),
             )
 

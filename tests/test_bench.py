@@ -139,7 +139,7 @@ def test_memory_of_native_operators_is_seen():
 def test_profiling_leaves_no_trace():
     before = copy.copy(runtime._implementations["gelu"])
     model = create_model("cvt_13").eval()
-    bench._profile(bench._Contender("x", model, "auto", hooks=True), torch.randn(1, 3, 32, 32))
+    bench._profiled_step(bench._Contender("x", model, "auto", hooks=True), torch.randn(1, 3, 32, 32))
     assert runtime._implementations["gelu"] == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -201,8 +201,18 @@ def test_a_wrong_operator_is_never_timed(monkeypatch):
         bench.run(image_size=64, batch_sizes=(1,), rounds=1)
 
 
+def test_logits_that_are_not_finite_are_never_timed(tmp_path):
+    model = create_model("cvt_13", num_classes=3)
+    model.head.weight.data[0, 0] = torch.nan
+    torch.save(model.state_dict(), tmp_path / "nan.pth")
+    with pytest.raises(
+        ValueError, match=r"hf: some logits are not finite in torch.float32; nothing was timed"
+    ):
+        bench.run(checkpoint=str(tmp_path / "nan.pth"), image_size=64, batch_sizes=(1,), rounds=1)
+
+
 def test_without_freezing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch._inductor", None)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
     context, about = bench._freezing("compiled")
     with context:
         assert about == "compiled, without freezing, which this torch does not have"
@@ -384,6 +394,16 @@ def test_command(results, tmp_path, capsys, monkeypatch):
     assert json.loads(new.read_text()) == results
     assert cli.main(["bench", "--compare", str(old), str(new)]) == 0
     assert capsys.readouterr().out.strip() in out
+
+
+def test_too_large_a_batch_is_one_line(capsys, monkeypatch):
+    def run(**arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(bench, "run", run)
+    assert cli.main(["bench", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error == "cvt-kernels bench: error: --batch-size: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
 def test_command_without_matplotlib_fails_before_it_measures(tmp_path, capsys, monkeypatch):
