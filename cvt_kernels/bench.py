@@ -34,7 +34,7 @@ from cvt.config import PRESETS, CvTConfig
 from cvt.data import UNCROPPED_SIZE, load_images
 from cvt.model import CvT, Stage, create_model
 
-from . import runtime
+from . import __version__, runtime
 from .accelerate import accelerate
 from .report import SCHEMA, VERSION, missing_extra
 from .verify import GRADIENT_FACTOR, VALUE_FACTOR
@@ -52,6 +52,7 @@ _OURS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_PACKAGES = ("torch", "transformers", "numpy")
 _SEED = 0
 
 # Units in the last place of the largest value that are allowed besides a multiple of Hugging Face's own
@@ -162,7 +163,7 @@ def run(
         "version": VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {**runtime.machine()._asdict(), "gpus": list(runtime.machine().gpus)},
-        "versions": {n: metadata.version(n) for n in ("cvt-kernels", "torch", "transformers", "numpy")},
+        "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in _PACKAGES}},
         "config": {
             "model": name,
             "weights": f"random weights (seed {_SEED})" if checkpoint is None else str(checkpoint),

@@ -178,13 +178,17 @@ def text(results: Results) -> str:
     lines += _aligned(legend, left=2)
     for batch in results["batches"]:
         lines += ["", *_aligned(_speed_rows(results, batch))]
-    lines += ["", "×: times as fast, median of the rounds' own ratios and their quartiles.", _MEMORY]
+    lines += [
+        "",
+        "×: times as fast, median of the rounds' own ratios and their quartiles.",
+        _MEMORY,
+    ]
     for batch in results["batches"]:
         lines += ["", *_aligned(_parity_rows(batch))]
     return "\n".join(lines)
 
 
-_MEMORY = "memory: the most that PyTorch's allocator held at once during a step, beyond weights and images."
+_MEMORY = "Memory: the most that PyTorch's allocator held at once during a step, beyond weights and images."
 
 
 def heading(results: Results) -> str:
@@ -327,12 +331,12 @@ def _page(results: Results, sections: list[str]) -> str:
     )
 
 
-def _html_table(rows: list[list[str]], css_class: str = "") -> str:
+def _html_table(rows: list[list[str]], css_class: str = "numbers") -> str:
     lines = []
     for i, row in enumerate(rows):
         tag = "td" if i else "th"
         lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
-    return f'<table class="{css_class}">' + "\n".join(lines) + "</table>"
+    return f'<table class="{css_class}">\n' + "\n".join(lines) + "\n</table>"
 
 
 def _plain(value: Any) -> str:
@@ -371,7 +375,7 @@ def _figures(results: Results) -> Any:
         yield (
             "memory",
             "Memory",
-            _MEMORY.capitalize(),
+            _MEMORY,
             _bars(results, "MiB", lambda row, size: [row["peak_bytes"] / 2**20]),
         )
     for batch in batches:
@@ -379,8 +383,8 @@ def _figures(results: Results) -> Any:
         yield (
             f"operators-{size}",
             f"Where the time goes, batch {size}",
-            "A step under the profiler, the fastest of three, with what the profiler itself takes: the whole, "
-            "then the mean block of each stage. A compiled graph has no blocks any more, nor has a backward."
+            "A step under the profiler, the fastest of three, with what the profiler itself takes: the "
+            "whole, then the mean block of each stage. A compiled graph has no blocks, nor has a backward."
             + (" Time of the GPU's kernels only." if results["machine"]["gpus"] else ""),
             _operators(results, batch),
         )
@@ -460,7 +464,7 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
     depths = results["config"]["depths"]
     panels: list[tuple[str, str | None, int]] = [("whole model", None, 1)]
     panels += [
-        (f"a block of stage {i} ({depth} of them)", f"block {i}", depth) for i, depth in enumerate(depths, 1)
+        (f"a block of stage {i} (mean of {depth})", f"block {i}", depth) for i, depth in enumerate(depths, 1)
     ]
     rows = batch["rows"]
     figure = _new_figure(9, 0.8 + len(panels) * (0.8 + 0.32 * len(rows)))

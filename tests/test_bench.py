@@ -374,11 +374,11 @@ def test_plots_leave_matplotlib_alone(results):
     before = dict(matplotlib.rcParams)
     report._png(next(iter(report._figures(results)))[-1])
     assert dict(matplotlib.rcParams) == before
-    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_command(results, tmp_path, capsys, monkeypatch):
     asked = {}
+    results = {**results, "batches": results["batches"][:1]}
     monkeypatch.setattr(bench, "run", lambda **arguments: asked.update(arguments) or results)
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     report.write(results, old)
