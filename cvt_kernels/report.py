@@ -53,8 +53,8 @@ def read(path: _PathLike) -> Results:
     if results.get("version") != VERSION:
         raise ValueError(f"results: {path} has version {results.get('version')!r}, expected {VERSION}")
     try:
-        list(_times(results))
-    except (KeyError, TypeError, AttributeError) as error:
+        text(results)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"results: {path} is damaged: {type(error).__name__} {error}") from error
     return results
 
@@ -141,31 +141,31 @@ def compare(old: Results, new: Results) -> list[Change]:
     Raises:
         ValueError: There are none.
     """
-    before, after = dict(_times(old)), dict(_times(new))
+    before, after = _times(old), _times(new)
     changes = []
-    for batch_size, contender in after:
-        if (batch_size, contender) not in before:
-            continue
-        ranges = []
-        for times in (before, after):
-            own, control = times[batch_size, contender], times.get((batch_size, "hf"))
-            paced = contender != "hf" and (batch_size, "hf") in before and (batch_size, "hf") in after
-            ranges.append(ratio(own, control if paced and control else [1.0] * len(own)))
-        a, b = ranges
+    for key in [key for key in after if key in before]:
+        batch_size, contender = key
+        hf = batch_size, "hf"
+        paced = contender != "hf" and hf in before and hf in after
+        a, b = (
+            ratio(times[key], times[hf] if paced else [1.0] * len(times[key])) for times in (before, after)
+        )
         factor = Range(b.median / a.median, b.low / a.high, b.high / a.low)
-        seconds = [times[batch_size, contender] for times in (before, after)]
-        rates = [batch_size / statistics.median(own) for own in seconds]
-        judged = min(map(len, seconds)) >= _LEAST_ROUNDS
+        rates = [batch_size / statistics.median(times[key]) for times in (before, after)]
+        judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
         changes.append(Change(batch_size, contender, rates[0], rates[1], factor, judged))
     if not changes:
         raise ValueError("the two results have no contender in the same batch size in common")
     return changes
 
 
-def _times(results: Results) -> Any:
-    for batch in results["batches"]:
-        for row in batch["rows"]:
-            yield (batch["batch_size"], row["contender"]), [float(s) for s in row["seconds"]]
+def _times(results: Results) -> dict[tuple[int, str], list[float]]:
+    """Seconds by batch size and contender."""
+    return {
+        (batch["batch_size"], row["contender"]): row["seconds"]
+        for batch in results["batches"]
+        for row in batch["rows"]
+    }
 
 
 # Text -----------------------------------------------------------------------------------------------------

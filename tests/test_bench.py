@@ -255,8 +255,8 @@ def test_files_come_back(results, tmp_path):
         ("[]", "has schema None, expected 'cvt-kernels bench'"),
         ('{"machine_info": {}, "benchmarks": []}', "has schema None"),
         ('{"schema": "cvt-kernels bench", "version": 99}', "has version 99, expected 1"),
-        ('{"schema": "cvt-kernels bench", "version": 1}', "is damaged: KeyError 'batches'"),
-        ('{"schema": "cvt-kernels bench", "version": 1, "batches": [3]}', "is damaged: TypeError"),
+        ('{"schema": "cvt-kernels bench", "version": 1}', "is damaged: KeyError 'config'"),
+        ('{"schema": "cvt-kernels bench", "version": 1, "config": 3}', "is damaged: TypeError"),
     ],
 )
 def test_other_files_are_refused(content, message, tmp_path, capsys):
