@@ -128,10 +128,11 @@ def _tables(out):
 
 
 def test_bench_compares_on_real_photographs(capsys, tmp_path):
-    code = kernels_cli.main(["bench", "--batch-size", "1", "--rounds", "2", "--save-weights", str(tmp_path)])
+    small = ["--batch-size", "1", "--rounds", "2", "--image-size", "96"]
+    code = kernels_cli.main(["bench", *small, "--save-weights", str(tmp_path)])
     out, _ = capsys.readouterr()
     assert code == 0
-    assert "random weights (seed 0), 224×224, float32 on cpu" in out or torch.cuda.is_available()
+    assert "random weights (seed 0), 96×96, float32 on cpu" in out or torch.cuda.is_available()
     speed, parity = (out.splitlines()[start + 1 : start + 4] for start in _tables(out))
     assert [line.split()[0] for line in speed] == ["hf", "cvt", "accelerate"]
     assert all(0.2 < float(line.split()[5]) < 5 for line in speed[1:])
