@@ -531,7 +531,10 @@ def _labelled_parts(contender: _Contender) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _labelled_operators() -> Iterator[None]:
-    """Shows our operators as ranges in a profile: a Triton kernel has no name of PyTorch's around it."""
+    """Shows our operators as ranges in a profile.
+
+    A Triton kernel has no name of PyTorch's around it, and a linear layer may be computed as a convolution.
+    """
 
     def labelled(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -541,13 +544,17 @@ def _labelled_operators() -> Iterator[None]:
         return call
 
     registered = {operator: dict(found) for operator, found in runtime._implementations.items()}
+    primitives = importlib.import_module("cvt_kernels.linear")._PRIMITIVES
+    plain = dict(primitives)
     try:
+        primitives.update({name: labelled("linear", function) for name, function in plain.items()})
         for operator, found in registered.items():
             for backend, implementation in found.items():
                 function = labelled(operator, implementation.function)
                 runtime.register(operator, backend, implementation._replace(function=function))
         yield
     finally:
+        primitives.update(plain)
         for operator, found in registered.items():
             for backend, implementation in found.items():
                 runtime.register(operator, backend, implementation)

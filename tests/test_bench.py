@@ -3,6 +3,7 @@
 import base64
 import copy
 import dataclasses
+import importlib
 import io
 import json
 import re
@@ -152,6 +153,21 @@ def test_peak_of_memory_is_exact():
 def test_memory_of_native_operators_is_seen():
     x = torch.randn(1000, 384)
     assert 4 * x.numel() <= peak(Normalising(), x, "native") < 1.1 * 4 * x.numel()
+
+
+@pytest.mark.parametrize("primitive", ["linear", "convolution", "float32"])
+def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cvt_kernels.linear"), "_choose", lambda *key: primitive)
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return ck.linear(x, torch.ones(64, 64))
+
+    contender = bench._Contender("x", Layer().eval(), "auto", hooks=False)
+    profiler = bench._profiled_step(contender, torch.randn(1000, 64))
+    seconds = bench._seconds(profiler, cuda=False)
+    assert seconds["rest", "linear"] > 0
+    assert {kind for _, kind in seconds} <= {"linear", "other"}
 
 
 def test_profiling_leaves_no_trace():
