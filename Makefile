@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 # Everything CI runs.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
-	$(BIN)/pytest benchmarks --benchmark-disable -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) benchmarks --benchmark-disable -q
 
 # On a machine with an NVIDIA GPU: build, test, measure and profile, in 9 minutes. It takes $(PYTHON) as it is, with
 # torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.

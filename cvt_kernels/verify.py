@@ -16,8 +16,9 @@ from .accelerate import accelerate, coverage, restore
 from .runtime import requested_backend, use_backend
 
 #: How many times the error of plain PyTorch in the same dtype is allowed, besides a unit in the last place of
-#: the largest value.
+#: the largest value, or eight where there are few values, whose largest error is a matter of luck.
 VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+_FEW = 1000
 
 #: Likewise for the difference between the two models in a step with dropout, where the exact result is not
 #: known. Other random numbers would make it larger by orders of magnitude.
@@ -340,7 +341,8 @@ def _error(factor: float, ours: list[Tensor], theirs: list[Tensor], oracle: list
         for tensors in (ours, theirs)
     )
     ulp = max(torch.finfo(t.dtype).eps for t in theirs)
-    return Error(accelerated, eager, factor * eager + ulp)
+    slack = 8 if sum(t.numel() for t in theirs) < _FEW else 1
+    return Error(accelerated, eager, factor * eager + slack * ulp)
 
 
 def _largest(tensors: list[Tensor]) -> float:

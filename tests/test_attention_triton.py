@@ -1,5 +1,7 @@
 """The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
 
+import math
+
 import pytest
 import torch
 from checks import assert_accurate
@@ -50,8 +52,9 @@ def test_keys_and_heads_of_cvt_13(queries, keys, heads, dtype):
     assert_backends_agree(make(queries, keys, heads, 64, batch=1, dtype=dtype), scale=scale)
 
 
-def test_full_size_first_stage_of_cvt_13():
-    assert_backends_agree(make(3136, 784, 1, 64, batch=1, dtype=torch.float16))
+def test_first_stage_of_cvt_13():
+    queries = 3136 if DEVICE == "cuda" else 400  # the rest would take the interpreter long
+    assert_backends_agree(make(queries, 784, 1, 64, batch=1, dtype=torch.float16))
 
 
 @settings(max_examples=15, deadline=None)
@@ -162,12 +165,18 @@ def test_rows_excluded_by_the_bias_are_zero_and_have_zero_gradients(keys):
 @pytest.mark.parametrize("keys", [30, 150])
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
 def test_large_logits(dtype, keys):
+    """Of integers, with a scale that leaves them exact in base 2: rounding of scores is no excuse."""
     q, k, v = make(20, keys, dtype=dtype)
-    q, k = q * 60, k * 60
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
-    assert scores.abs().max() > 1e4
-    assert all(t.isfinite().all() for t in run("triton", [q, k, v]))
-    assert_backends_agree([q, k, v])
+    q, k = (q * 60).round(), (k * 60).round()
+    scale = math.log(2) / 4
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+    assert scores.abs().max() > 7e3
+    found, exact = (run(b, [q, k, v], scale=scale, double=b == "reference") for b in ("triton", "reference"))
+    for ours, expected in zip(found, exact, strict=True):
+        units = 16 if dtype == torch.float32 else 64  # ds and the probabilities are rounded to 16 bits
+        # Gradients all but cancel, from terms of some 20.
+        atol = units * torch.finfo(dtype).eps * max(expected.abs().max().item(), 20)
+        torch.testing.assert_close(ours.double(), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("keys", [20, 70])

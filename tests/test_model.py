@@ -416,6 +416,7 @@ def test_compiles_without_graph_breaks(mode):
         torch.testing.assert_close(theirs, ours, msg=name)
 
 
+@torch.no_grad()
 def test_compiles_with_dynamic_shapes():
     stage = Stage(CvTConfig(cls_token=True).stages[0]).eval()
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -29,6 +29,7 @@ def test_python_blocks(tmp_path, monkeypatch, recwarn):
         "H": grid[0],
         "W": grid[1],
         "heads": 4,
+        "fc": nn.Linear(dim, 4 * dim),
         "weight": torch.ones(dim),
         "bias": torch.zeros(dim),
         "modules": [
@@ -46,5 +47,6 @@ def test_python_blocks(tmp_path, monkeypatch, recwarn):
     assert names["logits"].shape == (2, 1000)
     assert [tuple(m.shape) for m in names["maps"]] == [(2, 64, 16, 24), (2, 192, 8, 12), (2, 384, 4, 6)]
     assert names["z"].shape == (2, 48, 64)
+    assert names["w"].shape == (2, 48, 256)
     for override in re.findall(r"`(create_model\(.*?\))`", README):
         assert exec(override, names) is None
