@@ -4,8 +4,7 @@
 
 #include "attention.h"
 
-#include <memory>
-#include <new>
+#include <algorithm>
 
 #include <torch/csrc/stable/library.h>
 
@@ -63,9 +62,9 @@ Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, do
   const int64_t bytes = loops.scratch_bytes(dtype, call);
   const double work = 2.0 * kTile * call.keys * call.head_dim;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
-  torch::stable::parallel_for(0, call.batch * call.heads * tiles_of(call.queries), grain, [&](int64_t begin, int64_t end) {
-    const auto free = [](void* memory) { ::operator delete(memory, std::align_val_t(kAlignment)); };
-    const std::unique_ptr<void, decltype(free)> scratch(::operator new(bytes, std::align_val_t(kAlignment)), free);
+  const int64_t tiles = call.batch * call.heads * tiles_of(call.queries);
+  torch::stable::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
+    const Scratch scratch = make_scratch(bytes);
     loops.forward(dtype, call, begin, end, scratch.get());
   });
   return out;

@@ -21,10 +21,10 @@ struct Forward {
   void* out;
 };
 
-constexpr int64_t kTile = 24;          // queries that share what is read of k and v
-constexpr int64_t kKeyBlock = 256;     // keys whose scores are taken together
+constexpr int64_t kTile = 24;       // queries that share what is read of k and v
+constexpr int64_t kKeyBlock = 256;  // keys whose scores are taken together
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kAlignment = 64;     // bytes, of scratch
+constexpr int64_t kAlignment = 64;  // bytes, of the parts of scratch
 
 static inline int64_t tiles_of(int64_t queries) { return (queries + kTile - 1) / kTile; }
 

@@ -5,7 +5,6 @@
 #include "conv_projection.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -18,12 +17,6 @@ namespace {
 
 constexpr int64_t kRowBytes = 20480;   // of rows held, which must leave room in L1 for weights and outputs
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
-
-struct Aligned {
-  void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{64}); }
-};
-
-using Scratch = std::unique_ptr<void, Aligned>;
 
 int64_t output_size(int64_t size, const Branch& branch) {
   const int64_t slack = size + 2 * branch.padding - branch.dilation * (branch.kernel - 1) - 1;
@@ -46,6 +39,50 @@ void plan(Projection& call, int64_t bytes) {
   call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
 }
 
+// A branch with its output. What it points to besides is kept in `alive`.
+Branch make_branch(const Projection& call, const Tensor& x, const Tensor& weight, const std::optional<Tensor>* norms,
+                   const int64_t* geometry, double eps, std::vector<Tensor>& outs, std::vector<Tensor>& alive) {
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
+                      weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
+                  "weights: expected (channels, 1, k, k) in the dtype of x");
+  const int64_t kernel = weight.size(3);
+  STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
+  STD_TORCH_CHECK(norms[2].has_value() && norms[3].has_value(), "norms: expected a mean and a variance");
+  const auto keep = [&](const Tensor& tensor) {
+    STD_TORCH_CHECK(same_device(tensor, x), "weights, norms: expected the device of x");
+    return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
+  };
+  const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) -> const void* {
+    if (!tensor.has_value()) return nullptr;
+    check_parameter(name, *tensor, x);
+    STD_TORCH_CHECK(tensor->scalar_type() == norms[2]->scalar_type(), "norms: expected one dtype for each of the weights");
+    return keep(*tensor);
+  };
+  Branch branch{
+      .weight = keep(weight),
+      .scale = norm("scale", norms[0]),
+      .shift = norm("shift", norms[1]),
+      .mean = norm("mean", norms[2]),
+      .variance = norm("variance", norms[3]),
+      .norm = dtype_of(*norms[2]),
+      .eps = eps,
+      .kernel = kernel,
+      .stride = geometry[0],
+      .padding = geometry[1],
+      .dilation = geometry[2],
+      .height = 0,
+      .width = 0,
+      .out = nullptr,
+  };
+  STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
+                  "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
+  branch.height = output_size(call.height, branch);
+  branch.width = output_size(call.width, branch);
+  const int64_t tokens = call.class_tokens + branch.height * branch.width;
+  branch.out = outs.emplace_back(empty({call.batch, tokens, call.channels}, x.scalar_type(), x)).mutable_data_ptr();
+  return branch;
+}
+
 std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
                                               const std::vector<Tensor>& weights,
                                               const std::vector<std::optional<Tensor>>& norms,
@@ -60,57 +97,6 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   STD_TORCH_CHECK(norms.size() == 4 * count && geometry.size() == 3 * count && eps.size() == count,
                   "norms, geometry, eps: expected 4, 3 and 1 for each of the weights");
   const Tensor x = input.stride(2) == 1 || channels == 1 ? input : torch::stable::contiguous(input);
-
-  std::vector<Tensor> outs, alive;
-  std::vector<Branch> branches(count);
-  for (size_t i = 0; i < count; i++) {
-    const Tensor& weight = weights[i];
-    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 &&
-                        weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
-                    "weights: expected (channels, 1, k, k) in the dtype of x");
-    const int64_t kernel = weight.size(3);
-    STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
-    const auto keep = [&](const Tensor& tensor) {
-      STD_TORCH_CHECK(same_device(tensor, x), "weights, norms: expected the device of x");
-      return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
-    };
-    const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) -> const void* {
-      if (!tensor.has_value()) return nullptr;
-      check_parameter(name, *tensor, x);
-      return keep(*tensor);
-    };
-    const std::optional<Tensor>* own = &norms[4 * i];
-    STD_TORCH_CHECK(own[2].has_value() && own[3].has_value(), "norms: expected a mean and a variance");
-    for (int j = 0; j < 4; j++) {
-      STD_TORCH_CHECK(!own[j].has_value() || own[j]->scalar_type() == own[2]->scalar_type(),
-                      "norms: expected one dtype for each of the weights");
-    }
-    Branch& branch = branches[i];
-    branch = {
-        .weight = keep(weight),
-        .scale = norm("scale", own[0]),
-        .shift = norm("shift", own[1]),
-        .mean = norm("mean", own[2]),
-        .variance = norm("variance", own[3]),
-        .norm = dtype_of(*own[2]),
-        .eps = eps[i],
-        .kernel = kernel,
-        .stride = geometry[3 * i],
-        .padding = geometry[3 * i + 1],
-        .dilation = geometry[3 * i + 2],
-        .height = 0,
-        .width = 0,
-        .out = nullptr,
-    };
-    STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
-                    "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
-    branch.height = output_size(height, branch);
-    branch.width = output_size(width, branch);
-    outs.push_back(empty({x.size(0), class_tokens + branch.height * branch.width, channels}, x.scalar_type(), x));
-    branch.out = outs.back().mutable_data_ptr();
-  }
-
-  const int64_t bytes = dtype == DType::float64 ? sizeof(double) : sizeof(float);
   Projection call{
       .x = x.const_data_ptr(),
       .batch_stride = x.stride(0),
@@ -120,19 +106,26 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
       .height = height,
       .width = width,
       .channels = channels,
-      .branches = branches.data(),
+      .branches = nullptr,
       .count = static_cast<int64_t>(count),
       .block = 0,
       .bands = 0,
       .margin = 0,
       .held = 0,
   };
+  std::vector<Tensor> outs, alive;
+  std::vector<Branch> branches;
+  for (size_t i = 0; i < count; i++) {
+    branches.push_back(make_branch(call, x, weights[i], &norms[4 * i], &geometry[3 * i], eps[i], outs, alive));
+  }
+  call.branches = branches.data();
+  const int64_t bytes = dtype == DType::float64 ? sizeof(double) : sizeof(float);
   plan(call, bytes);
   int64_t size = (call.held + 1) * row_size(call);
   for (const Branch& branch : branches) size += packed_size(call, branch);
   const int64_t units = (channels + call.block - 1) / call.block * call.batch * call.bands;
   torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(::operator new(size * bytes, std::align_val_t{64}));
+    const Scratch scratch = make_scratch(size * bytes);
     loops.project(dtype, call, begin, end, scratch.get());
   });
   return outs;

@@ -1,8 +1,10 @@
-// Which of the loops, compiled once per instruction set, serve this CPU. For the operators only: the loops themselves
-// must not include it, since the linker would merge what they share.
+// Which of the loops, compiled once per instruction set, serve this CPU, and memory for them. For the operators only: the
+// loops themselves must not include it, since the linker would merge what they share.
 #pragma once
 
 #include <cstdlib>
+#include <memory>
+#include <new>
 #include <string>
 
 #include <torch/csrc/stable/library.h>
@@ -35,6 +37,17 @@ template <class Kernels, int count>
 const Kernels& choose(const Kernels* const (&tables)[count]) {
   return *tables[static_cast<int>(find_instruction_set())];
 }
+
+constexpr std::align_val_t kCacheLine{64};
+
+struct FreeScratch {
+  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
+};
+
+// For one thread, aligned as vectors like it.
+using Scratch = std::unique_ptr<void, FreeScratch>;
+
+inline Scratch make_scratch(int64_t bytes) { return Scratch(::operator new(bytes, kCacheLine)); }
 
 #ifdef __x86_64__
 #define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}

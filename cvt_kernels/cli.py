@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .linear import linear_primitives
 from .runtime import BackendUnavailable, doctor
 
 
@@ -22,13 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     commands.add_parser(
         "doctor", help="what is installed, which backend each operator takes on this machine, and why"
-    ).set_defaults(run=lambda arguments: print(doctor()))
+    ).set_defaults(run=_doctor)
 
     _add_bench(commands)
     _add_compile(commands)
 
     arguments = parser.parse_args(argv)
     return run_command(f"cvt-kernels {arguments.command}", lambda: arguments.run(arguments))
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    chosen = (f"{str(dtype).removeprefix('torch.')} by {name}" for dtype, name in linear_primitives().items())
+    print(f"{doctor()}\n\nlinear layers, inference on the CPU: {', '.join(chosen)}")
 
 
 def _add_bench(commands: Any) -> None:

@@ -219,6 +219,7 @@ def test_doctor_command_and_a_reader_that_leaves_early(tmp_path):
     script = Path(sys.executable).parent / "cvt-kernels"
     result = subprocess.run([script, "doctor"], capture_output=True, text=True, check=True)
     assert "conv_projection  no (1)" in result.stdout
+    assert "linear layers, inference on the CPU: float32 by " in result.stdout
     wrong = subprocess.run(
         [script, "doctor"],
         capture_output=True,
