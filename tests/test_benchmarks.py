@@ -174,7 +174,7 @@ def test_suites_keep_to_their_time(tmp_path):
     """What takes too long is interrupted and what comes after it skipped; what came before is written."""
     suite, target = tmp_path / "test_suite.py", tmp_path / "suite.json"
     suite.write_text(SUITE)
-    options = ["-p", "conftest", "-W", "default", "-rs", "--seconds=5", f"--benchmark-json={target}"]
+    options = ["-p", "conftest", "-W", "default", "-rs", "--seconds=12", f"--benchmark-json={target}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
         cwd=tmp_path,
