@@ -303,14 +303,11 @@ def test_other_instruction_sets(name):
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("avx2", "-mavx2 -mfma -mf16c")])
-def test_loops_stay_within_their_buffers(tmp_path, name, flags):
-    if name != "plain" and name not in instruction_sets_here():
-        pytest.skip(f"this CPU has no {name}")
+def test_loops_stay_within_their_buffers(tmp_path):
     root, program = Path(__file__).parents[1], tmp_path / "sanitized"
     sources = [root / "csrc/conv_projection_simd.cpp", root / "tests/conv_projection_sanitized.cpp"]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_{name}")
+    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} -DKERNELS=kernels_plain")
     subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
