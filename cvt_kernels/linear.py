@@ -5,7 +5,8 @@ For inference on a CPU there are three ways to the same product:
 - ``linear``: ``F.linear``, that is MKL for float32 and oneDNN for 16 bits.
 - ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view, that is oneDNN for float32 too. On an AMD CPU
   with AVX-512 it was measured 2.1 to 2.5 times as fast as MKL; on one with AVX2 alike.
-- ``float32``: 16 bits converted to float32 and back. On a CPU without 16-bit products 8 to 20 times as fast.
+- ``float32``: 16 bits converted to float32 and back. On a CPU without 16-bit products 8 to 20 times as fast
+  in bfloat16.
 
 Which one a dtype takes is measured once per process, at its first product, on one problem of CvT-13's size;
 another than ``F.linear`` must win by a quarter, so that chance does not decide between equals.
@@ -73,8 +74,8 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def linear_primitives() -> dict[torch.dtype, str]:
     """What :func:`linear` takes for inference on this CPU: ``linear``, ``convolution`` or ``float32``.
 
-    Measures what has not been measured yet, some ten milliseconds. The environment variable
-    ``CVT_KERNELS_LINEAR``, read at the first product, names one for all dtypes that it can serve.
+    Measures what has not been measured yet, in a second where 16-bit products are slow. The environment
+    variable ``CVT_KERNELS_LINEAR``, read at the first product, names one for all dtypes that it can serve.
 
     Raises:
         ValueError: ``CVT_KERNELS_LINEAR`` holds an unknown name.

@@ -4,6 +4,8 @@ import importlib.util
 import os
 import shlex
 import shutil
+import subprocess
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,6 +39,23 @@ def assert_accurate(
 def compiler() -> list[str]:
     """The C++ compiler that builds the extension."""
     return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def instruction_sets_here() -> tuple[str, ...]:
+    """Values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
+
+
+def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
+    """Runs tests/<family>_sanitized.cpp on the loops of csrc, with AddressSanitizer and UBSan."""
+    root, program = Path(__file__).parents[1], scratch / "sanitized"
+    sources = [root / f"csrc/{family}_simd.cpp", root / f"tests/{family}_sanitized.cpp"]
+    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
+    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
 def not_built() -> bool:

@@ -1,17 +1,16 @@
 """The CPU kernels of attention against the reference."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_accurate, compiler, not_built
+from checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
 from cvt_kernels import reference, runtime
@@ -146,6 +145,21 @@ def test_auto_takes_it():
         assert torch.equal(ck.attention(*tensors), native)
 
 
+def test_the_extension_does_the_work():
+    """The tests above would pass with a silent reference too."""
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    tensors = make(1, 5, 4, 1, 8, torch.float32)
+    with Record():
+        ck.attention(*tensors)
+    assert called == ["cvt_kernels.attention_inference.default"]
+
+
 def test_autocast():
     tensors = make(2, 9, 4, 3, 8, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -191,11 +205,6 @@ with ck.use_backend("native"):
 """
 
 
-def instruction_sets_here():
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
-
-
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
     if name != "plain" and name not in instruction_sets_here():
@@ -214,13 +223,7 @@ WIDE = "-DKERNELS_VECTOR_BYTES=64"  # the loops of AVX-512, without its instruct
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
     if "avx2" in flags and "avx2" not in instruction_sets_here():
         pytest.skip("this CPU has no avx2")
-    root, program = Path(__file__).parents[1], tmp_path / "sanitized"
-    sources = [root / "csrc/attention_simd.cpp", root / "tests/attention_sanitized.cpp"]
-    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
-    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
-    result = subprocess.run([str(program)], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    run_sanitized("attention", tmp_path, flags)
 
 
 def test_triton_and_the_extension_register_side_by_side():

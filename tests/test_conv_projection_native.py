@@ -1,15 +1,13 @@
 """The CPU kernels of conv_projection in csrc against the reference."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_accurate, compiler, not_built
+from checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
@@ -304,15 +302,4 @@ def test_other_instruction_sets(name):
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 def test_loops_stay_within_their_buffers(tmp_path):
-    root, program = Path(__file__).parents[1], tmp_path / "sanitized"
-    sources = [root / "csrc/conv_projection_simd.cpp", root / "tests/conv_projection_sanitized.cpp"]
-    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} -DKERNELS=kernels_plain")
-    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
-    result = subprocess.run([str(program)], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
-
-
-def instruction_sets_here():
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
+    run_sanitized("conv_projection", tmp_path)

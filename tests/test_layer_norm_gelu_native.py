@@ -2,15 +2,13 @@
 
 import functools
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_accurate, compiler, not_built
+from checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
@@ -349,18 +347,7 @@ def test_unknown_instruction_set():
 def test_loops_stay_within_their_buffers(tmp_path, name, flags):
     if name != "plain" and name not in instruction_sets_here():
         pytest.skip(f"this CPU has no {name}")
-    root, program = Path(__file__).parents[1], tmp_path / "sanitized"
-    sources = [root / "csrc/layer_norm_gelu_simd.cpp", root / "tests/layer_norm_gelu_sanitized.cpp"]
-    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_{name}")
-    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
-    result = subprocess.run([str(program)], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
-
-
-def instruction_sets_here():
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
+    run_sanitized("layer_norm_gelu", tmp_path, flags)
 
 
 def run_python(code, **environment):
