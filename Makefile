@@ -12,8 +12,8 @@ export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap -
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, then classification.
 demo: $(INSTALLED)
-	$(BIN)/cvt-kernels doctor
-	$(BIN)/cvt-kernels bench --save-weights build/demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
+	$(BIN)/cvt doctor
+	$(BIN)/cvt bench --save-weights build/demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
 	$(BIN)/cvt classify $(PHOTOS) --checkpoint $(if $(CHECKPOINT),'$(CHECKPOINT)',build/demo)
 
 # Everything CI runs.

@@ -1,7 +1,7 @@
 """The compiled extension cvt_kernels._C only; everything else is in pyproject.toml.
 
 It is built where torch and a C++ compiler are at hand; otherwise the Python part is installed alone, and
-``cvt-kernels doctor`` says so. Nothing is downloaded. The environment decides what it contains:
+``cvt doctor`` says so. Nothing is downloaded. The environment decides what it contains:
 
 - ``CVT_KERNELS_CUDA``: ``auto`` (the default) compiles the CUDA kernels too where there is a CUDA toolkit (in
   CUDA_HOME, on the PATH, or installed from PyPI), with or without a GPU; ``0`` never does, ``1`` insists.

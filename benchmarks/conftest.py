@@ -8,7 +8,7 @@ import timing
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import runtime
+from cvt_kernels import machine
 
 _deadline = float("inf")
 
@@ -63,7 +63,7 @@ def pytest_runtest_call(item):
 
 def pytest_benchmark_update_machine_info(config, machine_info):
     """Adds what the numbers depend on, and leaves the name of the machine out."""
-    facts = runtime.machine()
+    facts = machine.facts()
     machine_info.pop("node", None)
     machine_info |= facts._asdict() | {
         "cvt_kernels": ck.__version__,

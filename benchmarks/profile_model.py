@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels import runtime
-from cvt_kernels.bench import randomize
+from cvt.factory import randomize
+from cvt_kernels import backends
 
 SCHEMA = 1
 TOP = 40  # kernels that are listed
@@ -58,7 +58,7 @@ def main() -> None:
             "device": timing.device_name(),
             "device_type": timing.DEVICE,
             "cvt_kernels": ck.__version__,
-            "backends": {o: runtime.backend_for(o, timing.DEVICE) for o in runtime.OPERATORS},
+            "backends": {o: backends.backend_for(o, timing.DEVICE) for o in backends.OPERATORS},
             "steps": steps,
         }
     options.path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

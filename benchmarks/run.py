@@ -75,7 +75,10 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     # Warnings are errors elsewhere; here they would cost measurements.
     pytest = [sys.executable, "-m", "pytest", "-W", "default", "--tb=short", "-q"]
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
-    kernels = ["tests/test_conv_projection_triton.py", "tests/test_attention_triton.py"]
+    kernels = [
+        "tests/cvt_kernels/ops/test_conv_projection_triton.py",
+        "tests/cvt_kernels/ops/test_attention_triton.py",
+    ]
     for_tests = ("pytest", "hypothesis")
     for_build = {"CVT_KERNELS_CUDA": "0"}
     if cuda:
@@ -202,10 +205,10 @@ def describe(device: str) -> dict[str, Any]:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no NVIDIA GPU that torch can use here (--device cpu measures the CPU)")
     sys.path.insert(0, str(ROOT))
-    from cvt_kernels import __version__, runtime
+    from cvt_kernels import __version__, machine
 
     cuda = device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else runtime.machine().cpu.rpartition(",")[0]
+    name = torch.cuda.get_device_name() if cuda else machine.facts().cpu.rpartition(",")[0]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "schema": SCHEMA,

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model, save_huggingface
-from cvt_kernels import runtime
-from cvt_kernels.bench import randomize
+from cvt.factory import randomize
+from cvt_kernels import backends
 
 #: Preset, image size and the batches of inference on a CPU, where time is short.
 MODELS = {
@@ -198,7 +198,7 @@ def test_model(benchmark, model, mode, batch, dtype, name):
                 "batch": batch,
             }
             if not name.startswith("hugging_face"):
-                facts["backends"] = {o: runtime.backend_for(o, timing.DEVICE) for o in runtime.OPERATORS}
+                facts["backends"] = {o: backends.backend_for(o, timing.DEVICE) for o in backends.OPERATORS}
             if name == "cvt_graph":
                 facts["peak_memory_bytes"] = timing.peak_memory(call)  # a replay allocates nothing
                 call = timing.graphed(call)

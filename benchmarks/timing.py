@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import runtime
+from cvt_kernels import backends, machine
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -68,7 +68,7 @@ def short(dtype: torch.dtype) -> str:
 
 def device_name() -> str:
     """Of the GPU, or of the CPU."""
-    return torch.cuda.get_device_name() if CUDA else runtime.machine().cpu.rpartition(",")[0]
+    return torch.cuda.get_device_name() if CUDA else machine.facts().cpu.rpartition(",")[0]
 
 
 # Contenders -----------------------------------------------------------------------------------------------
@@ -79,8 +79,8 @@ def contenders(operator: str, *others: str) -> list[str]:
     names = ["reference", *others]
     for backend in ("native", "triton"):
         # An extension that does not load must not cost the others their rows.
-        with ck.use_backend(backend), contextlib.suppress(runtime.ExtensionError):
-            if runtime.unavailable(operator, backend, DEVICE) is None:
+        with ck.use_backend(backend), contextlib.suppress(machine.ExtensionError):
+            if backends.why_unavailable(operator, backend, DEVICE) is None:
                 names.append(backend)
     if TINY:
         return names
@@ -108,16 +108,16 @@ def implementation(operator: str, name: str):
 @contextlib.contextmanager
 def every_kernel():
     """Within it ``auto`` also takes the kernels that it leaves to an explicit request elsewhere."""
-    kept = {operator: dict(found) for operator, found in runtime._implementations.items()}
+    kept = {operator: dict(found) for operator, found in backends._implementations.items()}
     for operator, found in kept.items():
         for backend, kernel in found.items():
-            runtime.register(operator, backend, kernel._replace(opt_in={}))
+            backends.register(operator, backend, kernel._replace(experimental={}))
     try:
         yield
     finally:
         for operator, found in kept.items():
             for backend, kernel in found.items():
-                runtime.register(operator, backend, kernel)
+                backends.register(operator, backend, kernel)
 
 
 def results(call, leaves, douts=None):
@@ -131,7 +131,7 @@ def results(call, leaves, douts=None):
 
 
 def served(call, leaves, douts=None):
-    """:func:`results`; skips the test if the backend refuses such a call."""
+    """:func:`results`; skips the test if the backend why_unsupported such a call."""
     try:
         return results(call, leaves, douts)
     except ck.BackendUnavailable as error:

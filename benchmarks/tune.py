@@ -22,7 +22,9 @@ from unittest import mock
 import timing
 import torch
 
-from cvt_kernels import attention_triton, conv_projection_triton, runtime
+from cvt_kernels import machine
+from cvt_kernels.ops.attention import triton as attention_triton
+from cvt_kernels.ops.conv_projection import triton as conv_projection_triton
 
 SCHEMA = 1
 #: Operator → its module, the function that looks configurations up, and its kernels.
@@ -104,7 +106,7 @@ def work(job: Job, candidate: Any, launch: Any) -> tuple[torch.Tensor, ...]:
     def configure(kernel: str, *arguments: Any) -> Any:
         return candidate if kernel == job.kernel else original(kernel, *arguments)
 
-    with mock.patch.object(module, lookup, configure), mock.patch.object(runtime, "launch", launch):
+    with mock.patch.object(module, lookup, configure), mock.patch.object(machine, "launch", launch):
         return step(job.operator, job.stage)
 
 
@@ -145,7 +147,7 @@ def seconds_of(job: Job, candidate: Any, expected: tuple[torch.Tensor, ...]) -> 
     """
     launches = []
 
-    def note(kernel: Any, *args: Any, original: Any = runtime.launch, **keywords: Any) -> None:
+    def note(kernel: Any, *args: Any, original: Any = machine.launch, **keywords: Any) -> None:
         original(kernel, *args, **keywords)
         if is_of(job, kernel):
             launches.append(functools.partial(original, kernel, *args, **keywords))

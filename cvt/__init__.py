@@ -2,7 +2,8 @@
 
 from .checkpoints import CheckpointError, load_checkpoint, read_checkpoint, save_huggingface
 from .config import PRESETS, CvTConfig
-from .model import CvT, CvTFeatures, create_model
+from .factory import create_model
+from .model import CvT, CvTFeatures
 
 __all__ = [
     "PRESETS",

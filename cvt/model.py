@@ -7,19 +7,16 @@ are tokens (B, T, C) throughout; a class token, where a stage has one, is token 
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels.runtime import autocast_enabled
+from cvt_kernels.checks import autocast_enabled
 
-from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint
-from .config import CvTConfig, StageConfig, resolve_config
+from .config import CvTConfig, StageConfig
 
 Grid = tuple[int, int]
 
@@ -412,75 +409,3 @@ def _init_weights(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, Stage) and module.cls_token is not None:
         nn.init.trunc_normal_(module.cls_token, std=0.02)
-
-
-@overload
-def create_model(
-    model: str | CvTConfig,
-    *,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[False] = False,
-    **overrides: Any,
-) -> CvT: ...
-
-
-@overload
-def create_model(
-    model: str | CvTConfig,
-    *,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[True],
-    out_indices: Sequence[int] | None = None,
-    **overrides: Any,
-) -> CvTFeatures: ...
-
-
-def create_model(
-    model: str | CvTConfig,
-    *,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: bool = False,
-    out_indices: Sequence[int] | None = None,
-    **overrides: Any,
-) -> CvT | CvTFeatures:
-    """Builds a CvT, of the paper or of your own, and loads weights into it.
-
-    Args:
-        model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`.
-        checkpoint: What :func:`load_checkpoint` reads. A model given by name and without ``num_classes`` gets
-            as many classes as the checkpoint has; with another number, its head is left freshly initialised.
-            Weights of a Hugging Face directory run the preset's activation too, with a warning, unless
-            ``activation`` is given.
-        features_only: Build a :class:`CvTFeatures` instead of a classifier.
-        out_indices: With ``features_only``, the stages whose maps are returned; None for all.
-        **overrides: Fields of :class:`CvTConfig` to change, such as ``num_classes=10``.
-
-    Returns:
-        A :class:`CvT` (or :class:`CvTFeatures`) in training mode, on the CPU, in float32.
-
-    Raises:
-        TypeError: An override that is not a field, or of the wrong type.
-        ValueError: A wrong name or value.
-        CheckpointError: A file that is not a checkpoint of this model.
-    """
-    config = resolve_config(model, **overrides)
-    if out_indices is not None and not features_only:
-        raise ValueError("out_indices: is for features_only=True")
-    if checkpoint is None:
-        return CvTFeatures(config, out_indices) if features_only else CvT(config)
-    state = read_checkpoint(checkpoint)
-    by_name = isinstance(model, str)
-    if by_name and state.hf_config is not None and "activation" not in overrides:
-        warnings.warn(
-            f"{state.path} is a Hugging Face model, which runs exact GELU; this one runs quick_gelu, with "
-            "which the published weights were trained; choose by activation='gelu' or 'quick_gelu'",
-            stacklevel=2,
-        )
-    if features_only:
-        built: CvT | CvTFeatures = CvTFeatures(config, out_indices)
-    else:
-        if by_name and "num_classes" not in overrides and state.num_classes is not None:
-            config = dataclasses.replace(config, num_classes=state.num_classes)
-        built = CvT(config)
-    load_checkpoint(built, state)
-    return built

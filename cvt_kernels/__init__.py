@@ -1,14 +1,17 @@
 """Fast, exact and easy CvT operators for PyTorch. See README.md for the tour."""
 
 from . import reference
-from .accelerate import accelerate, coverage, restore
-from .attention import AttentionMap, attention, attention_map
-from .conv_projection import conv_projection
-from .layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
-from .linear import linear, linear_primitives
+from .acceleration import accelerate, restore
+from .acceleration.coverage import coverage
+from .acceleration.verify import verify
+from .backends import BackendUnavailable, fallbacks, use_backend
+from .diagnosis import doctor
+from .ops.attention import attention
+from .ops.attention.maps import AttentionMap, attention_map
+from .ops.conv_projection import conv_projection
+from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
+from .ops.linear import linear, linear_primitives
 from .reference import ConvBatchNorm
-from .runtime import BackendUnavailable, doctor, step_downs, use_backend
-from .verify import verify
 
 __version__ = "0.1.0"
 
@@ -25,6 +28,7 @@ __all__ = [
     "conv_projection",
     "coverage",
     "doctor",
+    "fallbacks",
     "gelu",
     "layer_norm",
     "layer_norm_gelu",
@@ -32,7 +36,6 @@ __all__ = [
     "linear_primitives",
     "reference",
     "restore",
-    "step_downs",
     "use_backend",
     "verify",
 ]

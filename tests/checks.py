@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cvt_kernels import reference, runtime
+from cvt_kernels import backends, reference
 
 
 def assert_accurate(
@@ -48,9 +48,9 @@ def instruction_sets_here() -> tuple[str, ...]:
 
 
 def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
-    """Runs tests/<family>_sanitized.cpp on the loops of csrc, with AddressSanitizer and UBSan."""
+    """Runs tests/csrc/<family>_sanitized.cpp on the loops of csrc, with AddressSanitizer and UBSan."""
     root, program = Path(__file__).parents[1], scratch / "sanitized"
-    sources = [root / f"csrc/{family}_simd.cpp", root / f"tests/{family}_sanitized.cpp"]
+    sources = [root / f"csrc/{family}_simd.cpp", root / f"tests/csrc/{family}_sanitized.cpp"]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
     subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
@@ -71,20 +71,20 @@ def record_calls(operator: str) -> list[tuple[tuple, dict]]:
         calls.append((args, kwargs))
         return getattr(reference, operator)(*args, **kwargs)
 
-    runtime.register(operator, "native", runtime.Implementation(function))
+    backends.register(operator, "native", backends.Implementation(function))
     return calls
 
 
 def record_all_calls() -> list[str]:
     """Names of the operators as they are called, through a backend that ``auto`` takes."""
     called: list[str] = []
-    for operator in runtime.OPERATORS:
+    for operator in backends.OPERATORS:
 
         def function(*args, operator=operator, **kwargs):
             called.append(operator)
             return getattr(reference, operator)(*args, **kwargs)
 
-        runtime.register(operator, "native", runtime.Implementation(function))
+        backends.register(operator, "native", backends.Implementation(function))
     return called
 
 

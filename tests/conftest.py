@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
 
-from cvt_kernels import runtime
+from cvt_kernels import backends
 
 DATA = Path(__file__).parent / "data"
 
@@ -40,10 +40,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _fresh_state(monkeypatch: pytest.MonkeyPatch):
     """The same random numbers in every test, and no trace of a backend that a test chose or registered."""
     torch.manual_seed(0)
-    monkeypatch.setattr(runtime, "_requested", "auto")
-    monkeypatch.setattr(runtime, "_step_downs", {})
+    monkeypatch.setattr(backends, "_requested", "auto")
+    monkeypatch.setattr(backends, "_fallbacks", {})
     monkeypatch.setattr(
-        runtime, "_implementations", {name: dict(found) for name, found in runtime._implementations.items()}
+        backends, "_implementations", {name: dict(found) for name, found in backends._implementations.items()}
     )
     yield
-    runtime._ask_missing.cache_clear()
+    backends._ask_why_unavailable.cache_clear()

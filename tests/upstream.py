@@ -2,13 +2,13 @@
 
 import copy
 
-import microsoft_cvt
 import torch
 from torch import nn
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels.bench import randomize
+from cvt.factory import randomize
+from tests import microsoft_cvt
 
 RANDOM = {"drop": 0.2, "drop_path": 0.4}
 

@@ -1,0 +1,1 @@
+"""``cvt bench``: parity, speed and memory of a CvT beside its peers."""

@@ -1,0 +1,128 @@
+"""Models for use without this package: ``torch.export`` and ONNX files, compared with the model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cvt_kernels import use_backend
+
+from ..extras import require
+from ..files import replacing
+from ..model import CvT
+
+FORMATS = ("pt2", "onnx")
+#: Largest accepted difference of the logits, relative to the largest logit.
+TOLERANCE = 1e-4
+
+
+def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size: int) -> float:  # noqa: A002
+    """Writes a model with its weights, for any number of images of one size.
+
+    The file takes float32 ``images`` (B, in_chans, image_size, image_size) to ``logits`` (B, num_classes) by
+    PyTorch's or ONNX's own operators, those of the reference. Before it is kept it is read back and compared
+    with the model on random images; an ONNX file is run by onnxruntime.
+
+    Args:
+        model: In evaluation mode, float32, on the CPU.
+        path: A file, replaced when all is done.
+        format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
+        image_size: Pixels of each side.
+
+    Returns:
+        The largest difference of the logits, relative to the largest logit; at most :data:`TOLERANCE`.
+
+    Raises:
+        ValueError: An unknown format, a model in another mode, dtype or place, one that PyTorch cannot export
+            or whose export differs, or an image size too small for the model.
+        ModuleNotFoundError: For ONNX: the ``export`` extra is not installed.
+        OSError: The file cannot be written.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+    weight = next(model.parameters())
+    if model.training or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        mode = "training" if model.training else "evaluation"
+        raise ValueError(
+            f"model: is in {mode} mode, {weight.dtype} on {weight.device}, "
+            "expected evaluation mode, torch.float32 on cpu"
+        )
+    runtime = _import_onnxruntime() if format == "onnx" else None
+    shape = 3, model.config.in_chans, image_size, image_size
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), replacing(path) as scratch:
+        expected = model(images)
+        try:
+            with use_backend("reference"), _quiet():
+                _write(model, images[:2], scratch, format)
+                found = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
+        except OSError:
+            raise
+        except Exception as error:  # a tracer can stumble over anything
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"model: cannot be exported: {first_line}") from error
+        largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        difference = ((found - expected).abs().max() / largest).item()
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"model: its export differs by {difference:.1e} of the largest logit, "
+                f"expected at most {TOLERANCE:.0e}"
+            )
+    return difference
+
+
+def _write(model: CvT, images: Tensor, path: Path, format: str) -> None:  # noqa: A002
+    dynamic_shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (images,), dynamic_shapes=dynamic_shapes)
+    if format == "onnx":
+        torch.onnx.export(
+            program,
+            f=path,
+            dynamo=True,
+            verbose=False,
+            external_data=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=dynamic_shapes,
+        )
+    else:
+        with open(path, "wb") as file:  # a name would have to end with .pt2
+            torch.export.save(program, file)
+
+
+def _run(path: Path, images: Tensor, onnxruntime: ModuleType | None) -> Tensor:
+    if onnxruntime is None:
+        with open(path, "rb") as file:
+            return torch.export.load(file).module()(images)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _import_onnxruntime() -> ModuleType:
+    for module in ("onnx", "onnxscript"):  # torch.onnx imports them
+        require(module, "export")
+    return require("onnxruntime", "export")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch tells its developers: graphs of models that fail, packages that are not there."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # Of torch.onnx copying a program, in torch 2.13.
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)

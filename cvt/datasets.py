@@ -1,0 +1,275 @@
+"""Data sets of labelled images, and batches of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+from .extras import require
+from .images import ImageError, preprocess, read_image, to_tensor
+
+SPLITS = ("train", "val")
+DIGITS = "digits"
+
+_Image = str | os.PathLike[str] | Image.Image
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """The train transform up to batches: random resized crop (Szegedy et al. 2015), then a flip.
+
+    Attributes:
+        min_scale: The crop has at least this part of the image's area.
+        ratio: Its width over its height is between ``1 / ratio`` and ``ratio``.
+        flip: Probability of a horizontal flip.
+    """
+
+    min_scale: float = 0.08
+    ratio: float = 4 / 3
+    flip: float = 0.5
+
+    def box(self, width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom of the crop; the largest central one if ten draws do not fit."""
+        for _ in range(10):
+            area = width * height * rng.uniform(self.min_scale, 1)
+            ratio = math.exp(rng.uniform(-math.log(self.ratio), math.log(self.ratio)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = (int(rng.integers(0, free, endpoint=True)) for free in (width - w, height - h))
+                return left, top, left + w, top + h
+        w = min(width, round(height * self.ratio))
+        h = min(height, round(width * self.ratio))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+    def __call__(self, image: Image.Image, image_size: int, rng: np.random.Generator) -> Tensor:
+        """RGB of any size to uint8 (3, image_size, image_size)."""
+        box = self.box(*image.size, rng)
+        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+        if rng.random() < self.flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return to_tensor(image)
+
+
+class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
+    """Labelled images, as the tensors that a model is trained or evaluated on.
+
+    An image that cannot be used comes as the exception that says why; :class:`Batches` deals with it.
+
+    Args:
+        images: Paths, or images in memory.
+        labels: The class of each, an index of ``classes``.
+        classes: Their names.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
+        random_crop: In place of :func:`preprocess`. Its random numbers depend on seed, epoch and index of
+            the image only, not on the number of workers or processes.
+
+    Attributes:
+        epoch: Of the random numbers; set by :class:`Batches`.
+        seed: Likewise.
+
+    Raises:
+        ValueError: There is no image, fewer than two classes, or a label out of range.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[_Image],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        image_size: int,
+        *,
+        crop_fraction: float | None = None,
+        random_crop: RandomCrop | None = None,
+    ):
+        if len(classes) < 2:
+            raise ValueError(f"classes: got {list(classes)}, expected at least two")
+        if len(images) != len(labels) or not images:
+            raise ValueError(f"labels: got {len(labels)} for {len(images)} images, expected one for each")
+        wrong = next((label for label in labels if not 0 <= label < len(classes)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"labels: got {wrong}, expected 0 to {len(classes) - 1} for {len(classes)} classes"
+            )
+        self.images, self.labels, self.classes = images, labels, list(classes)
+        self.image_size, self.crop_fraction, self.random_crop = image_size, crop_fraction, random_crop
+        self.epoch = self.seed = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | Exception:
+        image = self.images[index]
+        try:
+            image = image if isinstance(image, Image.Image) else read_image(image)
+        except (ImageError, OSError) as error:
+            return error
+        if self.random_crop is None:
+            tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
+        else:
+            rng = np.random.default_rng((self.seed, self.epoch, index))
+            tensor = self.random_crop(image, self.image_size, rng)
+        return tensor, self.labels[index]
+
+
+def open_dataset(
+    source: str | os.PathLike[str],
+    split: str,
+    image_size: int,
+    *,
+    crop_fraction: float | None = None,
+    random_crop: RandomCrop | None = None,
+) -> ImageDataset:
+    """Opens a data set.
+
+    Args:
+        source: ``"digits"``, the 1797 scanned digits of scikit-learn, every fifth of which is held out; or
+            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, the layout of ImageNet.
+        split: ``"train"`` or ``"val"``.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
+        random_crop: As in :class:`ImageDataset`.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is needed and not installed.
+        FileNotFoundError: There is no such folder.
+        ValueError: A wrong split, an empty class folder, or fewer than two.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    if source == DIGITS:
+        crop_fraction = 1.0
+    images, labels, classes = _digits(split) if source == DIGITS else _image_folder(Path(source, split))
+    return ImageDataset(
+        images, labels, classes, image_size, crop_fraction=crop_fraction, random_crop=random_crop
+    )
+
+
+def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
+    digits = require("sklearn.datasets", "train").load_digits()
+    chosen = (np.arange(len(digits.target)) % 5 == 0) == (split == "val")
+    pixels = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)  # 0 to 16, white on black
+    images = [Image.fromarray(image).convert("RGB") for image in pixels]
+    return images, digits.target[chosen].tolist(), [str(name) for name in digits.target_names]
+
+
+def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
+    """Every file below a class folder is an image of that class, but for hidden files; sorted by name."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
+        )
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    images: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        files = sorted(p for p in (folder / name).rglob("*") if p.is_file() and p.name[0] != ".")
+        if not files:
+            raise ValueError(f"data: {folder / name} has no images")
+        images += files
+        labels += [label] * len(files)
+    if len(classes) < 2:
+        raise ValueError(f"data: {folder} has {len(classes)} class folders, expected at least two")
+    return images, labels, classes
+
+
+# Batches --------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """One process' share of a data set, in batches.
+
+    With ``shuffle`` the order depends on seed and epoch only, each process gets as many images, and what does
+    not fill a batch (of all processes together) is left out. Otherwise every image comes exactly once.
+
+    Args:
+        dataset: What to read. Its ``seed`` and ``epoch`` are set.
+        batch_size: Images per batch of one process.
+        shuffle: See above.
+        seed: Of order and crops.
+        rank: Which of the processes this is.
+        world_size: Number of processes.
+        workers: Processes that decode images; 0 decodes in this one.
+        corrupt: ``"error"``: a file that cannot be used raises. ``"skip"``: it is left out of its batch, with
+            a warning that names it.
+
+    Raises:
+        ValueError: A wrong ``corrupt``, or fewer images than a batch with ``shuffle``.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        corrupt: str = "error",
+    ):
+        if corrupt not in ("error", "skip"):
+            raise ValueError(f"corrupt: got {corrupt!r}, expected 'error' or 'skip'")
+        if shuffle and len(dataset) < batch_size * world_size:
+            raise ValueError(
+                f"batch_size: {batch_size * world_size} images at a time are more than the data set has, "
+                f"{len(dataset)}"
+            )
+        self.dataset, self._corrupt = dataset, corrupt
+        dataset.seed = seed
+        share: Dataset[object] = dataset
+        self._sampler: DistributedSampler[object] | None = None
+        if shuffle:
+            self._sampler = DistributedSampler(dataset, world_size, rank, seed=seed, drop_last=True)
+        elif world_size > 1:
+            share = Subset(dataset, range(rank, len(dataset), world_size))
+        self._loader = DataLoader(
+            share,
+            batch_size,
+            sampler=self._sampler,
+            drop_last=shuffle,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # else the loader draws its own seed from the global one
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses order and crops of the next iteration."""
+        self.dataset.epoch = epoch
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of images (B, 3, H, W), uint8 if cropped at random, else normalised, and labels (B,)."""
+        for images, labels, errors in self._loader:
+            for error in errors:
+                if self._corrupt == "error":
+                    raise error
+                warnings.warn(f"skipped: {error}", stacklevel=2)
+            if len(labels):
+                yield images, labels
+            elif self._sampler is not None:  # the other processes would wait for this one for ever
+                raise ImageError("data: a whole batch of images cannot be used")
+
+
+def _collate(samples: list[tuple[Tensor, int] | Exception]) -> tuple[Tensor, Tensor, list[Exception]]:
+    good = [sample for sample in samples if not isinstance(sample, Exception)]
+    errors = [sample for sample in samples if isinstance(sample, Exception)]
+    images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
+    return images, torch.tensor([label for _, label in good], dtype=torch.long), errors

@@ -1,0 +1,1 @@
+"""Training of a CvT by the recipe of the paper."""

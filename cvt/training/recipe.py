@@ -1,0 +1,172 @@
+"""The recipe of training: its numbers, and its formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..config import PRESETS, CvTConfig, check_number
+from ..model import CvT
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DISTILLATIONS = ("none", "soft", "hard")
+
+#: What ``--model`` knows: the models of the paper, and a small one for digits.
+MODELS = {
+    **PRESETS,
+    "cvt_nano": CvTConfig(
+        embed_dims=(32, 64),
+        depths=(1, 2),
+        num_heads=(1, 2),
+        patch_sizes=(3, 3),
+        patch_strides=(2, 2),
+        patch_paddings=(1, 1),
+        mlp_ratio=(2.0, 2.0),
+        qkv_bias=(True, True),
+        kernel_size=(3, 3),
+        stride_q=(1, 1),
+        stride_kv=(2, 1),
+        cls_token=(False, True),
+        drop_rate=(0.0, 0.0),
+        attn_drop_rate=(0.0, 0.0),
+        drop_path_rate=(0.0, 0.0),
+    ),
+}
+
+
+def _option(default: Any, help: str, least: float = 0, below: float = math.inf) -> Any:  # noqa: A002
+    return dataclasses.field(default=default, metadata={"help": help, "range": (least, below)})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What decides about the weights that come out. The defaults are for ImageNet from scratch.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range, or values that contradict each other.
+    """
+
+    epochs: int = _option(300, "times that every image is seen", 1)
+    batch_size: int = _option(256, "images per step, of all processes and micro-batches together", 1)
+    accumulate: int = _option(1, "micro-batches per step", 1)
+    lr: float = _option(2.5e-4, "learning rate after warm-up")
+    min_lr: float = _option(1e-5, "learning rate at the end of the cosine")
+    warmup_epochs: float = _option(5.0, "epochs of linear warm-up")
+    weight_decay: float = _option(0.05, "of matrices; not of biases, norms, layer scales and class tokens")
+    layer_decay: float = _option(1.0, "factor of the learning rate per layer below the head", 1e-6, 1 + 1e-9)
+    clip_norm: float = _option(0.0, "largest norm of the gradient; 0 for any")
+    label_smoothing: float = _option(0.1, "part of each target spread over all classes", 0, 1)
+    mixup: float = _option(0.8, "alpha of Mixup; 0 for none")
+    cutmix: float = _option(1.0, "alpha of CutMix; 0 for none; with Mixup, each batch takes one of them")
+    min_scale: float = _option(0.08, "least part of its area that an image is cropped to", 0, 1 + 1e-9)
+    flip: float = _option(0.5, "probability of a horizontal flip", 0, 1 + 1e-9)
+    color_jitter: float = _option(0.4, "brightness, contrast and saturation; where RandAugment is off", 0, 1)
+    rand_augment: int = _option(
+        9, "magnitude of RandAugment's two operations; off for 0 or below 128²", 0, 30
+    )
+    random_erasing: float = _option(0.25, "probability of erasing a rectangle", 0, 1 + 1e-9)
+    ema_decay: float = _option(0.0, "of averaged weights, which are then evaluated; 0 for none", 0, 1)
+    precision: str = _option("fp32", "fp32, or autocast to bf16 or fp16")
+    distillation: str = _option("none", "none, soft or hard, from a teacher")
+    distillation_weight: float = _option(0.5, "of the teacher beside the labels", 0, 1 + 1e-9)
+    temperature: float = _option(1.0, "of soft distillation", 1e-3)
+    freeze_bn: bool = _option(False, "BatchNorm keeps its running statistics and normalises by them", 0, 2)
+    sync_bn: bool = _option(True, "BatchNorm takes its statistics over all processes", 0, 2)
+    shard: bool = _option(False, "FSDP2 instead of DDP: each process keeps a part of the weights", 0, 2)
+    seed: int = _option(0, "of everything random")
+
+    def __post_init__(self) -> None:
+        kinds = {"int": int, "float": float, "bool": bool}
+        for field in dataclasses.fields(self):
+            if field.type in kinds:
+                value = getattr(self, field.name)
+                value = check_number(field.name, value, kinds[str(field.type)], *field.metadata["range"])
+                object.__setattr__(self, field.name, value)
+        for name, choices in (("precision", tuple(PRECISIONS)), ("distillation", DISTILLATIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs: got {self.warmup_epochs:g}, expected less than epochs, {self.epochs}"
+            )
+        if self.shard and self.ema_decay:
+            raise ValueError("ema_decay: averages whole weights, expected 0 with shard")
+        if self.shard and self.precision == "fp16":
+            raise ValueError("precision: fp16 needs a loss scale for all processes; expected bf16 with shard")
+
+
+#: In place of TrainConfig's defaults: a minute on two CPU cores. No flips: a digit has a handedness.
+DIGITS_OPTIONS: dict[str, Any] = {
+    "epochs": 30,
+    "batch_size": 64,
+    "lr": 5e-3,
+    "warmup_epochs": 1.0,
+    "clip_norm": 1.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "min_scale": 0.8,
+    "flip": 0.0,
+    "color_jitter": 0.0,
+    "rand_augment": 0,
+    "random_erasing": 0.0,
+}
+
+
+# Formulas -------------------------------------------------------------------------------------------------
+
+
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """Of a step, counted from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``."""
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / (config.epochs * steps_per_epoch - warmup)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def parameter_groups(model: CvT, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Groups for an optimizer, by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
+
+    The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's
+    embedding and class token have that of its first block, the first stage's one more.
+    """
+    alone = model.no_weight_decay()
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        decay = 0.0 if parameter.ndim <= 1 or name in alone else weight_decay
+        scale = layer_decay ** _depth_below_head(name, model.config.depths)
+        group = {"params": [], "weight_decay": decay, "lr_scale": scale}
+        groups.setdefault((decay, scale), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _depth_below_head(name: str, depths: Sequence[int]) -> int:
+    parts = name.split(".")
+    if not parts[0].startswith("stage"):
+        return 0
+    stage = int(parts[0].removeprefix("stage"))
+    if parts[1] == "blocks":
+        return sum(depths[stage:]) - int(parts[2])
+    return sum(depths[stage:]) + (stage == 0)
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: float = 1.0) -> Tensor:
+    """``"soft"``: T² · KL(softmax(teacher / T) ‖ softmax(logits / T)), the mean over the batch (Hinton et al.
+    2015). ``"hard"``: cross-entropy with the teacher's choice (Touvron et al. 2021).
+    """  # noqa: D205
+    if teacher.shape != logits.shape:
+        raise ValueError(
+            f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)} as the model"
+        )
+    if kind == "hard":
+        return F.cross_entropy(logits, teacher.argmax(dim=-1))
+    log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher))
+    return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2

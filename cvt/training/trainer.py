@@ -1,0 +1,448 @@
+"""Training of a CvT: the recipe of the paper (that of DeiT, Touvron et al. 2021), on PyTorch's own parts.
+
+``Trainer`` is the loop, for one process or for those that ``torchrun`` started. Random numbers are seeded
+anew in every epoch, so that a run which is stopped at any moment, and resumed from the checkpoint of its last
+whole epoch, goes on as if it had not been stopped: on a CPU, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import gc
+import io
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm import tqdm
+
+from ..checkpoints import BEST, ModelCard, load_pickle
+from ..datasets import Batches, ImageDataset
+from ..extras import require
+from ..model import Block, CvT
+from .augment import Augment
+from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
+
+LAST = "last.pth"
+
+
+class NonFiniteLossError(ValueError):
+    """The loss is NaN or infinite; the checkpoint on disk is of an epoch before."""
+
+
+# Files ----------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Whenever the process or the machine dies, the file is whole: as it was, or as ``write`` wrote it."""
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Logs:
+    """TensorBoard's event files, ``log.csv`` and ``curves.png`` in a directory.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard or Matplotlib is not installed.
+    """
+
+    def __init__(self, directory: Path, step: int):
+        self._directory, self._figure = directory, require("matplotlib.figure", "train").Figure
+        tensorboard = require("torch.utils.tensorboard", "train")
+        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=step)
+
+    def step(self, step: int, **values: float) -> None:
+        """Notes values of one step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def epoch(self, step: int, history: list[dict[str, float]]) -> None:
+        """Notes the last of the epochs so far, and writes all of them."""
+        self.step(step, **{name: value for name, value in history[-1].items() if name != "epoch"})
+        self._writer.flush()
+        text = io.StringIO(newline="")
+        rows = csv.DictWriter(text, history[0], lineterminator="\n")
+        rows.writeheader()
+        rows.writerows(history)
+        write_atomically(self._directory / "log.csv", lambda file: file.write(text.getvalue().encode()))
+
+    def close(self, history: list[dict[str, float]]) -> None:
+        """Draws the learning curve."""
+        self._writer.close()
+        figure = self._figure(figsize=(9, 4), layout="constrained")
+        epochs = [row["epoch"] for row in history]
+        for axis, names in zip(
+            figure.subplots(1, 2), (("train_loss", "val_loss"), ("top1", "top5")), strict=True
+        ):
+            for name in names:
+                axis.plot(epochs, [row[name] for row in history], marker=".", label=name)
+            axis.set_xlabel("epoch")
+            axis.legend()
+        figure.savefig(self._directory / "curves.png")
+
+
+# The loop -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def distributed(device: torch.device) -> Iterator[torch.device]:
+    """Joins the processes that ``torchrun`` started, if it did; yields the device of this one."""
+    if not dist.is_torchelastic_launched():
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    yield device
+    gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error, when the others may be waiting in another call
+
+
+class Trainer:
+    """One model in training; :meth:`fit` is the loop over epochs.
+
+    Args:
+        model: A classifier, on the CPU or on ``device``; it is trained in place.
+        train_set: Images with ``random_crop``.
+        val_set: Images of the same classes, without.
+        config: The recipe.
+        output: Directory of checkpoints and logs.
+        device: Where to train.
+        teacher: With ``config.distillation``, what maps the same images to logits (or an object with
+            ``logits``).
+        resume: Go on from ``output/last.pth``, which must be there. Otherwise it must not.
+        workers: Processes that decode images, for each process.
+        corrupt: As in :class:`cvt.data.Batches`.
+
+    Attributes:
+        epoch: Number of whole epochs.
+        history: A row of numbers of each.
+
+    Raises:
+        CheckpointError: ``resume`` from a damaged file.
+        FileNotFoundError: ``resume`` without a checkpoint.
+        ModuleNotFoundError: What the ``train`` extra installs is needed.
+        ValueError: Arguments that contradict each other, or a checkpoint of another configuration.
+    """
+
+    def __init__(
+        self,
+        model: CvT,
+        train_set: ImageDataset,
+        val_set: ImageDataset,
+        config: TrainConfig,
+        *,
+        output: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        teacher: nn.Module | None = None,
+        resume: bool = False,
+        workers: int = 0,
+        corrupt: str = "error",
+    ):
+        self.config, self.device, self.output = config, torch.device(device), Path(output)
+        self.rank, self.world_size = _rank_and_world_size()
+        _check(model, train_set, val_set, config, teacher, self.world_size)
+        if (self.output / LAST).exists() and not resume:
+            raise ValueError(
+                f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
+            )
+        self.card = ModelCard(model.config, val_set.classes, val_set.image_size, val_set.crop_fraction)
+        self._same = {**dataclasses.asdict(config), "images": len(train_set), **self.card.to_dict()}
+        micro_batch = config.batch_size // (self.world_size * config.accumulate)
+        options: dict[str, Any] = {"workers": workers, "corrupt": corrupt}
+        share = {**options, "rank": self.rank, "world_size": self.world_size}
+        self.train_batches = Batches(train_set, micro_batch, shuffle=True, seed=config.seed, **share)
+        # A sharded model computes in step, so there every process evaluates everything.
+        self.val_batches = Batches(val_set, micro_batch, **(options if config.shard else share))
+        self.steps_per_epoch = len(self.train_batches) // config.accumulate
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"batch_size: {config.batch_size} is more than the {len(train_set)} images to train on"
+            )
+        self.augment = Augment(config, len(train_set.classes), train_set.image_size)
+        self.model = model.to(self.device)
+        self.teacher = teacher.to(self.device).eval() if teacher else None
+        self.ema = None
+        if config.ema_decay:
+            average = get_ema_multi_avg_fn(config.ema_decay)
+            self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        self.wrapped = self._wrap()
+        groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
+        dtype = PRECISIONS[config.precision]
+        self._autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.epoch = 0
+        self.history: list[dict[str, float]] = []
+        if resume:
+            self._load()
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
+
+    def _wrap(self) -> nn.Module:
+        """What computes the gradients of all processes: the model under DDP or FSDP2, or itself."""
+        synchronise = self.config.sync_bn and self.world_size > 1
+        if not self.config.shard:
+            wrapped = DistributedDataParallel(self.model) if self.world_size > 1 else self.model
+            if synchronise:
+                # After DDP, which takes it on GPUs only; cvt_kernels.conv_projection has it on CPUs too.
+                nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
+            return wrapped
+        if synchronise:
+            nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for module in self.model.modules():
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        return self.model
+
+    def fit(self) -> list[dict[str, float]]:
+        """Trains to the last epoch, with a checkpoint after each.
+
+        Returns:
+            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, ``val_loss``, ``top1``, ``top5`` and
+            ``seconds``.
+
+        Raises:
+            ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
+            NonFiniteLossError: The loss is NaN or infinite; checkpoints stay as they were.
+        """
+        while self.epoch < self.config.epochs:
+            start = time.perf_counter()
+            losses = self.train_epoch()
+            metrics = self.evaluate()
+            step = self.epoch * self.steps_per_epoch
+            self._check_finite(metrics["val_loss"], step, "validation loss")
+            row = {
+                "epoch": self.epoch,
+                "lr": learning_rate(self.config, step - 1, self.steps_per_epoch),
+                "train_loss": sum(losses) / len(losses),
+                **metrics,
+                "seconds": time.perf_counter() - start,
+            }
+            self.history.append(row)
+            self._save()
+            if self.logs is not None:
+                self.logs.epoch(step, self.history)
+        if self.logs is not None:
+            self.logs.close(self.history)
+        if self.world_size > 1:
+            dist.barrier()  # the first process has written its files
+        return self.history
+
+    def train_epoch(self) -> list[float]:
+        """One epoch; returns the loss of every step, the mean over all processes."""
+        entropy = np.random.SeedSequence((self.config.seed, self.epoch, self.rank))
+        torch.manual_seed(int(entropy.generate_state(1)[0]))
+        self.train_batches.set_epoch(self.epoch)
+        self.wrapped.train()
+        if self.config.freeze_bn:
+            freeze_batch_norm(self.model)
+        batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
+        losses: list[float] = []
+        pending: list[Tensor] = []
+        hidden = True if self.rank else None  # None: unless on a terminal
+        for step in tqdm(range(self.steps_per_epoch), f"epoch {self.epoch + 1}", leave=False, disable=hidden):
+            micro_batches = list(itertools.islice(batches, self.config.accumulate))
+            pending.append(self.step(micro_batches, first + step))
+            if len(pending) == 20 or step == self.steps_per_epoch - 1:  # seldom, since it waits for the GPU
+                losses += self._losses(pending, first + len(losses))
+                pending = []
+        self.epoch += 1
+        return losses
+
+    def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]], step: int) -> Tensor:
+        """One step of the optimizer; returns the loss of this process."""
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, self.steps_per_epoch) * group["lr_scale"]
+        total = torch.zeros((), device=self.device)
+        for i, (images, labels) in enumerate(micro_batches):
+            images, targets = self.augment(images.to(self.device), labels.to(self.device))
+            with self._synchronized(i == len(micro_batches) - 1):
+                with self._autocast:
+                    logits = self.wrapped(images)
+                loss = self._loss(logits.float(), images, targets) / len(micro_batches)
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        if config.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+        return total
+
+    def _loss(self, logits: Tensor, images: Tensor, targets: Tensor) -> Tensor:
+        config = self.config
+        loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+        if self.teacher is None:
+            return loss
+        with torch.no_grad():
+            teacher = self.teacher(images)
+        teacher = getattr(teacher, "logits", teacher)
+        distilled = distillation_loss(logits, teacher, config.distillation, config.temperature)
+        return (1 - config.distillation_weight) * loss + config.distillation_weight * distilled
+
+    def _synchronized(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are exchanged once per step, with its last micro-batch."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(last)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
+            return self.wrapped.no_sync()
+        return contextlib.nullcontext()
+
+    def _losses(self, pending: list[Tensor], first: int) -> list[float]:
+        losses = torch.stack(pending)
+        if self.world_size > 1:
+            dist.all_reduce(losses)
+        values = (losses / self.world_size).tolist()
+        for step, value in enumerate(values, first):
+            self._check_finite(value, step, "loss")
+            if self.logs is not None:
+                self.logs.step(step, loss=value)
+        return values
+
+    def _check_finite(self, value: float, step: int, name: str) -> None:
+        if not math.isfinite(value):
+            saved = f"{self.output / LAST} is of epoch {len(self.history)}"
+            saved = saved if self.history else "nothing was saved"
+            raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """``val_loss``, ``top1`` and ``top5`` of the averaged weights, or of the model without any."""
+        model = (self.ema or self.model).eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for images, labels in self.val_batches:
+            images, labels = images.to(self.device), labels.to(self.device)
+            with self._autocast:
+                logits = model(images).float()
+            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+            sums[3] += len(labels)
+        if self.world_size > 1:
+            dist.all_reduce(sums)
+        loss, top1, top5 = (sums[:3] / sums[3]).tolist()
+        return {"val_loss": loss, "top1": top1, "top5": top5}
+
+    def _save(self) -> None:
+        """``last.pth`` to go on from; and ``best.pth``, written first, if every epoch before was worse."""
+        if self.config.shard:
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
+        else:
+            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if self.rank:
+            return
+        content = {"card": self.card.to_dict(), "epoch": self.epoch}
+        if all(row["top1"] < self.history[-1]["top1"] for row in self.history[:-1]):
+            weights = self.ema.module.state_dict() if self.ema else model
+            best = {**content, "model": weights, "metrics": self.history[-1]}
+            write_atomically(self.output / BEST, lambda file: torch.save(best, file))
+        content |= {
+            "same": self._same,
+            "history": self.history,
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else {},
+        }
+        write_atomically(self.output / LAST, lambda file: torch.save(content, file))
+
+    def _load(self) -> None:
+        path = self.output / LAST
+        if not path.exists():
+            raise FileNotFoundError(f"resume: {path} does not exist")
+        state = load_pickle(path)
+        different = [
+            f"{name} {str(then)[:80]}, now {str(self._same.get(name))[:80]}"
+            for name, then in state["same"].items()
+            if self._same.get(name) != then
+        ]
+        if different:
+            raise ValueError(f"resume: {path} was trained with {'; '.join(different)}")
+        if self.config.shard:
+            whole = StateDictOptions(full_state_dict=True)
+            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, self.optimizer, **states, options=whole)
+        else:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.epoch, self.history = state["epoch"], state["history"]
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Every BatchNorm normalises by its running statistics, and keeps them, until ``model.train()``."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _check(
+    model: CvT,
+    train_set: ImageDataset,
+    val_set: ImageDataset,
+    config: TrainConfig,
+    teacher: nn.Module | None,
+    world_size: int,
+) -> None:
+    if train_set.classes != val_set.classes:
+        odd = sorted(set(train_set.classes) ^ set(val_set.classes))
+        raise ValueError(f"data: train and val have different classes: {', '.join(odd[:5])}")
+    if train_set.image_size != val_set.image_size or train_set.random_crop is None or val_set.random_crop:
+        raise ValueError("data: expected images of one size, cropped at random in train and not in val")
+    if (model.config.num_classes, model.config.in_chans) != (len(train_set.classes), 3):
+        raise ValueError(
+            f"model: has {model.config.in_chans} channels and {model.config.num_classes} classes, "
+            f"the data 3 and {len(train_set.classes)}"
+        )
+    if config.batch_size % (world_size * config.accumulate):
+        raise ValueError(
+            f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "
+            f"{config.accumulate} micro-batches for each of {world_size} processes"
+        )
+    if (teacher is None) != (config.distillation == "none"):
+        raise ValueError(
+            f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
+        )
+    if config.shard and not dist.is_initialized():
+        raise ValueError("shard: is for processes that torchrun started")

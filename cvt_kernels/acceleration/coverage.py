@@ -1,0 +1,76 @@
+"""``coverage``: which blocks of a model run fused, by which backends, and why others do not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from torch import nn
+
+from ..tables import aligned
+from . import _Entry, _is_fused, _mismatch, _refusal, find_blocks
+
+
+class BlockCoverage(NamedTuple):
+    """One block in :func:`coverage`.
+
+    Attributes:
+        path: Its name in ``model.named_modules()``.
+        class_name: Name of its class.
+        fused: Whether a call would run the fused forward now.
+        backends: Operator → the backend that serves it on the block's device; ``"none"`` if the requested
+            one cannot. A single call may still be refused for its shapes, which ``fallbacks`` tells.
+        reason: Why it is not fused, or None.
+    """
+
+    path: str
+    class_name: str
+    fused: bool
+    backends: dict[str, str]
+    reason: str | None
+
+
+class Coverage(list[BlockCoverage]):
+    """The rows of :func:`coverage`; as a string, an aligned table."""
+
+    def __str__(self) -> str:
+        rows = [("block", "class", "fused", "operators and their backends, or why not")]
+        for row in self:
+            backends = ", ".join(f"{operator} {backend}" for operator, backend in row.backends.items())
+            rows.append(
+                (row.path, row.class_name, "yes" if row.fused else "no", row.reason or backends or "linear")
+            )
+        fused = sum(row.fused for row in self)
+        return "\n".join([*aligned(rows), "", f"{fused} of {len(self)} blocks fused"])
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """Every block that :func:`accelerate` knows, as it is now: fused or not, by which backends, and why not.
+
+    Args:
+        model: Any module, accelerated or not; wrappers are looked into.
+
+    Returns:
+        A list of :class:`BlockCoverage`; print it.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It has no block that could be supported.
+    """
+    return Coverage(_cover(*found) for found in find_blocks(model))
+
+
+def _cover(path: str, block: nn.Module, entry: _Entry) -> BlockCoverage:
+    reason = _mismatch(block, entry)
+    if reason is None and entry.forward is not None:
+        reason = _refusal(block, entry) if _is_fused(block) else "accelerate() has not been called"
+    if reason is None and "forward" in vars(block):
+        reason = "its forward has been replaced in this object"
+    served: dict[str, str] = {}
+    if reason is None:
+        # A quantised or flattened block may have no parameter of its own.
+        tensors = itertools.chain(block.parameters(), block.buffers())
+        device_type = next((t.device.type for t in tensors), "cpu")
+        for operator in entry.operators(block, device_type):
+            served[operator] = backends.backend_for(operator, device_type) or "none"
+    return BlockCoverage(path, type(block).__name__, reason is None, served, reason)

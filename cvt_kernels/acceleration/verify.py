@@ -1,0 +1,386 @@
+"""``verify``: an accelerated model beside itself restored, with its own weights, on the user's own inputs."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..backends import requested_backend, use_backend
+from . import accelerate, restore
+from .coverage import coverage
+
+#: How many times the error of plain PyTorch in the same dtype is allowed, besides a unit in the last place of
+#: the largest value, or eight where there are few values, whose largest error is a matter of luck.
+VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+_FEW = 1000
+
+#: Likewise for the difference between the two models in a step with dropout, where the exact result is not
+#: known. Other random numbers would make it larger by orders of magnitude.
+RANDOM_FACTOR = 10.0
+
+
+class Error(NamedTuple):
+    """Largest error against float64, over the largest exact value.
+
+    Attributes:
+        accelerated: Of the accelerated model.
+        eager: Of the restored model in the same dtype.
+        allowed: What the accelerated model may have.
+    """
+
+    accelerated: float
+    eager: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the accelerated model's error is allowed; NaN is not."""
+        return self.accelerated <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.accelerated:.1e} / {self.eager:.1e}{'' if self.passed else ' !'}"
+
+
+class LayerErrors(NamedTuple):
+    """The errors of one block, and all that came before it in the model.
+
+    Attributes:
+        path: Its name in ``model.named_modules()``; empty for the whole model.
+        class_name: Name of its class.
+        fused: Whether its fused forward ran in evaluation.
+        evaluation: Of its output in evaluation.
+        training: Of its output in a training step.
+        gradients: Of its parameters' gradients.
+        statistics: Of its running statistics after the step; None if it has none.
+    """
+
+    path: str
+    class_name: str
+    fused: bool
+    evaluation: Error
+    training: Error
+    gradients: Error
+    statistics: Error | None
+
+
+class Speed(NamedTuple):
+    """Median seconds of the two models, run in turns."""
+
+    accelerated: float
+    eager: float
+
+    def __str__(self) -> str:
+        factor = self.eager / self.accelerated
+        return (
+            f"{1e3 * self.accelerated:.1f} ms, restored {1e3 * self.eager:.1f} ms: {factor:.2f} times as fast"
+        )
+
+
+class Verification(NamedTuple):
+    """What :func:`verify` found; as a string, a report.
+
+    Attributes:
+        heading: What was run.
+        layers: The blocks in the model's order, then the whole model.
+        random: With dropout and drop path active and the same random numbers, the difference between the
+            outputs of the two models, over the largest value; None if the model has neither.
+        evaluation: Speed of a forward in evaluation without gradients.
+        training: Speed of a training step, without an optimizer's.
+    """
+
+    heading: str
+    layers: tuple[LayerErrors, ...]
+    random: float | None
+    evaluation: Speed
+    training: Speed
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for everything that is less accurate than is allowed."""
+        found = [
+            f"{layer.path or 'model'}, {name}: {error}"
+            for layer in self.layers
+            for name in ("evaluation", "training", "gradients", "statistics")
+            if (error := getattr(layer, name)) is not None and not error.passed
+        ]
+        whole = self.layers[-1].training
+        if self.random is not None and not self.random <= RANDOM_FACTOR * max(whole.eager, whole.allowed):
+            found.append(f"model, with random numbers: differs by {self.random:.1e}")
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is as accurate as plain PyTorch, by the factors of this module."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        rows = [["block", "class", "evaluation", "training", "gradients", "statistics"]]
+        for layer in self.layers:
+            errors = (layer.evaluation, layer.training, layer.gradients, layer.statistics or "")
+            rows.append([layer.path or "(model)", layer.class_name, *map(str, errors)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+        lines = [
+            self.heading,
+            "largest error against float64 over the largest value, accelerated / restored",
+            "",
+            *(line.rstrip() for line in table),
+            "",
+            f"forward        {self.evaluation}",
+            f"training step  {self.training}",
+        ]
+        if self.random is not None:
+            lines.append(f"with the same random numbers, outputs differ by {self.random:.1e}")
+        if self.failures:
+            lines += ["less accurate than allowed:", *(f"  {failure}" for failure in self.failures)]
+        else:
+            lines.append("as accurate as it was")
+        return "\n".join(lines)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
+    """Runs a model accelerated and restored, in evaluation and for a training step, and compares them.
+
+    Block by block, the errors of both against the restored model in float64 are compared: outputs, gradients
+    of the sum of the outputs' sines, and BatchNorm's running statistics. For these, dropout and drop path are
+    off, since they draw other random numbers in float64; one more step compares the two models with them.
+
+    Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
+    they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
+
+    Args:
+        model: A model with blocks that :func:`~cvt_kernels.accelerate` supports, accelerated or not. If it is
+            in training mode, the training step keeps the modes of its parts, such as frozen BatchNorms.
+        inputs: What it takes: one tensor, a tuple of positional or a dict of keyword arguments.
+        rounds: Timed runs of each model.
+
+    Returns:
+        A :class:`Verification`: print it, or ask for ``passed``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}, expected at least 1")
+    coverage(model)  # raises unless there is something to verify
+    model = _unwrapped(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "model: has no parameter that requires a gradient, expected some for the training step"
+        )
+    accelerated = accelerate(copy.deepcopy(model))
+    eager = restore(copy.deepcopy(model))
+    exact = _in_float64(restore(copy.deepcopy(model)))
+    runs = [_Run(accelerated, inputs, requested_backend()), _Run(eager, inputs, "reference")]
+    oracle = _Run(exact, _to_float64(inputs), "reference")
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=cuda):
+        records = [run.record() for run in (*runs, oracle)]
+        random = _random_difference(*runs) if _random_modules(model) else None
+        evaluation = _time_in_turns([run.evaluate for run in runs], rounds)
+        training = _time_in_turns([run.train for run in runs], rounds)
+    rows = coverage(accelerated.eval())
+    layers = tuple(_compare(row.path, row.class_name, row.fused, *records) for row in rows)
+    whole = _compare("", type(model).__name__, any(layer.fused for layer in layers), *records)
+    return Verification(_heading(model, inputs), (*layers, whole), random, evaluation, training)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    """The model in float64, with exact gradients."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
+            module.__class__ = nn.LayerNorm  # Microsoft's would cast to float32, and fail on its weights
+        elif isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(_straighten_gradient)
+    return model.double()
+
+
+def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    """For one image, upstream's views make strides from which the CPU's batch_norm computes wrong gradients.
+
+    Seen in torch 2.13; the accelerated model is not affected, and should not be found wrong for it.
+    """
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
+
+
+def _random_modules(model: nn.Module) -> list[nn.Module]:
+    """What draws random numbers in training: dropout, and every project's own drop path."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+        or type(module).__name__.endswith(("DropPath", "StochasticDepth"))
+    ]
+
+
+class _Record(NamedTuple):
+    """Tensors by the path of the block that they belong to."""
+
+    evaluation: dict[str, list[Tensor]]
+    training: dict[str, list[Tensor]]
+    gradients: dict[str, list[Tensor]]
+    statistics: dict[str, list[Tensor]]
+
+
+class _Run:
+    """One of the models, what it is given, and the backend that it asks for."""
+
+    def __init__(self, model: nn.Module, inputs: Any, backend: str):
+        self.model, self.inputs, self.backend = model, inputs, backend
+        if not model.training:
+            model.train()
+        self.modes = [(module, module.training) for module in model.modules()]
+
+    def evaluate(self) -> Any:
+        self.model.eval()
+        with torch.no_grad():
+            return self._forward()
+
+    def train(self, random: bool = True) -> Any:
+        """A forward and a backward; ``random``: with dropout and drop path."""
+        for module, mode in self.modes:
+            module.training = mode
+        for module in [] if random else _random_modules(self.model):
+            module.training = False
+        self.model.zero_grad()
+        outputs = self._forward()
+        wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in _tensors(outputs))
+        torch.stack([t.sin().sum() for t in wide]).sum().backward()
+        return outputs
+
+    def _forward(self) -> Any:
+        with use_backend(self.backend):
+            if isinstance(self.inputs, Mapping):
+                return self.model(**self.inputs)
+            return self.model(*self.inputs) if isinstance(self.inputs, tuple) else self.model(self.inputs)
+
+    def record(self) -> _Record:
+        """Evaluates, and trains without random numbers."""
+        paths = [row.path for row in coverage(self.model)]
+        seen: dict[str, list[Tensor]] = {}
+        hooks = [
+            self.model.get_submodule(path).register_forward_hook(
+                lambda module, args, output, path=path: seen.__setitem__(path, _detached(_tensors(output)))
+            )
+            for path in paths
+        ]
+        evaluation = {"": _detached(_tensors(self.evaluate()))} | seen
+        training = {"": _detached(_tensors(self.train(random=False)))} | seen
+        for hook in hooks:
+            hook.remove()
+        gradients, statistics = {}, {}
+        for path in ("", *paths):
+            block = self.model.get_submodule(path)
+            parameters = [p for p in block.parameters() if p.requires_grad]
+            gradients[path] = _detached(
+                p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters
+            )
+            statistics[path] = _detached(b for b in block.buffers() if b.is_floating_point())
+        return _Record(evaluation, training, gradients, statistics)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The floating tensors in what a model returns or takes."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _to_float64(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    if isinstance(value, Mapping):
+        return {key: _to_float64(item) for key, item in value.items()}
+    return tuple(map(_to_float64, value)) if isinstance(value, tuple) else value
+
+
+def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+def _compare(
+    path: str, class_name: str, fused: bool, accelerated: _Record, eager: _Record, exact: _Record
+) -> LayerErrors:
+    factors = {"evaluation": VALUE_FACTOR, "training": VALUE_FACTOR, "gradients": GRADIENT_FACTOR}
+    errors = {}
+    for name in _Record._fields:
+        ours, theirs, oracle = (getattr(record, name)[path] for record in (accelerated, eager, exact))
+        errors[name] = _error(factors.get(name, VALUE_FACTOR), ours, theirs, oracle) if oracle else None
+    return LayerErrors(path, class_name, fused, **errors)  # type: ignore[arg-type]  # all but statistics exist
+
+
+def _error(factor: float, ours: list[Tensor], theirs: list[Tensor], oracle: list[Tensor]) -> Error:
+    scale = _largest(oracle) or 1.0
+    accelerated, eager = (
+        _largest([t.double() - e for t, e in zip(tensors, oracle, strict=True)]) / scale
+        for tensors in (ours, theirs)
+    )
+    ulp = max(torch.finfo(t.dtype).eps for t in theirs)
+    slack = 8 if sum(t.numel() for t in theirs) < _FEW else 1
+    return Error(accelerated, eager, factor * eager + slack * ulp)
+
+
+def _largest(tensors: list[Tensor]) -> float:
+    """The largest absolute value, NaN if there is one."""
+    return torch.stack([t.abs().max() for t in tensors if t.numel()]).max().item()
+
+
+def _random_difference(accelerated: _Run, eager: _Run) -> float:
+    outputs = []
+    for run in (accelerated, eager):
+        torch.manual_seed(0)
+        outputs.append(_detached(_tensors(run.train())))
+    ours, theirs = outputs
+    return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
+
+
+def _time_in_turns(functions: list[Callable[[], Any]], rounds: int) -> Speed:
+    """Each after one run that is not timed."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for i in range(rounds + 1):
+        for function, times in zip(functions, seconds, strict=True):
+            _synchronize()
+            start = time.perf_counter()
+            function()
+            _synchronize()
+            if i > 0:
+                times.append(time.perf_counter() - start)
+    return Speed(*map(statistics.median, seconds))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _heading(model: nn.Module, inputs: Any) -> str:
+    weight = next(model.parameters())
+    shapes = ", ".join("×".join(map(str, t.shape)) for t in _tensors(inputs))
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return f"{type(model).__name__}, {dtype} on {weight.device}, inputs {shapes}"

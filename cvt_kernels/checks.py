@@ -1,0 +1,64 @@
+"""Checks of arguments that the public functions share, and what autograd and autocast ask of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_float_tensor(name: str, value: object, shape: str) -> None:
+    """Raises TypeError unless ``value`` is a tensor of a floating dtype; ``shape`` is for the message."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {shape}")
+    if value.dtype not in _FLOAT_DTYPES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOAT_DTYPES)
+        raise TypeError(
+            f"{name}: got dtype {str(value.dtype).removeprefix('torch.')}, expected one of {expected}"
+        )
+
+
+def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:
+    """Raises ValueError unless ``tensor`` has ``rank`` dimensions."""
+    if tensor.ndim != rank:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {rank} dimensions {shape}")
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """Raises ValueError unless ``tensor.shape == expected``."""
+    if tensor.shape != expected:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(expected)} {meaning}")
+
+
+def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
+    """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
+
+    Under autocast the dtypes may differ, but for float64, as with PyTorch's own operators.
+
+    Raises:
+        ValueError: Another device.
+        TypeError: Another dtype.
+    """
+    if tensor.device != x.device:
+        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
+    if tensor.dtype == x.dtype or tensor.dtype in also:
+        return
+    if torch.float64 in (tensor.dtype, x.dtype) or not autocast_enabled(x):
+        got, expected = (str(t.dtype).removeprefix("torch.") for t in (tensor, x))
+        raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
+
+
+def wants_gradient(*values: object) -> bool:
+    """Whether autograd must see what is computed from these arguments, in reverse or in forward mode."""
+    # There is no public way to ask; without this one, the answer is on the safe side.
+    if getattr(forward_ad, "_current_level", 0) >= 0:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    device_type = x.device.type
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -1,0 +1,81 @@
+"""What is installed on this machine, which backend serves each operator, and why not another: for people."""
+
+from __future__ import annotations
+
+from . import backends, machine
+from .ops import linear
+from .tables import aligned
+
+
+def doctor() -> str:
+    """Describes this machine and, for every operator and backend, whether it serves here or why it does not.
+
+    The linear layers are included: what :func:`cvt_kernels.linear` takes on this CPU is measured if it has
+    not been yet, which takes up to a second.
+
+    Returns:
+        Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
+    """
+    facts = machine.facts()
+    device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
+    rows, reasons = _operator_rows(device_types)
+    lines = [
+        f"python   {facts.python}",
+        f"torch    {facts.torch}",
+        f"triton   {facts.triton}",
+        f"cpu      {facts.cpu}",
+        *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
+        f"nvcc     {facts.nvcc}",
+        f"native   {facts.native}",
+        f"backend  {backends.requested_backend()} requested",
+        "",
+        *aligned(rows),
+        "",
+        *(f"({number}) {reason}" for number, reason in enumerate(reasons, 1)),
+    ]
+    fallbacks = backends.fallbacks()
+    if fallbacks:
+        lines += ["", "passed over in this process:"]
+        lines += [f"  {operator}, {backend}: {reason}" for (operator, backend), reason in fallbacks.items()]
+    return "\n".join([*lines, "", _linear_line()])
+
+
+def _operator_rows(device_types: tuple[str, ...]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Returns the table of operators × backends, and the reasons that its "no (n)" refer to."""
+    reasons: list[str] = []
+    rows = [("operator", *backends.BACKENDS, *(f"auto on {device}" for device in device_types))]
+    for operator in backends.OPERATORS:
+        answers = [_answer(operator, backend, device_types, reasons) for backend in backends.BACKENDS]
+        chosen = [_first_available(operator, device) for device in device_types]
+        rows.append((operator, *answers, *chosen))
+    return rows, reasons
+
+
+def _answer(operator: str, backend: str, device_types: tuple[str, ...], reasons: list[str]) -> str:
+    """Answers "yes", or "no (n)" with the n-th of ``reasons``, to which a new reason is appended."""
+    refusals = [_why_unavailable_or_broken(operator, backend, device) for device in device_types]
+    if None in refusals:
+        return "yes"
+    reason = f"{backend}: {refusals[0]}"
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"no ({reasons.index(reason) + 1})"
+
+
+def _first_available(operator: str, device_type: str) -> str:
+    served = (b for b in backends.BACKENDS if _why_unavailable_or_broken(operator, b, device_type) is None)
+    return next(served, "none")
+
+
+def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
+    """Answers as ``backends.why_unavailable``, but goes on where a call would raise."""
+    try:
+        return backends.why_unavailable(operator, backend, device_type)
+    except machine.ExtensionError:
+        return "the extension does not load, see above"
+
+
+def _linear_line() -> str:
+    primitives = linear.linear_primitives().items()
+    chosen = ", ".join(f"{str(dtype).removeprefix('torch.')} by {name}" for dtype, name in primitives)
+    return f"linear layers, inference on the CPU: {chosen}"

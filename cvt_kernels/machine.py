@@ -1,0 +1,275 @@
+"""The facts of this machine: what is installed, the compiled extension, and how a Triton kernel is launched.
+
+Nothing here asks the machine anything at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Whether Triton's interpreter runs the kernels, on the CPU.
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+_EXTENSION = "cvt_kernels._C"
+
+
+class ExtensionError(ImportError):
+    """The compiled extension is installed but does not load; the message says why."""
+
+
+class Machine(NamedTuple):
+    """What this machine has; every field is ready to print."""
+
+    python: str
+    torch: str
+    triton: str
+    cpu: str
+    gpus: tuple[str, ...]
+    nvcc: str
+    native: str
+
+
+@functools.cache
+def facts() -> Machine:
+    """Looks at this machine once, on first use. Starts ``nvcc --version`` but no CUDA context."""
+    return Machine(
+        python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        torch=torch.__version__,
+        triton=_installed_version("triton") or "not installed",
+        cpu=f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        gpus=_gpus(),
+        nvcc=_nvcc(),
+        native=_native(),
+    )
+
+
+def why_triton_unavailable(device_type: str) -> str | None:
+    """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not torch.cuda.is_available() and not INTERPRETING:
+        return "there is no NVIDIA GPU"
+    return None
+
+
+def why_native_unavailable(device_type: str) -> str | None:
+    """Why there are no native kernels for a type of device, or None; ``missing`` of their implementations.
+
+    Raises:
+        ExtensionError: They are installed but do not load.
+    """
+    if importlib.util.find_spec(_EXTENSION) is not None:
+        facts = load_extension()
+        return (
+            _why_cuda_unavailable(facts.cuda, _split(facts.architectures)) if device_type == "cuda" else None
+        )
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
+    lacking = "" if shutil.which(compiler) else f" (there is no C++ compiler {compiler!r} here)"
+    return (
+        "the extension is not part of this installation; with torch and a C++ compiler installed, "
+        f"'pip install --no-build-isolation .' builds it{lacking}"
+    )
+
+
+def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str | None:
+    """Why what a CUDA toolkit compiled for some architectures does not run on the GPUs of this machine."""
+    if torch.version.hip is not None:
+        return "the extension has kernels for NVIDIA's GPUs only"
+    if not toolkit:
+        return "the extension was built where there was no CUDA toolkit (nvcc), or with CVT_KERNELS_CUDA=0"
+    for index in range(torch.cuda.device_count()):
+        if not any(_runs_on(torch.cuda.get_device_capability(index), name) for name in architectures):
+            name = torch.cuda.get_device_name(index)
+            return f"the extension was built for {', '.join(architectures)}, which {name} cannot run"
+    driver = _cuda_driver()
+    if driver == 0:
+        return "there is no NVIDIA driver"
+    if driver < int(toolkit.split(".")[0]):
+        return f"the extension was built with CUDA {toolkit}, but the driver serves CUDA {driver} at most"
+    return None
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    """Whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU."""
+    kind, _, number = architecture.partition("_")
+    if not number.isdigit():  # sm_90a and sm_100f are for what they name
+        number = number[:-1]
+        return capability == (int(number[:-1]), int(number[-1]))
+    built = int(number[:-1]), int(number[-1])
+    return capability >= built and (kind == "compute" or capability[0] == built[0])
+
+
+def _cuda_driver() -> int:
+    """The major version of CUDA that the driver serves at most; 0 if there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(filter(None, names.split(",")))
+
+
+@functools.cache
+def load_extension() -> ModuleType:
+    """Imports the compiled extension, which registers its operators as ``torch.ops.cvt_kernels``.
+
+    Raises:
+        ExtensionError: It does not load.
+    """
+    try:
+        return importlib.import_module(_EXTENSION)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torch refuses a registration
+        raise ExtensionError(
+            f"{_EXTENSION} is installed but does not load; build it again with "
+            f"'pip install --no-build-isolation .' (torch {torch.__version__}): {error}"
+        ) from error
+
+
+def _native() -> str:
+    try:
+        missing = why_native_unavailable("cpu")
+    except ExtensionError as error:
+        return str(error)
+    if missing is not None:
+        return "not built"
+    facts = load_extension()
+    cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"
+    return f"{facts.version}, {cuda}, {facts.compiler}"
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties)
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler of ``CUDA_HOME`` or the PATH, if there is one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+
+
+def _nvcc() -> str:
+    path = find_nvcc()
+    if path is None:
+        return "not found"
+    try:
+        output = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path} does not run: {error}"
+    release = next((line.split("release", 1)[1] for line in output.splitlines() if "release" in line), " ?")
+    return f"{release.split(',')[0].strip()} ({path})"
+
+
+# Launching Triton kernels ---------------------------------------------------------------------------------
+
+
+class Chip(NamedTuple):
+    """What launch configurations depend on: compute capability (90 for sm_90), number of multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+class Launch(NamedTuple):
+    """One launch of a Triton kernel.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Programs along each axis.
+        arguments: Parameter → value, constants included.
+        options: Triton's options, such as ``num_warps``.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+class _Recording(NamedTuple):
+    chip: Chip
+    launches: list[Launch]
+
+
+_recording: _Recording | None = None
+
+
+@contextlib.contextmanager
+def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
+    """Within it, launchers of Triton kernels plan for ``chip`` and list their launches, but start nothing."""
+    global _recording
+    previous, _recording = _recording, _Recording(chip, [])
+    try:
+        yield _recording.launches
+    finally:
+        _recording = previous
+
+
+def chip(device: torch.device) -> Chip:
+    """Returns the GPU of a device; for Triton's interpreter on the CPU, an sm_90 of one multiprocessor."""
+    if _recording is not None:
+        return _recording.chip
+    return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
+
+
+@functools.cache
+def _cuda_chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
+    """Starts a Triton kernel on the device of a tensor, on its current stream.
+
+    Args:
+        kernel: The kernel.
+        grid: Programs along each axis.
+        on: A tensor on the device; usually one of the arguments too.
+        options: Triton's options, such as ``num_warps``.
+        arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
+    """
+    if _recording is not None:
+        _recording.launches.append(Launch(kernel, grid, arguments, options))
+        return
+    with torch.cuda.device_of(on):
+        kernel[grid](**arguments, **options)

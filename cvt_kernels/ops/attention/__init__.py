@@ -1,0 +1,108 @@
+"""Attention of many queries over fewer keys, softmax(scale · q kᵀ + bias) v, heads side by side."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ... import backends, checks, machine, reference
+
+_SHAPE = "(batch, tokens, heads, head_dim)"
+
+
+_ROOM = "cvt_kernels.ops.attention"
+
+backends.register(
+    "attention",
+    "triton",
+    backends.Implementation(
+        f"{_ROOM}.triton:attention",
+        ("cuda",),
+        machine.why_triton_unavailable,
+        f"{_ROOM}.triton:why_unsupported",
+        experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
+    ),
+)
+backends.register(
+    "attention",
+    "native",
+    backends.Implementation(
+        f"{_ROOM}.native:attention",
+        ("cpu",),
+        machine.why_native_unavailable,
+        f"{_ROOM}.native:why_unsupported",
+    ),
+)
+backends.register("attention", "reference", backends.Implementation(reference.attention))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v for each head (Vaswani et al. 2017, section 3.2.1).
+
+    Args:
+        q: Queries ``(B, Nq, h, D)``; float16, bfloat16, float32 or float64, any strides.
+        k: Keys ``(B, Nkv, h, D)``.
+        v: Values ``(B, Nkv, h, D)``.
+        scale: Factor on the scores; None for ``D ** -0.5``. CvT uses ``(h·D) ** -0.5``.
+        bias: Added to the scores; broadcasts to ``(B, h, Nq, Nkv)``. A row that is −inf throughout gives
+            zeros.
+        dropout_p: Probability of dropping an attention probability, in every call: pass 0 in evaluation.
+
+    Returns:
+        ``(B, Nq, h, D)``, contiguous.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, no keys, a bias that does not broadcast, a scale that is not
+            finite or a probability outside [0, 1).
+        BackendUnavailable: The requested backend cannot serve the call.
+
+    The Triton kernels follow FlashAttention (Dao et al. 2022; Dao 2023): they read q, k and v as they lie if
+    the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
+    time. They serve heads of up to 128 channels, without dropout.
+    """
+    check_attention(q, k, v, scale, bias, dropout_p)
+    return backends.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor | None, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> None:
+    """Raises what :func:`attention` documents; ``v`` is None for an attention map."""
+    named = [("q", q), ("k", k), ("v", v)] if v is not None else [("q", q), ("k", k)]
+    for name, tensor in named:
+        checks.check_float_tensor(name, tensor, _SHAPE)
+        checks.check_rank(name, tensor, 4, _SHAPE)
+        checks.check_like(name, tensor, "q", q)
+    batch, queries, heads, head_dim = q.shape
+    keys = k.shape[1]
+    if queries < 1 or keys < 1:
+        raise ValueError(f"{'q' if queries < 1 else 'k'}: got no tokens, expected at least one")
+    if heads < 1 or head_dim < 1:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, expected at least one head and one channel of it")
+    for name, tensor in named[1:]:
+        checks.check_shape(name, tensor, (batch, keys, heads, head_dim), _SHAPE)
+    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
+        raise ValueError(f"scale: got {scale}, expected a finite number or None")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")
+    if bias is not None:
+        checks.check_float_tensor("bias", bias, "that broadcasts to (batch, heads, queries, keys)")
+        checks.check_like("bias", bias, "q", q)
+        _check_broadcasts("bias", bias, (batch, heads, queries, keys))
+
+
+def _check_broadcasts(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    pairs = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    # By ==, since torch.compile takes `in` for False where a size is dynamic.
+    if tensor.ndim > len(shape) or any(size != 1 and size != full for size, full in pairs):
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, which does not broadcast to {shape}")

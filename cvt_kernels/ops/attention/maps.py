@@ -1,0 +1,118 @@
+"""Attention maps: the probabilities of chosen queries, their entropy and mean attention distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import check_attention
+
+
+class AttentionMap(NamedTuple):
+    """What some queries attend to.
+
+    Attributes:
+        probabilities: ``(B, h, R, Nkv)``, float32 (float64 for float64); a row sums to 1, or is 0 throughout
+            if the bias excludes every key.
+        entropy: ``(B, h, R)``, −Σ p ln p in nats: from 0 (one key) to ln Nkv (all keys alike).
+        distance: ``(B, h, R)``, mean distance of the attended keys in tokens of their grid; None without one.
+    """
+
+    probabilities: Tensor
+    entropy: Tensor
+    distance: Tensor | None
+
+
+@torch.no_grad()
+def attention_map(
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: int | Sequence[int] = 0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    grid: tuple[int, int] | None = None,
+    query_grid: tuple[int, int] | None = None,
+) -> AttentionMap:
+    """Attention probabilities of chosen queries, without the rest of the matrix, and what is plotted of them.
+
+    Plain PyTorch in float32 (float64 for float64), without gradients; only ``R · Nkv`` scores per head exist.
+
+    The mean attention distance (Dosovitskiy et al. 2021, figure 7) is Σ p · |place of query − place of key|,
+    Euclidean. A class token, token 0, has no place: as a key it is left out and the other probabilities are
+    renormalised; as a query its distance is NaN, like that of a row with nothing on the grid. Queries on a
+    finer grid than the keys, as in CvT, are measured in tokens of the key grid: key (i, j) lies at query
+    (s·i, s·j), where a 3×3 convolution of stride s and padding 1 is centred; s is the ratio of the grids,
+    rounded up.
+
+    Args:
+        q: Queries ``(B, Nq, h, D)``; float16, bfloat16, float32 or float64, any strides.
+        k: Keys ``(B, Nkv, h, D)``.
+        rows: Index of a query or indices of R; negative ones count from the end. Row 0 is a class token if
+            there is one.
+        scale: As of :func:`attention`.
+        bias: As of :func:`attention`.
+        grid: ``(H, W)`` of the keys, of which there are ``H·W``, or ``H·W + 1`` with a class token.
+        query_grid: ``(H, W)`` of the queries, with a class token if there is one query more; None if it is a
+            multiple of ``grid``, the same in both directions.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype.
+        ValueError: A wrong shape or device, a row that does not exist, a bias that does not broadcast, a
+            scale that is not finite, a grid that does not fit the tokens.
+    """
+    check_attention(q, k, None, scale, bias, 0.0)
+    batch, queries, heads, head_dim = q.shape
+    keys = k.shape[1]
+    index = torch.tensor(_check_rows(rows, queries), device=q.device)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if scale is None:
+        scale = head_dim**-0.5
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, index].to(dtype) * scale, k.to(dtype))
+    if bias is not None:
+        scores = scores + bias.expand(batch, heads, queries, keys)[:, :, index]
+    probabilities = scores.softmax(-1)
+    probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    entropy = torch.special.entr(probabilities).sum(-1)
+    if grid is None:
+        return AttentionMap(probabilities, entropy, None)
+    offsets = _offsets(index, queries, keys, grid, query_grid).to(dtype)
+    spatial = probabilities[..., keys - grid[0] * grid[1] :]
+    return AttentionMap(probabilities, entropy, (spatial * offsets).sum(-1) / spatial.sum(-1))
+
+
+def _check_rows(rows: int | Sequence[int], queries: int) -> list[int]:
+    found = [rows] if isinstance(rows, int) else [int(row) for row in rows]
+    if not found or any(not -queries <= row < queries for row in found):
+        raise ValueError(f"rows: got {found}, expected at least one index into {queries} queries")
+    return [row % queries for row in found]
+
+
+def _offsets(
+    index: Tensor, queries: int, keys: int, grid: tuple[int, int], query_grid: tuple[int, int] | None
+) -> Tensor:
+    """(R, H·W) distances from the queries to the keys of the grid; NaN for a class token."""
+    height, width = grid
+    _check_grid("grid", grid, keys, "keys")
+    if query_grid is None:
+        stride = max(math.isqrt(queries // (height * width)), 1)
+        query_grid = height * stride, width * stride
+    query_height, query_width = query_grid
+    _check_grid("query_grid", query_grid, queries, "queries")
+    place = (index - (queries - query_height * query_width)).double()
+    key = torch.arange(height * width, device=index.device)
+    down = (place // query_width / -(-query_height // height))[:, None] - key // width
+    across = (place % query_width / -(-query_width // width))[:, None] - key % width
+    return torch.hypot(down, across).masked_fill((place < 0)[:, None], torch.nan)
+
+
+def _check_grid(name: str, grid: tuple[int, int], tokens: int, meaning: str) -> None:
+    if min(grid) < 1 or tokens - grid[0] * grid[1] not in (0, 1):
+        raise ValueError(
+            f"{name}: got {grid[0]}×{grid[1]} for {tokens} {meaning}, expected {meaning} = H·W or H·W + 1"
+        )

@@ -1,0 +1,63 @@
+"""Attention by the compiled extension (csrc) on a CPU, forward only.
+
+K and V of a head are packed once into the panels that the products read; tiles of 24 queries then pass
+through 256 keys at a time with a running maximum, so that a tile's scores never leave the first level of
+cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16 where the
+CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same bits always.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import checks, machine
+
+machine.load_extension()
+_op = torch.ops.cvt_kernels.attention_inference
+
+_MAX_HEAD_DIM = 256
+
+
+@torch.library.register_fake("cvt_kernels::attention_inference")
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def why_unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> str | None:
+    """Why these kernels cannot serve a call, or None."""
+    if checks.wants_gradient(q, k, v):
+        return "has no gradients on a CPU"
+    if bias is not None:
+        return "takes no bias on a CPU"
+    if dropout_p > 0:
+        return "dropout of the probabilities is not supported"
+    if q.shape[3] > _MAX_HEAD_DIM:
+        return f"heads have {q.shape[3]} channels, more than {_MAX_HEAD_DIM}"
+    return None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """As ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if checks.autocast_enabled(q) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return _op.default(q, k, v, scale)

@@ -1,0 +1,145 @@
+"""Depthwise convolution + BatchNorm projection of tokens: y = BatchNorm(conv(x)) for Q, K and V at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import backends, checks, machine, reference
+from ...reference import ConvBatchNorm
+
+_SHAPE = "(batch, tokens, channels)"
+
+
+_ROOM = "cvt_kernels.ops.conv_projection"
+
+backends.register(
+    "conv_projection",
+    "triton",
+    backends.Implementation(
+        f"{_ROOM}.triton:conv_projection",
+        ("cuda",),
+        machine.why_triton_unavailable,
+        f"{_ROOM}.triton:why_unsupported",
+        experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
+    ),
+)
+backends.register(
+    "conv_projection",
+    "native",
+    backends.Implementation(
+        f"{_ROOM}.native:conv_projection",
+        ("cpu",),
+        machine.why_native_unavailable,
+        f"{_ROOM}.native:why_unsupported",
+    ),
+)
+backends.register("conv_projection", "reference", backends.Implementation(reference.conv_projection))
+
+
+def conv_projection(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Tensor, ...]:
+    """BatchNorm(depthwise_conv(x)) for each of ``convs``, on tokens.
+
+    The convolutional projection of CvT (Wu et al. 2021, section 3.2) before its linear layers; upstream
+    ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``.
+
+    Args:
+        x: Tokens ``(B, T, C)``; float16, bfloat16, float32 or float64. ``T`` is ``H·W``, or ``H·W + 1`` if
+            token 0 is a class token, which is copied to every output.
+        grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
+        convs: One branch per output (Q, K and V in CvT).
+        training: Normalise by the statistics of the batch and update the running statistics in place,
+            exactly as ``nn.BatchNorm2d`` does (``nn.SyncBatchNorm``, for a branch with a process group;
+            every process must then take the same backend); otherwise normalise by the running statistics.
+
+    Returns:
+        One contiguous ``(B, Hᵢ·Wᵢ (+ 1), C)`` per branch, ``(Hᵢ, Wᵢ)`` being ``convs[i].output_grid(grid)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype. BatchNorm's tensors may all be float32 beside an
+            ``x`` of half precision; under autocast dtypes may differ as they may for PyTorch's operators.
+        ValueError: A wrong shape or device, an invalid stride, padding or dilation, an empty output, or
+            training with a single value per channel. Nothing has been updated then.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    convs = tuple(convs)
+    _check(x, grid, convs, training)
+    return backends.call("conv_projection", x, grid, convs, training=training)
+
+
+def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
+    checks.check_float_tensor("x", x, _SHAPE)
+    checks.check_rank("x", x, 3, _SHAPE)
+    if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):
+        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W) of integers")
+    height, width = grid
+    if height < 1 or width < 1 or x.shape[1] - height * width not in (0, 1):
+        raise ValueError(
+            f"grid: got {height}×{width} for {x.shape[1]} tokens, "
+            "expected tokens = H·W, or H·W + 1 with a class token"
+        )
+    if not convs:
+        raise ValueError("convs: got none, expected at least one branch")
+    for i, conv in enumerate(convs):
+        _check_conv(f"convs[{i}]", conv, x)
+        out_height, out_width = conv.output_grid(grid)
+        if out_height < 1 or out_width < 1:
+            raise ValueError(f"convs[{i}]: output of the {height}×{width} grid is empty")
+        synchronises = training and conv.process_group is not None
+        if synchronises and x.shape[0] == 0:
+            raise ValueError(
+                "x: got an empty batch, expected at least one image to synchronise statistics over"
+            )
+        batch_statistics = training or conv.running_mean is None
+        if batch_statistics and not synchronises and x.shape[0] * out_height * out_width == 1:
+            raise ValueError(f"convs[{i}]: expected more than 1 value per channel when training")
+
+
+def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
+    if not isinstance(conv, ConvBatchNorm):
+        raise TypeError(f"{name}: got {type(conv).__name__}, expected ConvBatchNorm")
+    channels = x.shape[2]
+    weight = conv.weight
+    checks.check_float_tensor(f"{name}.weight", weight, "(channels, 1, k, k)")
+    checks.check_rank(f"{name}.weight", weight, 4, "(channels, 1, k, k)")
+    k = weight.shape[3]
+    checks.check_shape(f"{name}.weight", weight, (channels, 1, k, k), "(depthwise, square)")
+    checks.check_like(f"{name}.weight", weight, "x", x)
+    if k < 1:
+        raise ValueError(f"{name}.weight: got shape {tuple(weight.shape)}, expected a kernel of at least 1×1")
+    _check_batch_norm(name, conv, x)
+    if (conv.running_mean is None) != (conv.running_var is None):
+        raise ValueError(f"{name}: running_mean and running_var must both be given or both be None")
+    for field, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = getattr(conv, field)
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}.{field}: got {value!r}, expected an integer of at least {least}")
+    if not conv.eps > 0:
+        raise ValueError(f"{name}.eps: got {conv.eps!r}, expected a positive number")
+
+
+def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
+    fields = ("bn_weight", "bn_bias", "running_mean", "running_var")
+    tensors = [(f"{name}.{field}", getattr(conv, field)) for field in fields]
+    tensors = [(field, tensor) for field, tensor in tensors if tensor is not None]
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    for field, tensor in tensors:
+        checks.check_float_tensor(field, tensor, "(channels,)")
+        checks.check_shape(field, tensor, (x.shape[2],), "(channels,)")
+        checks.check_like(field, tensor, "x", x, also=(torch.float32,) if half else ())
+        if tensor.dtype != tensors[0][1].dtype:
+            raise TypeError(f"{field}: has dtype {tensor.dtype}, {tensors[0][0]} {tensors[0][1].dtype}")
+    tracked = conv.num_batches_tracked
+    if tracked is not None and (tracked.numel() != 1 or tracked.is_floating_point()):
+        raise TypeError(f"{name}.num_batches_tracked: got {tracked!r}, expected an integer scalar")
+    group = conv.process_group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name}.process_group: got {type(group).__name__}, expected a ProcessGroup or None")
+    momentum = conv.momentum
+    if momentum is not None and not (isinstance(momentum, float | int) and 0 <= momentum <= 1):
+        raise ValueError(f"{name}.momentum: got {momentum!r}, expected a number in [0, 1] or None")

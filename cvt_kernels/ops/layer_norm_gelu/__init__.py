@@ -1,0 +1,207 @@
+"""LayerNorm over the last dimension, GELU, and what CvT does right before and after them, fused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends, checks, machine, reference
+
+#: Names of the GELU variants; see :func:`gelu`.
+GELU_VARIANTS = ("none", "tanh", "quick")
+
+
+_MAX_CUDA_CHANNELS = 8192
+# Measured beside PyTorch on a CPU with 2 threads: below these sizes the cost of a call, 5 µs above PyTorch's
+# and 15 more with gradients, outweighs what the kernels save.
+_SMALL, _SMALL_WITH_GRADIENTS = 65_536, 200_000
+
+
+def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    if x.is_cuda:
+        if x.dtype == torch.float64:
+            return "has no CUDA kernels for float64"
+        if operator != "gelu" and x.shape[-1] > _MAX_CUDA_CHANNELS:
+            return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
+        return None
+    return None if backends.requested_backend() == "native" else _why_slower(operator, x, *args)
+
+
+def _why_slower(operator: str, x: Tensor, *args: Any) -> str | None:
+    """Why ``auto`` leaves a call on the CPU to PyTorch; an explicit request is served."""
+    size = x.numel()
+    known = type(size) is int  # of a dynamic size torch.export must not ask
+    if known and size < (_SMALL_WITH_GRADIENTS if checks.wants_gradient(x, *args) else _SMALL):
+        return f"is not faster on tensors below {_SMALL} elements, {_SMALL_WITH_GRADIENTS} with gradients"
+    if x.dtype == torch.float64 and "gelu" in operator:
+        return "takes the C library's functions for float64, which are slower than PyTorch's"
+    return None
+
+
+for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
+    _implementation = backends.Implementation(
+        f"cvt_kernels.ops.layer_norm_gelu.native:{_operator}",
+        ("cpu", "cuda"),
+        machine.why_native_unavailable,
+        functools.partial(_why_unsupported, _operator),
+        experimental={"cuda": "has not run on a GPU yet; use_backend('native') tries it"},
+    )
+    backends.register(_operator, "native", _implementation)
+    backends.register(_operator, "reference", backends.Implementation(getattr(reference, _operator)))
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """LayerNorm over the last dimension (Ba et al. 2016): (x − mean) / sqrt(variance + eps) · weight + bias.
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the (biased) variance.
+
+    Returns:
+        The shape and dtype of ``x``; under autocast the dtype that ``F.layer_norm`` gives.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or ``eps`` not positive.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check_layer_norm(x, weight, bias, eps)
+    return backends.call("layer_norm", x, weight, bias, eps=eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Returns (h, layer_norm(h)) with h = x + residual.
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        residual: The shape and dtype of ``x``.
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the (biased) variance.
+
+    Returns:
+        The sum and its LayerNorm, each of the shape of ``x``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or ``eps`` not positive.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check_layer_norm(x, weight, bias, eps)
+    checks.check_float_tensor("residual", residual, "of the shape of x")
+    checks.check_shape("residual", residual, tuple(x.shape), "as x")
+    checks.check_like("residual", residual, "x", x)
+    return backends.call("add_layer_norm", x, residual, weight, bias, eps=eps)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """GELU (Hendrycks and Gimpel 2016), exact or approximated.
+
+    Args:
+        x: Any shape; float16, bfloat16, float32 or float64.
+        approximate: ``"none"``: x · Φ(x) by erf. ``"tanh"``: PyTorch's tanh approximation. ``"quick"``:
+            x · sigmoid(1.702 · x), Microsoft's ``QuickGELU``, with which the published CvTs were trained.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor.
+        ValueError: Unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    checks.check_float_tensor("x", x, "of any shape")
+    _check_approximate(approximate)
+    return backends.call("gelu", x, approximate=approximate)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x + bias).
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        bias: ``(C,)``.
+        approximate: As in :func:`gelu`.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check_last_dim(x)
+    _check_vector("bias", bias, x)
+    _check_approximate(approximate)
+    return backends.call("bias_gelu", x, bias, approximate=approximate)
+
+
+def layer_norm_gelu(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    approximate: str = "none",
+) -> Tensor:
+    """gelu(layer_norm(x)).
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the (biased) variance.
+        approximate: As in :func:`gelu`.
+
+    Returns:
+        The shape of ``x``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check_layer_norm(x, weight, bias, eps)
+    _check_approximate(approximate)
+    return backends.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _check_last_dim(x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            _check_vector(name, tensor, x)
+    if not eps > 0:
+        raise ValueError(f"eps: got {eps!r}, expected a positive number")
+
+
+def _check_last_dim(x: Tensor) -> None:
+    checks.check_float_tensor("x", x, "(..., channels)")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
+
+
+def _check_vector(name: str, tensor: Tensor, x: Tensor) -> None:
+    checks.check_float_tensor(name, tensor, "(channels,)")
+    checks.check_shape(name, tensor, x.shape[-1:], "(channels,)")
+    checks.check_like(name, tensor, "x", x)
+
+
+def _check_approximate(approximate: str) -> None:
+    if approximate not in GELU_VARIANTS:
+        raise ValueError(f"approximate: got {approximate!r}, expected one of {', '.join(GELU_VARIANTS)}")

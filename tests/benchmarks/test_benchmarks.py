@@ -1,0 +1,367 @@
+"""What ``make gpu``, ``make bench`` and ``make results`` run: parts, limits, tables."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt_kernels.ops.attention import triton as attention_triton
+
+ROOT = Path(__file__).parents[2]
+BUSY = """
+import time
+print("busy", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("report")
+"""
+DEAF = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+time.sleep(60)
+"""
+SUITE = """
+import functools, time, timing
+facts = {"suite": "suite", "case": "case", "contender": "ours", "dtype": "float32", "batch": 1}
+facts["peak_memory_bytes"] = 1  # known, so not measured
+def test_quick(benchmark):
+    timing.measure(benchmark, int, facts)
+def test_slow(benchmark):
+    timing.measure(benchmark, functools.partial(time.sleep, 2.0), facts)
+def test_later(benchmark):
+    timing.measure(benchmark, int, facts)
+"""
+
+
+def load(name):
+    """A script of benchmarks/, which is no package."""
+    if name in sys.modules:  # the suites are collected too, whose conftest.py has set it up
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for its dataclasses, and for those that import it
+    spec.loader.exec_module(module)
+    return module
+
+
+timing, run, tabulate, tune = map(load, ("timing", "run", "tabulate_results", "tune"))
+
+
+def python(code, name="part", seconds=30.0, **options):
+    return run.Part(name, [sys.executable, "-c", code], seconds, **options)
+
+
+# Parts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _short_grace(monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0.5)
+
+
+def outcome(part, seconds=30.0):
+    return run.run_part(part, seconds, dict(os.environ))
+
+
+def test_a_part_that_passes_and_one_that_fails():
+    passed = outcome(python("import os; print('fine', os.environ['EXTRA'])", environment={"EXTRA": "é"}))
+    assert (passed["status"], passed["lines"]) == ("passed", ["fine é"])
+    failed = outcome(python("print('so far'); raise SystemExit('no good')"))
+    assert (failed["status"], sorted(failed["lines"])) == ("failed", ["no good", "so far"])
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_a_part_that_hangs_is_interrupted_and_reports():
+    found = outcome(python(BUSY), 5.0)
+    assert (found["status"], found["lines"]) == ("timed out", ["busy", "report"])
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_what_ignores_the_interrupt_is_killed_with_its_children():
+    start = time.monotonic()
+    found = outcome(python(DEAF), 5.0)
+    assert (found["status"], time.monotonic() - start < 30) == ("timed out", True)
+    while alive(found["lines"][0]):  # a moment, where the machine is busy
+        assert time.monotonic() - start < 60
+        time.sleep(0.1)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_part_that_cannot_start():
+    found = outcome(python("", needs=("torch", "no_such_module")))
+    assert (found["status"], found["lines"]) == ("skipped", ["not installed: no_such_module"])
+    assert outcome(python(""), run.GRACE)["lines"] == ["no time is left"]
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_no_part_costs_another_its_results(tmp_path, capsys):
+    path, summary = tmp_path / "summary.json", {"parts": {}}
+    hang = "import time; time.sleep(60)"
+    parts = [
+        python("raise SystemExit(1)", "bad"),
+        python(hang, "slow", 1.0),
+        python(f"print(len(__import__('json').load(open({str(path)!r}))['parts']))", "good"),
+    ]
+    assert not run.run(parts, summary, path, minutes=1.0, device="cpu")
+    found = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
+    assert found == {"bad": "failed", "slow": "timed out", "good": "passed"}
+    assert summary["parts"]["good"]["lines"] == ["2"]  # what came before was on disk by then
+    assert capsys.readouterr().out.count("\n") == 3
+    # What is left of all the time bounds a part too.
+    summary = {"parts": {}}
+    assert not run.run([python(hang, "a"), python(hang, "b")], summary, path, minutes=0.02, device="cpu")
+    assert [part["status"] for part in summary["parts"].values()] == ["timed out", "skipped"]
+
+
+def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "capability", lambda: "9.0")
+    parts = run.plan("cuda", tmp_path, tiny=False, minutes=9.0)
+    assert tuple(parts) == run.NAMES
+    assert parts["build"].environment == {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    words = [word for part in parts.values() for word in part.command]
+    for word in words:
+        if word.endswith(".py"):
+            assert (ROOT / word).is_file()
+    files = [word for word in words if word.endswith(".json")]
+    assert len(files) == len(set(files)) == 8
+    assert all(part.seconds <= 540 for part in parts.values())
+
+
+def test_cpu_rehearsal_of_the_ceilings(tmp_path, capsys):
+    arguments = ["--device", "cpu", "--tiny", "--parts", "ceilings", "--results", str(tmp_path)]
+    assert run.main(arguments) == 0, capsys.readouterr().out
+    (summary,) = tmp_path.glob("*/*/summary.json")
+    found = json.loads(summary.read_text())
+    assert (found["schema"], found["device_type"], found["tiny"]) == (1, "cpu", True)
+    assert found["parts"]["ceilings"]["status"] == "passed"
+    ceilings = json.loads((summary.parent / "ceilings.json").read_text())
+    assert set(ceilings) == {"copy", "matmul_float32", "matmul_bfloat16"}
+    assert min(ceilings.values()) > 0
+
+
+def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
+    def complaint(*arguments):
+        assert run.main([*arguments]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        return printed.err
+
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert "'nonsense'" not in complaint("--parts", "build", "nonsense")
+    assert str(blocked) in complaint("--device", "cpu", "--parts", "ceilings", "--results", str(blocked))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "there is no NVIDIA GPU" in complaint()
+    monkeypatch.setattr(run, "REQUIRED", ("torch", "no_such_module"))
+    assert "no_such_module" in complaint()
+
+
+def test_suites_keep_to_their_time(tmp_path):
+    """What takes too long is interrupted and what comes after it skipped; what came before is written."""
+    suite, target = tmp_path / "test_suite.py", tmp_path / "suite.json"
+    suite.write_text(SUITE)
+    # As a child of one of several workers pytest-benchmark would measure nothing.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    options = ["-p", "conftest", "-W", "default", "-rs", "--seconds=10", f"--benchmark-json={target}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed, 2 skipped" in done.stdout
+    assert "SKIPPED [2]" in done.stdout
+    found = json.loads(target.read_text())
+    assert [benchmark["name"] for benchmark in found["benchmarks"]] == ["test_quick"]
+    assert found["machine_info"]["torch"] == torch.__version__
+    assert "node" not in found["machine_info"]
+
+
+# Measuring ------------------------------------------------------------------------------------------------
+
+
+def test_peak_memory_counts_tensors_that_live_at_once():
+    def call():
+        first = torch.empty(1000, dtype=torch.float64)
+        second = torch.empty(500, dtype=torch.float64)
+        del first, second
+        return torch.empty(1200, dtype=torch.float64)
+
+    assert timing.peak_memory(call) == 12000
+
+
+def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
+    class Event:
+        now = 0.0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = Event.now
+
+        def synchronize(self):
+            Event.now += 5.0  # what was queued takes so long
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing, "_flush_buffer", lambda: torch.ones(1))
+    clock = timing.DeviceClock()
+    assert clock.read() == clock.read() == 0.0  # pytest-benchmark reads it at other times too
+    for measured in (3.0, 4.0):
+        clock.arm()
+        before = clock.read()
+        Event.now += measured
+        assert clock.read() - before == pytest.approx(measured / 1e3)
+        assert clock.read() == clock.read()
+
+
+def test_rates_are_shares_of_the_ceilings(monkeypatch):
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(timing, "matmul_rate", {"float32": 4e12}.__getitem__)
+    assert timing.rates(2.0, "float32", 10**9, 10**12) == {
+        "gigabytes_per_second": 0.5,
+        "share_of_copy": 0.25,
+        "teraflop_per_second": 0.5,
+        "share_of_matmul": 0.125,
+        "share_of_ceiling": 0.25,
+    }
+
+
+def test_a_wrong_result_is_not_timed():
+    right = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    same = right.bfloat16()
+    timing.check([same], [same], [right], torch.bfloat16)
+    with pytest.raises(AssertionError):
+        timing.check([same + 0.05], [same], [right], torch.bfloat16)
+    with pytest.raises(AssertionError):
+        timing.check([same * torch.nan], [same], [right], torch.bfloat16)
+
+
+def test_every_kernel_is_within_reach_of_auto_and_no_longer():
+    from cvt_kernels import backends
+
+    def opted_in():
+        found = backends._implementations["attention"]["triton"].opt_in
+        return dict(found)
+
+    before = opted_in()
+    with timing.every_kernel():
+        assert opted_in() == {}
+    assert opted_in() == before
+
+
+# Tuning ---------------------------------------------------------------------------------------------------
+
+
+def test_candidates_and_their_combination():
+    config = attention_triton.LaunchConfig(64, 128, num_warps=4, num_stages=2)
+    others = tune.neighbours(config)
+    assert len(others) == len(set(others)) == 2 + 3 + 2 + 3
+    assert config not in others
+    for other in others:
+        assert len(vars(other).items() - vars(config).items()) == 1
+    times = dict.fromkeys(others, 3.0) | {config: 2.0}
+    assert tune.combination(config, times) == config
+    for better in (("block_q", 32), ("num_warps", 8)):
+        times[next(c for c in others if getattr(c, better[0]) == better[1])] = 1.0
+    assert tune.combination(config, times) == attention_triton.LaunchConfig(32, 128, 8, 2)
+
+
+# Tables ---------------------------------------------------------------------------------------------------
+
+
+def row(contender, seconds, **facts):
+    facts = {"suite": "attention", "case": "stage1", "dtype": "bfloat16", "batch": 256} | facts
+    return {"extra_info": facts | {"contender": contender, "seconds": seconds, "share_of_ceiling": 0.5}}
+
+
+def write_results(root, *, date="2026-01-02-0304", **changes):
+    folder = root / "some-gpu" / date
+    folder.mkdir(parents=True)
+    summary = {
+        "schema": 1,
+        "device": "Some GPU",
+        "device_type": "cuda",
+        "date": date,
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "cuda": "13.0",
+        "threads": None,
+        "commit": 40 * "a",
+        "tiny": False,
+        "parts": {"build": {"status": "passed"}, "gpu_tests": {"status": "failed"}},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    model = {"suite": "model", "case": "cvt_13", "images_per_second": 1234.0, "peak_memory_bytes": 2**30}
+    suites = {
+        "attention": [row("sdpa", 3e-4), row("triton", 2e-4), {"extra_info": {}}],
+        "model": [
+            row("hugging_face", 1e-3, **model),
+            row("compiled", 2e-3, **model | {"batch": 1}),
+        ],
+    }
+    for name, benchmarks in suites.items():
+        ceilings = {"copy": 4e12, "matmul_bfloat16": 7e14}
+        (folder / f"{name}.json").write_text(json.dumps({"ceilings": ceilings, "benchmarks": benchmarks}))
+    return folder
+
+
+def test_the_page_of_results_is_what_the_json_says():
+    assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(tabulate.load(tabulate.RESULTS))
+
+
+def test_tables(tmp_path):
+    write_results(tmp_path, date="2025-12-31-0000", device="Older run")
+    write_results(tmp_path)
+    text = tabulate.page(tabulate.load(tmp_path))
+    assert "Older run" not in text
+    assert "There are no GPU results" not in text
+    assert "**There are no CPU results yet.**" in text
+    for line in (
+        "## Some GPU",
+        "2026-01-02-0304, torch 2.11.0, triton 3.6.0, CUDA 13.0, commit aaaaaaaaa.",
+        "Ceilings: copy 4,000 GB/s, bfloat16 products 700 TFLOP/s.",
+        "Parts that did not pass: gpu_tests: failed.",
+        "| case | dtype | batch | sdpa | triton | gain |",
+        "| stage1 | bfloat16 | 256 | 300 (50%) | 200 (50%) | 1.50× |",
+        "| cvt_13 | bfloat16 | 256 | 1,234 (1,024 MiB) | – | – |",
+        "| cvt_13 | bfloat16 | 1 | – | 1,234 (1,024 MiB) | – |",
+    ):
+        assert line in text.splitlines()
+    assert text.count("Nothing was measured.") == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"schema": 2}, "got schema 2, expected 1"), ({"tiny": True}, "rehearsal"), (None, "is not JSON")],
+)
+def test_results_that_cannot_be_used(tmp_path, capsys, changes, complaint):
+    folder = write_results(tmp_path, **changes or {})
+    if changes is None:
+        (folder / "attention.json").write_text("[")
+    page = tmp_path / "results.md"
+    assert tabulate.main(["--results", str(tmp_path), "--page", str(page)]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert str(folder) in error
+    assert error.count("\n") == 1
+    assert not page.exists()

@@ -1,0 +1,393 @@
+"""The CUDA kernels of csrc, compiled for the host under the address and undefined behaviour sanitizers."""
+
+import importlib.util
+import io
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import cvt_kernels as ck
+from cvt_kernels import reference
+from cvt_kernels.machine import load_extension
+from tests.checks import assert_accurate, compiler, not_built
+
+TESTS = Path(__file__).parent
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PROGRAM = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
+ACTIVATIONS = ("identity", "none", "tanh", "quick")
+SANITIZE = "-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=address,undefined"
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+
+
+class Call(NamedTuple):
+    """A call of one kernel; see tests/simt_layer_norm_gelu.cpp."""
+
+    operation: str
+    x: Tensor
+    addend: Tensor | None = None  # residual, or dh
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    more: tuple[Tensor, ...] = ()  # of a backward: mean, rstd of LayerNorm; dout
+    activation: str = "identity"
+    misalignment: int = 0
+    multiprocessors: int = 1
+    backwards: bool = False
+    eps: float = 1e-5
+
+    def pack(self) -> bytes:
+        """As the program reads it."""
+        parameters = [t for t in (self.weight, self.bias) if t is not None]
+        header = (
+            PROGRAM.index(self.operation),
+            {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[self.x.dtype],
+            ACTIVATIONS.index(self.activation),
+            self.x.numel() // self.x.shape[-1],
+            self.x.shape[-1],
+            self.misalignment,
+            self.multiprocessors,
+            self.backwards,
+            *(t is not None for t in (self.addend, self.weight, self.bias)),
+            any(t.dtype == torch.float32 for t in parameters),
+        )
+        arrays = [t for t in (self.x, self.addend, self.weight, self.bias, *self.more) if t is not None]
+        return struct.pack("12qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+
+    def results(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of what the program writes."""
+        like_x = (self.x.shape, self.x.dtype)
+        statistics = (self.x.shape[:-1], torch.float32)
+        parameters = [t for t in (self.weight, self.bias) if t is not None]
+        vector = (self.x.shape[-1:], parameters[0].dtype if parameters else self.x.dtype)
+        return {
+            "layer_norm": [like_x] * (1 + (self.addend is not None)) + [statistics] * 2,
+            "layer_norm_backward": [like_x] + [vector] * len(parameters),
+            "gelu": [like_x],
+            "gelu_backward": [like_x] + [vector] * len(parameters),
+        }[self.operation]
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs calls on the host; gives the results of each."""
+    program = tmp_path_factory.mktemp("simt") / "kernels"
+    command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all"]
+    subprocess.run([*command, str(TESTS / "simt_layer_norm_gelu.cpp"), "-o", str(program)], check=True)
+
+    def run(*calls: Call) -> list[list[Tensor]]:
+        done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        output = io.BytesIO(done.stdout)
+        results = [[from_bytes(output, *result) for result in call.results()] for call in calls]
+        assert not output.read()
+        return results
+
+    return run
+
+
+def from_bytes(stream: io.BytesIO, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    data = bytearray(stream.read(shape.numel() * dtype.itemsize))
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def make(
+    operation,
+    shape,
+    dtype,
+    activation="identity",
+    *,
+    addend=False,
+    weight=True,
+    bias=True,
+    parameters=None,
+    **more,
+):
+    """A call with random arguments; ``parameters`` is the dtype of weight and bias."""
+    x, residual, dout = (2 * torch.randn(3, *shape, dtype=torch.float64)).to(dtype).unbind()
+    vectors = torch.randn(2, shape[-1], dtype=torch.float64).to(parameters or dtype).unbind()
+    if operation == "layer_norm_backward":
+        statistics = (*(t.float() for t in mean_and_rstd(x.double(), 1e-5)), dout)
+    else:
+        statistics = (dout,) if operation == "gelu_backward" else ()
+    return Call(
+        operation, x, residual if addend else None, vectors[0] if weight and "norm" in operation else None,
+        vectors[1] if bias else None, statistics, activation, **more,
+    )  # fmt: skip
+
+
+def expected(call: Call, dtype: torch.dtype) -> list[Tensor]:
+    """What PyTorch's own operators make of a call in ``dtype``, in the order of the program's results."""
+    x, addend, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in call[1:5])
+    act = (
+        (lambda t: t)
+        if call.activation == "identity"
+        else lambda t: reference.gelu(t, approximate=call.activation)
+    )
+    if "gelu" in call.operation:
+        out = act(x if bias is None else x + bias)
+        inputs = [t for t in (x, bias) if t is not None]
+    else:
+        h = x if addend is None or call.more else x + addend
+        out = act(reference.layer_norm(h, weight, bias, eps=call.eps))
+        inputs = [t for t in (x, weight, bias) if t is not None]
+    if call.more:
+        gradients = torch.autograd.grad(out, inputs, call.more[-1].to(dtype))
+        return [gradients[0] if addend is None else gradients[0] + addend, *gradients[1:]]
+    if call.operation == "gelu":
+        return [out.detach()]
+    stored = h.to(call.x.dtype).double()  # of what is stored
+    return [t.detach() for t in ([out] if addend is None else [h, out])] + mean_and_rstd(stored, call.eps)
+
+
+def mean_and_rstd(x: Tensor, eps: float) -> list[Tensor]:
+    mean = x.mean(-1)
+    return [mean, ((x - mean[..., None]).square().mean(-1) + eps).rsqrt()]
+
+
+CALLS = [
+    *[("layer_norm", activation) for activation in ACTIVATIONS],
+    *[("layer_norm_backward", activation) for activation in ACTIVATIONS],
+    *[("gelu", activation) for activation in ACTIVATIONS[1:]],
+    *[("gelu_backward", activation) for activation in ACTIVATIONS[1:]],
+]
+every_call = pytest.mark.parametrize(
+    ("operation", "activation"), CALLS, ids=["-".join(call) for call in CALLS]
+)
+
+
+@every_call
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
+    calls = [
+        make(operation, (rows, channels), dtype, activation, addend=rows % 2 == 1 and "norm" in operation)
+        for rows, channels in ((150, 64), (49, 192), (25, 384), (10, 1024))
+    ]
+    for call, results in zip(calls, run(*calls), strict=True):
+        exact, theirs = expected(call, torch.float64), expected(call, dtype)
+        for got, same, right in zip(results, theirs, exact, strict=True):
+            if got.shape == call.x.shape[:-1]:  # mean or rstd: kept in float32, whatever PyTorch does
+                torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
+            else:
+                assert_accurate(got, same, right, factor=3 if call.more else 2)
+
+
+def assert_right(run, calls, dtype):
+    """By the shape of things; an error that only rounding makes is for the accuracy test."""
+    epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+    for call, results in zip(calls, run(*calls), strict=True):
+        for got, exact in zip(results, expected(call, torch.float64), strict=True):
+            scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
+
+
+ONCE = [
+    ("layer_norm", "quick"),
+    ("layer_norm_backward", "quick"),
+    ("gelu", "none"),
+    ("gelu_backward", "none"),
+]
+every_operation = pytest.mark.parametrize(("operation", "activation"), ONCE, ids=["-".join(c) for c in ONCE])
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels(run, operation, activation, dtype):
+    """Each layout of rows in threads, with threads to spare and without; aligned and not."""
+    channels = (3, 8, 9, 24, 40, 65, 300, 768, 1030, 2000, 2048, 3001, 4096, 8191, 8192)
+    calls = [make(operation, (3, count), dtype, activation) for count in channels]
+    calls += [make(operation, (3, count), dtype, activation, misalignment=1) for count in (8, 192, 1024)]
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(run, operation, activation, dtype):
+    """None at all, one, a block that is not full; several turns of the blocks that stay."""
+    calls = [
+        make(operation, (rows, 64), dtype, activation, addend="norm" in operation) for rows in (0, 1, 37)
+    ]
+    calls.append(make(operation, (700, 48), dtype, activation))
+    calls.append(make(operation, (40, 1100), dtype, activation))
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_absent_and_float_parameters(run, operation, activation, dtype):
+    calls = [
+        make(operation, (5, channels), dtype, activation, weight=weight, bias=bias, parameters=torch.float32)
+        for channels in (40, 9)
+        for weight, bias in ((False, False), (True, False), (False, True), (True, True))
+    ]
+    assert_right(run, calls, dtype)
+
+
+@every_operation
+def test_order_of_threads_does_not_matter(run, operation, activation):
+    """A barrier that is missing would show; so would a sum whose order is left to chance."""
+    for channels in (40, 200, 1500, 5000):
+        call = make(operation, (60, channels), torch.bfloat16, activation)
+        forwards, backwards = run(call, call._replace(backwards=True))
+        assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+
+
+def test_huge_mean_tiny_variance(run):
+    x = 1e4 + 1e-3 * torch.randn(16, 384)
+    ((got, _, _),) = run(Call("layer_norm", x))
+    assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()), factor=1)
+
+
+@every_operation
+def test_nan_and_infinities_stay_in_their_rows(run, operation, activation):
+    call = make(operation, (6, 32), torch.float32, activation)
+    clean = run(call)[0][0]
+    call.x[0, 3], call.x[1, 4], call.x[2, 5] = torch.nan, torch.inf, -torch.inf
+    got, exact = run(call)[0][0], expected(call, torch.float64)[0]
+    assert torch.equal(got[3:], clean[3:])
+    if "backward" not in operation:
+        torch.testing.assert_close(got.double(), exact, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_the_sanitizers_are_awake(run):
+    call = make("layer_norm", (5, 64), torch.float32)
+    with pytest.raises(AssertionError, match="heap-buffer-overflow"):
+        run(call._replace(operation="a_row_too_many"))
+
+
+# As machine code, in the extension that was built -----------------------------------------------------------
+
+
+def cuobjdump(*options: str) -> str:
+    """What is in the extension; Triton brings the program along."""
+    if not load_extension().cuda:
+        pytest.skip("the extension was built without a CUDA toolkit")
+    program = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
+    extension = importlib.util.find_spec("cvt_kernels._C").origin
+    return subprocess.run([program, *options, extension], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_kernel_spills():
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump("--dump-resource-usage"))
+    assert found
+    assert all((stack, local) == ("0", "0") for _, stack, local in found)
+
+
+@pytest.mark.parametrize("layout", ["NS_8BFloat16ELNS_10ActivationE1ELi8ELi3", "fLNS_10ActivationE1ELi4ELi6"])
+def test_accesses_are_of_16_bytes(layout):
+    """Of activations and parameters, at the widths of CvT; mean and rstd are single floats."""
+    name = f"_ZN11cvt_kernels4cuda17layer_norm_kernelI{layout}EEEvNS0_16LayerNormForwardEi"
+    code = cuobjdump("--dump-sass", "--function", name)
+    reads, writes = re.findall(r"LDG\S*", code), re.findall(r"STG\S*", code)
+    assert reads
+    assert all(".128" in read for read in reads)
+    assert [write for write in writes if ".128" not in write] == ["STG.E"] * 2 * code.count("Function :")
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
+
+OPERATORS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
+
+
+def cuda_arguments(operator, shape, dtype):
+    x, residual = torch.randn(2, *shape, device="cuda", dtype=torch.float64).unbind()
+    weight, bias = torch.randn(2, shape[-1], device="cuda", dtype=torch.float64).unbind()
+    chosen = {"add_layer_norm": (x, residual, weight, bias), "gelu": (x,), "bias_gelu": (x, bias)}
+    return [t.to(dtype) for t in chosen.get(operator, (x, weight, bias))]
+
+
+def outputs_and_gradients(function, tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [(torch.arange(t.numel(), device=t.device) % 17 / 8 - 1).view(t.shape).to(t) for t in outputs]
+    return [t.detach() for t in outputs], torch.autograd.grad(outputs, leaves, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191), (5, 1024)], ids=str
+)
+def test_accuracy_on_a_gpu(operator, dtype, shape):
+    tensors = cuda_arguments(operator, shape, dtype)
+    with ck.use_backend("native"):
+        ours = outputs_and_gradients(getattr(ck, operator), tensors)
+        again = outputs_and_gradients(getattr(ck, operator), tensors)
+    theirs = outputs_and_gradients(getattr(reference, operator), tensors)
+    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in tensors])
+    for factor, group in zip((2, 3), range(2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours[group], again[group], strict=True))
+        for got, same, right in zip(ours[group], theirs[group], exact[group], strict=True):
+            assert_accurate(got, same, right, factor=factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_graph_capture(operator):
+    tensors = cuda_arguments(operator, (4, 50, 64), torch.bfloat16)
+    with ck.use_backend("native"):
+        outputs_and_gradients(getattr(ck, operator), tensors)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = outputs_and_gradients(getattr(ck, operator), tensors)
+        for t in tensors:
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        expected_now = outputs_and_gradients(getattr(ck, operator), tensors)
+    for a, b in zip(captured, expected_now, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.gpu
+def test_current_stream_and_dtypes_of_autocast():
+    half, full, weight = (torch.randn(64, 64, device="cuda") for _ in range(3))
+    half, weight = half.half(), weight[0]
+    with (
+        ck.use_backend("native"),
+        torch.autocast("cuda", torch.float16),
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
+        for operator, tensors in {
+            "layer_norm": (half, weight),
+            "add_layer_norm": (half, half, weight),
+            "gelu": (half,),
+            "bias_gelu": (half, weight),
+            "layer_norm_gelu": (half, weight),
+        }.items():
+            torch.cuda._sleep(10_000_000)  # on this stream: work on another would see the sum unfinished
+            shifted = [t + 1 for t in tensors]
+            ours, theirs = (getattr(f, operator)(*shifted) for f in (ck, reference))
+            torch.testing.assert_close(ours, theirs)
+        ours, theirs = (f.add_layer_norm(full, half, weight) for f in (ck, reference))
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
+def test_where_gelu_saturates(approximate, dtype):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 20, -20, 0, -0.0], device="cuda").to(dtype)
+    huge = torch.tensor([1e38, -1e38, 3e38, -3e38], device="cuda").to(dtype)
+    with ck.use_backend("native"):
+        for t in (x, huge):
+            ours, theirs = ck.gelu(t, approximate=approximate), reference.gelu(t, approximate=approximate)
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_what_the_gpu_kernels_refuse():
+    x = torch.randn(2, 8193, device="cuda")
+    for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no CUDA kernels for float64")):
+        with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=reason):
+            ck.layer_norm(tensor)

@@ -1,0 +1,450 @@
+"""``cvt bench``: what it measures, its files, its comparison and its page."""
+
+import base64
+import copy
+import dataclasses
+import io
+import json
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import cvt_kernels as ck
+from cvt import PRESETS, create_model
+from cvt import commands as cli
+from cvt.commands.bench import measurements as bench
+from cvt.commands.bench import report
+from cvt_kernels import backends
+from cvt_kernels.ops import linear
+from tests.checks import not_built
+
+BATCHES, ROUNDS = (1, 2), 4
+SMALL = dataclasses.replace(
+    PRESETS["cvt_13"], embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 2, 3), num_classes=10
+)
+
+
+def make_small(patch):
+    """Lets cvt_13 be a small model, profiled once."""
+    patch.setitem(PRESETS, "cvt_13", SMALL)
+    patch.setattr(bench, "_PROFILES", 1)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    make_small(monkeypatch)
+
+
+class Compiled(nn.Module):
+    """In which hooks on blocks would not run."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images)
+
+
+class Uncompilable(nn.Module):
+    def forward(self, images):
+        raise RuntimeError("no C++ compiler\nand more")
+
+
+@pytest.fixture(scope="module")
+def results():
+    """One real run of all contenders, small; torch.compile, slow as it is, does nothing or fails."""
+
+    def compile_quickly(model, mode, dynamic):
+        assert not dynamic
+        return Compiled(model) if mode is None else Uncompilable()
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        patch.setattr(torch, "compile", compile_quickly)
+        return bench.run(
+            image_size=64, batch_sizes=BATCHES, rounds=ROUNDS, peers=("compile", "compile-max", "eager")
+        )
+
+
+def rows_of(results):
+    return {
+        (batch["batch_size"], row["contender"]): row for batch in results["batches"] for row in batch["rows"]
+    }
+
+
+def test_samples_and_facts(results):
+    rows = rows_of(results)
+    contenders = ["hf", "compile", "eager", "cvt", "accelerate"]
+    assert list(rows) == [(size, key) for size in BATCHES for key in contenders]
+    for row in rows.values():
+        assert len(row["seconds"]) == ROUNDS
+        assert all(0 < s < 60 for s in row["seconds"])
+        assert row["parity"]["error"] < 1e-4 < 1 < row["parity"]["largest"]
+        assert (row["parity"]["top5"], row["parity"]["of"]) == (
+            10,
+            10,
+        )  # both photographs, in batches of 1 too
+        assert row["parity"]["gradient_error"] is None
+    assert results["contenders"]["compile-max"]["note"] == "fails: RuntimeError: no C++ compiler"
+    assert results["contenders"]["compile"]["about"].endswith("with freezing")
+    assert [key for key, about in results["contenders"].items() if about["ours"]] == ["cvt", "accelerate"]
+    assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
+    assert results["machine"]["torch"] == torch.__version__
+    assert min(results["ceilings"].values()) > 1e7
+
+
+def test_memory_of_the_same_operators_is_the_same(results):
+    rows = rows_of(results)
+    for size in BATCHES:
+        # All of these hold the output of the first MLP's GELU beside its input; none holds ten times that.
+        hidden = 4 * size * 16 * 16 * 64
+        assert all(
+            2 * hidden <= rows[size, key]["peak_bytes"] < 20 * hidden for key in ("hf", "eager", "cvt")
+        )
+    assert rows[2, "eager"]["peak_bytes"] > rows[1, "eager"]["peak_bytes"]
+
+
+def test_breakdown_finds_parts_and_kinds(results):
+    for (_, key), row in rows_of(results).items():
+        seconds = Counter()
+        for cell in row["breakdown"]:
+            seconds[cell["part"], cell["kind"]] += cell["seconds"]
+        assert 0.1 < sum(seconds.values()) / min(row["seconds"]) < 20
+        if key == "compile":
+            assert {part for part, _ in seconds} == {"rest"}
+            continue
+        for stage in (1, 2, 3):
+            for kind in ("linear", "attention", "convolution", "norm", "gelu"):
+                assert seconds[f"block {stage}", kind] > 0, (key, stage, kind)
+            assert {kind for part, kind in seconds if part == f"embedding {stage}"} >= {"convolution", "norm"}
+        # Whatever is in no block: glue, final norm and head.
+        assert seconds["rest", "linear"] > 0
+        assert seconds["rest", "attention"] == 0
+        assert sum(s for (_, kind), s in seconds.items() if kind == "linear") > seconds["rest", "linear"]
+
+
+class Allocating(nn.Module):
+    def forward(self, x):
+        first = x.new_empty(1000, 1000)
+        second = x.new_empty(500, 1000)
+        del first
+        return second.new_empty(400, 1000)
+
+
+class Normalising(nn.Module):
+    def forward(self, x):
+        return ck.layer_norm(x)
+
+
+def peak(model, x, backend="auto"):
+    return bench._profile(bench._Contender("x", model.eval(), backend, hooks=False), x)["peak_bytes"]
+
+
+def test_peak_of_memory_is_exact():
+    assert peak(Allocating(), torch.zeros(1)) == 4 * (1000 + 500) * 1000
+
+
+@pytest.mark.skipif(not_built(), reason="no compiler for the native extension")
+def test_memory_of_native_operators_is_seen():
+    x = torch.randn(1000, 384)
+    assert 4 * x.numel() <= peak(Normalising(), x, "native") < 1.1 * 4 * x.numel()
+
+
+@pytest.mark.parametrize("primitive", ["linear", "convolution", "float32"])
+def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
+    monkeypatch.setattr(linear, "_choose", lambda *key: primitive)
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return ck.linear(x, torch.ones(64, 64))
+
+    contender = bench._Contender("x", Layer().eval(), "auto", hooks=False)
+    profiler = bench._profiled_step(contender, torch.randn(1000, 64))
+    seconds = bench._seconds(profiler, cuda=False)
+    assert seconds["rest", "linear"] > 0
+    assert {kind for _, kind in seconds} <= {"linear", "other"}
+
+
+def test_profiling_leaves_no_trace():
+    before = copy.copy(backends._implementations["gelu"])
+    model = create_model(SMALL).eval()
+    bench._profiled_step(bench._Contender("x", model, "auto", hooks=True), torch.randn(1, 3, 32, 32))
+    assert backends._implementations["gelu"] == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_operations_agree_with_pytorchs_counter(name):
+    batch, size = 2, 64
+    with torch.device("meta"):
+        model = create_model(name).eval()
+        images = torch.empty(batch, 3, size, size)
+    with FlopCounterMode(display=False) as counter, ck.use_backend("reference"), torch.no_grad():
+        model(images)
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    ours = Counter()
+    for row in bench._work(model.config, size, batch, 4):
+        ours[row["part"].split()[0], row["kind"]] += row["flops"]
+    head = 2 * batch * model.num_features * 1000
+    assert ours["block", "linear"] + head == counted["aten.addmm"]
+    assert ours["block", "attention"] == counted["aten.bmm"]
+    # Ours has BatchNorm's two operations per output besides the 9 taps.
+    assert (
+        ours["embedding", "convolution"] + ours["block", "convolution"] * 18 / 20
+        == counted["aten.convolution"]
+    )
+
+
+def test_bytes_by_hand():
+    rows = {(r["part"], r["kind"]): r for r in bench._work(PRESETS["cvt_13"], 224, 10, 2)}
+    tokens = 197 + 50  # of queries and keys in stage 3, each with the class token
+    assert rows["block 3", "attention"]["bytes"] == 10 * 10 * 2 * 2 * tokens * 384
+    assert rows["block 1", "gelu"]["bytes"] == 10 * 2 * 2 * 3136 * 256
+    assert rows["block 1", "convolution"]["bytes"] == 10 * 2 * (2 * 3136 + 2 * 784) * 64
+    weights = 4 * 192**2 + 8 * 192**2
+    moved = 784 * (2 + 2 + 5 + 5) * 192 + 196 * 4 * 192
+    assert rows["block 2", "linear"]["bytes"] == 2 * 2 * (10 * moved + weights)
+
+
+@pytest.mark.usefixtures("small")
+def test_training_step():
+    results = bench.run(image_size=64, batch_sizes=(1,), rounds=1, train=True)
+    rows = rows_of(results)
+    assert list(rows) == [(1, "hf"), (1, "cvt"), (1, "accelerate")]
+    for row in rows.values():
+        assert row["parity"]["gradient_error"] < 1e-5
+        kinds = {cell["kind"] for cell in row["breakdown"]}
+        assert kinds >= {"linear", "attention", "convolution", "norm", "gelu"}
+        assert row["peak_bytes"] > 4 * sum(p.numel() for p in create_model(SMALL).parameters())  # gradients
+    text = report.text(results)
+    assert "training step" in text
+    assert "Δ of gradients' norms" in text
+    assert [name for name, *_ in report._figures(results)] == ["throughput", "memory", "operators-1"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_operator_is_never_timed(monkeypatch):
+    monkeypatch.setattr(bench, "_time_in_turns", lambda *arguments: pytest.fail("timed"))
+    wrong = backends.Implementation(lambda x, **kwargs: 1.01 * ck.reference.gelu(x, **kwargs))
+    backends.register("gelu", "native", wrong)
+    with pytest.raises(ValueError, match=r"cvt: error \S+ against float64, expected .* nothing was timed"):
+        bench.run(image_size=64, batch_sizes=(1,), rounds=1)
+
+
+@pytest.mark.usefixtures("small")
+def test_logits_that_are_not_finite_are_never_timed(tmp_path):
+    model = create_model("cvt_13", num_classes=3)
+    model.head.weight.data[0, 0] = torch.nan
+    torch.save(model.state_dict(), tmp_path / "nan.pth")
+    with pytest.raises(ValueError, match=r"hf: error nan against float64"):
+        bench.run(checkpoint=str(tmp_path / "nan.pth"), image_size=64, batch_sizes=(1,), rounds=1)
+
+
+def test_without_freezing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
+    context, words = bench._freezing()
+    with context:
+        assert words == ", without freezing, which this torch does not have"
+
+
+# Files and comparison -------------------------------------------------------------------------------------
+
+
+def made(**seconds):
+    """Results with these samples in batches of 2, and nothing else that a comparison reads."""
+    rows = [{"contender": key, "seconds": samples} for key, samples in seconds.items()]
+    config = {
+        "model": "cvt_13",
+        "weights": "random",
+        "image_size": 224,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "train": False,
+        "rounds": 4,
+    }
+    return {
+        "schema": report.SCHEMA,
+        "version": report.VERSION,
+        "date": "2026-01-01",
+        "machine": {"cpu": "x"},
+        "versions": {"torch": "2.11"},
+        "config": config,
+        "batches": [{"batch_size": 2, "rows": rows}],
+    }
+
+
+def test_files_come_back(results, tmp_path):
+    report.write(results, tmp_path / "a.json")
+    assert report.read(tmp_path / "a.json") == results
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has schema None, expected 'cvt bench'"),
+        ('{"machine_info": {}, "benchmarks": []}', "has schema None"),
+        ('{"schema": "cvt bench", "version": 99}', "has version 99, expected 1"),
+        ('{"schema": "cvt bench", "version": 1}', "is damaged: KeyError 'config'"),
+        ('{"schema": "cvt bench", "version": 1, "config": 3}', "is damaged: TypeError"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        report.read(path)
+    assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_quartiles_and_ratios():
+    assert report.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+    assert report.quartiles([7]) == (7, 7, 7)
+    # Twice as fast in every round, however the machine's pace changes.
+    assert report.ratio([1, 2, 3, 10], [2, 4, 6, 20]) == (2, 2, 2)
+
+
+def test_comparison_by_hand():
+    old = made(hf=[4, 4, 4, 4], cvt=[2, 2, 2, 2], eager=[1, 2, 3, 4])
+    # The machine has become twice as slow. cvt was 2 times as fast as hf and is 1.6 times; eager stays.
+    new = made(hf=[8, 8, 8, 8], cvt=[5, 5, 5, 5], accelerate=[1, 1, 1, 1], eager=[2, 4, 6, 8])
+    hf, cvt, eager = report.compare(old, new)
+    assert hf[:5] == (2, "hf", 0.5, 0.25, (0.5, 0.5, 0.5))
+    assert hf.verdict == "slower"
+    assert cvt[:5] == (2, "cvt", 1.0, 0.4, (0.8, 0.8, 0.8))
+    assert cvt.verdict == "slower"
+    # Ratios to hf 4, 2, 4/3, 1 in both: median 5/3, quartiles 1.25 and 2.5.
+    assert eager.factor == pytest.approx((1.0, 0.5, 2.0))
+    assert eager.verdict == "within noise"
+    lines = report.comparison(old, new).splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith(("hf", "cvt", "eager"))] == [
+        "slower",
+        "slower",
+        "noise",
+    ]
+    better = report.compare(made(cvt=[2, 2, 2, 2]), made(cvt=[1, 1, 1, 1]))
+    assert [(c.factor.median, c.verdict) for c in better] == [(2, "faster")]
+    assert report.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].verdict == "too few rounds, expected 4"
+    with pytest.raises(ValueError, match="no contender in the same batch size in common"):
+        report.compare(made(cvt=[1]), made(hf=[1]))
+
+
+def test_comparison_says_what_else_differs():
+    old, new = made(hf=[1]), made(hf=[1])
+    new["versions"]["torch"], new["config"]["dtype"] = "2.13", "bfloat16"
+    lines = report.comparison(old, new).splitlines()
+    assert [line for line in lines if line.startswith("differs")] == [
+        "differs: torch: 2.11 → 2.13",
+        "differs: dtype: float32 → bfloat16",
+    ]
+
+
+# Table, page and command ----------------------------------------------------------------------------------
+
+
+def test_table(results):
+    lines = report.text(results).splitlines()
+    assert lines[0].startswith("cvt_13, random weights (seed 0), 64×64, float32 on cpu, ")
+    start = lines.index(next(line for line in lines if line.startswith("batch 1")))
+    header, *table = lines[start : start + 6]
+    assert header.split("  ")[-1].strip() == "× eager"
+    assert [line.split()[0] for line in table] == ["hf", "compile", "eager", "cvt", "accelerate"]
+    for column in ("images/s", "slowest", "fastest", "memory MiB"):
+        end = header.index(column) + len(column)
+        assert all(line[end - 1].isdigit() and line[end : end + 2] == "  " for line in table)
+    _, rate, slowest, fastest, *_ = table[3].split()
+    assert float(slowest) <= float(rate) <= float(fastest)
+    assert all(line == line.rstrip() for line in lines)
+
+
+class Page(HTMLParser):
+    """Collects what a page would load, and its images."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.images = Counter(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags[tag] += 1
+        if tag == "img":
+            self.images.append((attributes["alt"], attributes["src"]))
+        else:
+            assert not {"src", "href", "style"} & attributes.keys()
+
+
+def test_page_stands_alone(results, tmp_path):
+    page, *plots = report.write_report(results, tmp_path / "new" / "report")
+    names = ["throughput", "memory", "operators-1", "roofline-1", "operators-2", "roofline-2"]
+    assert [path.stem for path in plots] == names
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert not {"script", "link", "iframe", "object"} & parsed.tags.keys()
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert len(parsed.images) == len(plots)
+    for (alt, source), plot in zip(parsed.images, plots, strict=True):
+        assert alt
+        kind, data = source.split(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data) == plot.read_bytes()
+        image = Image.open(io.BytesIO(plot.read_bytes()))
+        assert min(image.size) > 300
+        assert image.convert("L").getextrema() in [(low, 255) for low in range(100)]
+    assert "no C++ compiler" in text
+    assert parsed.tags["tr"] > 5 * len(BATCHES)
+
+
+def test_plots_leave_matplotlib_alone(results):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    report._png(next(iter(report._figures(results)))[-1])
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_command(results, tmp_path, capsys, monkeypatch):
+    asked = {}
+    results = {**results, "batches": results["batches"][:1]}
+    monkeypatch.setattr(bench, "run", lambda **arguments: asked.update(arguments) or results)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    report.write(results, old)
+    arguments = ["bench", "--batch-size", "1", "8", "--dtype", "bfloat16", "--train", "--peers", "hf,eager"]
+    arguments += ["--device", "cpu", "--json", new, "--report", tmp_path / "report", "--against", old]
+    assert cli.main(list(map(str, arguments))) == 0
+    out = capsys.readouterr().out
+    assert (asked["batch_sizes"], asked["dtype"], asked["train"]) == ([1, 8], "bfloat16", True)
+    assert asked["peers"] == ["hf", "eager"]
+    assert out.startswith(report.text(results))
+    assert f"report: {tmp_path}/report/index.html" in out
+    assert out.count("within noise") == len(rows_of(results))
+    assert json.loads(new.read_text()) == results
+    assert cli.main(["bench", "--compare", str(old), str(new)]) == 0
+    assert capsys.readouterr().out.strip() in out
+
+
+def test_too_large_a_batch_is_one_line(capsys, monkeypatch):
+    def run(**arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(bench, "run", run)
+    assert cli.main(["bench", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error == "cvt bench: error: --batch-size: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+
+
+def test_command_without_matplotlib_fails_before_it_measures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda **arguments: pytest.fail("measured"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["bench", "--report", str(tmp_path)]) == 2
+    assert "matplotlib.figure is not installed; pip install 'cvt-kernels[bench]'" in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""Exported models in torch.export's and ONNX's own runtimes, beside the model itself."""
+
+import math
+import sys
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from cvt import CvTConfig, create_model
+from cvt import commands as cli
+from cvt.checkpoints import ModelCard
+from cvt.commands import export as export_module
+from cvt.commands.export import export
+from cvt.factory import randomize
+from tests.checks import bad, record_all_calls
+
+#: One stage, since exporting takes long per operator.
+SMALL = CvTConfig(
+    embed_dims=(8,),
+    depths=1,
+    num_heads=2,
+    patch_sizes=7,
+    patch_strides=4,
+    patch_paddings=2,
+    mlp_ratio=2.0,
+    qkv_bias=True,
+    kernel_size=3,
+    stride_q=1,
+    stride_kv=2,
+    cls_token=True,
+    drop_rate=0.0,
+    attn_drop_rate=0.0,
+    drop_path_rate=0.0,
+    num_classes=5,
+)
+
+
+@pytest.fixture
+def model():
+    model = create_model(SMALL).eval()
+    randomize(model)
+    return model
+
+
+def relative(actual, expected):
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_onnx(model, tmp_path):
+    path = tmp_path / "model.onnx"
+    assert export(model, path, "onnx", image_size=32) < 1e-5
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]  # weights included
+    graph = onnx.load(path).graph
+    assert {node.domain for node in graph.node} == {""}  # of ONNX itself
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (given,), (output,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.shape, output.name, output.shape) == (
+        "images",
+        ["batch", 3, 32, 32],
+        "logits",
+        ["batch", 5],
+    )
+    for batch in (1, 7):
+        x = torch.randn(batch, 3, 32, 32)
+        (found,) = session.run(None, {"images": x.numpy()})
+        assert relative(torch.from_numpy(found), model(x).detach()) < 1e-5
+
+
+@pytest.fixture
+def trained(model, tmp_path):
+    """A checkpoint as ``cvt train`` writes it."""
+    card = ModelCard(model.config, list("abcde"), 32)
+    torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, tmp_path / "small.pth")
+    return str(tmp_path / "small.pth")
+
+
+def test_pt2_by_the_command(capsys, model, trained, tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_text("before")
+    called = record_all_calls()  # by the backend that auto takes
+    model(torch.randn(1, 3, 32, 32))
+    forward = list(called)
+    assert "attention" in forward
+    assert cli.main(["export", "--checkpoint", trained, "--format", "pt2", "--output", str(path)]) == 0
+    assert called == 2 * forward  # the model's own logits, and nothing of the program
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{path}: images (batch, 3, 32, 32) to logits (batch, 5), within ")
+    assert err == ""
+    with path.open("rb") as file:
+        program = torch.export.load(file)
+    for batch in (1, 7):
+        x = torch.randn(batch, 3, 32, 32)
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize(("error", "said"), [(1e-2, "e-0"), (math.nan, "nan")])
+def test_what_differs_is_not_kept(model, tmp_path, monkeypatch, error, said):
+    monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
+    monkeypatch.setattr(export_module, "_run", lambda path, images, runtime: model(images) + error)
+    with pytest.raises(
+        ValueError, match=f"its export differs by .*{said}.* of the largest logit, expected at most 1e-04"
+    ):
+        export(model, tmp_path / "model.pt2", "pt2", image_size=32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_exported_is_one_line(model, tmp_path, capfd):
+    class Decision(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    model.head = Decision()
+    with pytest.raises(
+        ValueError, match="model: cannot be exported: Could not guard on data-dependent"
+    ) as caught:
+        export(model, tmp_path / "model.onnx", "onnx", image_size=32)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_input(model, tmp_path, monkeypatch):
+    path = tmp_path / "model"
+
+    def fails(error, match, *arguments, model=model, image_size=32):
+        with pytest.raises(error, match=match):
+            export(model, *arguments, image_size=image_size)
+        assert not path.exists()
+
+    fails(ValueError, "format: got 'tf', expected one of pt2, onnx", path, "tf")
+    fails(ValueError, "images: 2×2 pixels are too few", path, "pt2", image_size=2)
+    fails(OSError, "none: cannot be written to: No such file", tmp_path / "none" / "model", "pt2")
+    fails(IsADirectoryError, "is a directory, expected a file", tmp_path, "pt2")
+    fails(ValueError, "model: is in training mode", path, "pt2", model=create_model(SMALL))
+    fails(
+        ValueError, "torch.float64 on cpu, expected", path, "pt2", model=create_model(SMALL).double().eval()
+    )
+    with torch.device("meta"):
+        fails(ValueError, "torch.float32 on meta, expected", path, "pt2", model=create_model(SMALL).eval())
+    for module in ("onnx", "onnxscript", "onnxruntime"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            fails(ModuleNotFoundError, r"pip install 'cvt-kernels\[export\]'", path, "onnx")
+
+
+def test_command_bad_input(capsys, trained, tmp_path):
+    def fails(*arguments):
+        return bad(capsys, cli.main, "export", "--checkpoint", trained, "--format", *arguments)
+
+    before = sorted(tmp_path.iterdir())
+    assert "invalid choice: 'tf'" in fails("tf", "--output", tmp_path / "a")
+    assert "none: cannot be written to: No such file" in fails("pt2", "--output", tmp_path / "none" / "a")
+    assert "2×2 pixels are too few" in fails("onnx", "--output", tmp_path / "a", "--image-size", 2)
+    assert sorted(tmp_path.iterdir()) == before

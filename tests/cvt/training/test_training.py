@@ -1,0 +1,748 @@
+"""The recipe against its formulas, and training: resumed, killed, fused, in two processes, end to end."""
+
+import copy
+import csv
+import dataclasses
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import cvt_kernels as ck
+from cvt import commands as cli
+from cvt import create_model, read_checkpoint
+from cvt.checkpoints import ModelCard
+from cvt.datasets import ImageDataset, RandomCrop, open_dataset
+from cvt.images import read_image, sample_photos
+from cvt.training.augment import Augment, cut_box, cutmix, mixup
+from cvt.training.recipe import (
+    DIGITS_OPTIONS,
+    MODELS,
+    TrainConfig,
+    distillation_loss,
+    learning_rate,
+    parameter_groups,
+)
+from cvt.training.trainer import (
+    LAST,
+    NonFiniteLossError,
+    Trainer,
+    distributed,
+    freeze_batch_norm,
+    write_atomically,
+)
+from cvt_kernels import backends, machine
+
+CLASSES = ["a", "b", "c"]
+TINY = dataclasses.replace(
+    MODELS["cvt_nano"], embed_dims=(8, 16), depths=(1, 1), drop_path_rate=(0.1, 0.1), num_classes=3
+)
+PLAIN = {**DIGITS_OPTIONS, "epochs": 3, "batch_size": 8, "lr": 1e-3}
+
+
+def noise(count=24, **options):
+    """Images of random pixels; the same ones whenever it is called."""
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
+    images = [Image.fromarray(image) for image in pixels]
+    return ImageDataset(images, [i % 3 for i in range(count)], CLASSES, 16, **options)
+
+
+def trainer(output, config=TINY, teacher=None, resume=False, count=24, **options):
+    torch.manual_seed(0)
+    recipe = TrainConfig(**{**PLAIN, **options})
+    crop = RandomCrop(recipe.min_scale, flip=recipe.flip)
+    sets = noise(count, random_crop=crop), noise(9)
+    return Trainer(create_model(config), *sets, recipe, output=output, teacher=teacher, resume=resume)
+
+
+def rows(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def batch(count=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 3, (count,), generator=generator)
+
+
+def parameters(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_bits(a, b):
+    """Of nested states: tensors, and whatever compares by ==."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"seconds"}:
+            assert_same_bits(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            assert_same_bits(x, y)
+    else:
+        assert a == b
+
+
+# Formulas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.5, 3.0])
+def test_learning_rate_is_that_of_pytorchs_schedulers(warmup):
+    config = TrainConfig(epochs=5, warmup_epochs=warmup, lr=0.3, min_lr=0.01)
+    steps = round(warmup * 10)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.3)
+    schedule = CosineAnnealingLR(optimizer, 50 - steps, eta_min=0.01)
+    if steps:
+        linear = LinearLR(optimizer, 1 / steps, total_iters=steps - 1)
+        schedule = SequentialLR(optimizer, [linear, schedule], [steps])
+    for step in range(50):
+        assert learning_rate(config, step, 10) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        optimizer.step()
+        schedule.step()
+
+
+def test_weight_decay_and_layer_decay_of_every_parameter():
+    model = create_model(TINY, depths=(2, 3), layer_scale=0.1, embed_norm="batch_layer_norm")
+    of = {
+        id(p): (group["weight_decay"], group["lr_scale"])
+        for group in parameter_groups(model, 0.05, 0.5)
+        for p in group["params"]
+    }
+    named = dict(model.named_parameters())
+    assert len(of) == len(named)
+    # From the head: 0 norm and head, 1 to 3 the second stage's blocks, 4 and 5 the first's, 6 its embedding.
+    depths = {"head": 0, "norm": 0, "stage1.patch_embed": 3, "stage1.cls_token": 3, "stage0.patch_embed": 6}
+    depths |= {f"stage1.blocks.{j}": 3 - j for j in range(3)} | {
+        f"stage0.blocks.{j}": 5 - j for j in range(2)
+    }
+    for name, parameter in named.items():
+        depth = next(
+            depth for prefix, depth in depths.items() if name.startswith(prefix + ".") or name == prefix
+        )
+        kind = name.split(".")[-1]
+        norm = any(part in name for part in (".bn.", ".norm", "norm."))
+        spared = kind in ("bias", "gamma", "cls_token") or norm
+        assert of[id(parameter)] == (0.0 if spared else 0.05, 0.5**depth), name
+
+
+def test_distillation_against_its_formula():
+    logits, teacher = torch.randn(2, 5, 7, dtype=torch.float64).mul(3).unbind()
+    p, q = (torch.exp(x / 4) / torch.exp(x / 4).sum(1, keepdim=True) for x in (logits, teacher))
+    expected = 16 * (q * (q / p).log()).sum(1).mean()
+    soft = distillation_loss(logits.float(), teacher.float(), "soft", 4.0)
+    torch.testing.assert_close(soft.double(), expected, rtol=1e-5, atol=0)
+    hard = -torch.stack([torch.log_softmax(x, 0)[t.argmax()] for x, t in zip(logits, teacher, strict=True)])
+    torch.testing.assert_close(distillation_loss(logits, teacher, "hard"), hard.mean())
+    with pytest.raises(ValueError, match=r"teacher: gives \(5, 6\), expected \(5, 7\) as the model"):
+        distillation_loss(logits, teacher[:, 1:], "soft")
+
+
+def test_mixup_and_cutmix_pixel_by_pixel():
+    images, targets = torch.randn(3, 2, 4, 5), torch.eye(3)
+    mixed, soft = mixup(images, targets, 0.3)
+    cut, cut_soft = cutmix(images, targets, (1, 3, 2, 5))
+    for i in range(3):
+        torch.testing.assert_close(mixed[i], 0.3 * images[i] + 0.7 * images[2 - i])
+        torch.testing.assert_close(soft[i], 0.3 * targets[i] + 0.7 * targets[2 - i])
+        torch.testing.assert_close(cut_soft[i], 0.7 * targets[i] + 0.3 * targets[2 - i])  # 6 of 20 pixels
+        for y in range(4):
+            for x in range(5):
+                source = 2 - i if y in (1, 2) and x in (2, 3, 4) else i
+                assert torch.equal(cut[i, :, y, x], images[source, :, y, x])
+
+
+def test_boxes_of_cutmix_cover_what_is_left_of_lam():
+    for lam in (0.0, 0.4, 0.9, 1.0):
+        boxes = [cut_box(40, 60, lam) for _ in range(300)]
+        assert all(0 <= t <= b <= 40 and 0 <= left <= r <= 60 for t, b, left, r in boxes)
+        largest = max((b - t) * (r - left) for t, b, left, r in boxes)
+        assert largest == pytest.approx(2400 * (1 - lam), rel=0.1)
+        assert lam in (0.0, 1.0) or min((b - t) * (r - left) for t, b, left, r in boxes) < largest
+
+
+OFF = {"mixup": 0.0, "cutmix": 0.0, "color_jitter": 0.0, "rand_augment": 0, "random_erasing": 0.0}
+
+
+def test_augmentation_is_what_its_options_say():
+    images, labels = batch()
+    normalized, same = Augment(TrainConfig(**OFF), 3, 16)(images, labels)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    expected = (images[2, :, 4, 5] / 255 - mean) / std
+    torch.testing.assert_close(normalized[2, :, 4, 5], expected)
+    assert same is labels
+    erased, _ = Augment(TrainConfig(**{**OFF, "random_erasing": 1.0}), 3, 16)(images, labels)
+    changed = (erased != normalized).any(dim=1)
+    assert all(0.01 < part < 0.4 for part in changed.float().mean(dim=(1, 2)))
+    assert (erased[changed[:, None].expand_as(erased)] == 0).all()
+    jittered, _ = Augment(TrainConfig(**{**OFF, "color_jitter": 0.4}), 3, 16)(images, labels)
+    assert ((jittered - normalized).abs().amax(dim=(1, 2, 3)) > 0.1).all()
+    for options in ({"mixup": 1.0}, {"cutmix": 1.0}):
+        mixed, targets = Augment(TrainConfig(**{**OFF, **options}), 3, 16)(images, labels)
+        assert not torch.equal(mixed, normalized)
+        torch.testing.assert_close(targets.sum(1), torch.ones(8))
+        # The same part of the other image in pixels as in targets.
+        lam = (targets[0, labels[0]]).item()
+        if options == {"cutmix": 1.0} and labels[0] != labels[7]:
+            own = (mixed[0] == normalized[0]).all(dim=0).float().mean().item()
+            assert own == pytest.approx(lam, abs=1e-6)
+
+
+def test_rand_augment_is_off_below_128_and_reproducible():
+    config = TrainConfig(**{**OFF, "rand_augment": 9})
+    images, labels = batch()
+    small, _ = Augment(config, 3, 127)(images, labels)
+    assert torch.equal(small, Augment(TrainConfig(**OFF), 3, 127)(images, labels)[0])
+    large = Augment(config, 3, 128)
+    images = images.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    outs = []
+    for seed in (0, 0, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(large(images, labels)[0])
+    assert torch.equal(outs[0], outs[1])
+    assert not (torch.equal(outs[0], outs[2]) and torch.equal(outs[0], outs[3]))
+
+
+def test_kornia_is_needed_only_for_what_it_does(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kornia", None)
+    Augment(TrainConfig(**DIGITS_OPTIONS), 10, 16)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"kornia is not installed; pip install 'cvt-kernels\[train\]'"
+    ):
+        Augment(TrainConfig(), 10, 16)
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_a_loop_by_hand(tmp_path):
+    """Three steps with label smoothing, clipping, warm-up, weight decay and EMA."""
+    options = {"label_smoothing": 0.2, "clip_norm": 0.5, "weight_decay": 0.3, "ema_decay": 0.7}
+    config = dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0))
+    ours = trainer(tmp_path, config, **options)
+    model, average = copy.deepcopy(ours.model).train(), None
+    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "cls_token" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or "cls_token" in n]
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    assert ours.steps_per_epoch == 3
+    for step in range(3):
+        images, labels = batch(seed=step)
+        loss = ours.step([(images, labels)], step)
+        x = (images / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
+            [0.229, 0.224, 0.225]
+        ).view(3, 1, 1)
+        log_p = torch.log_softmax(model(x), 1)
+        expected = -(0.8 * log_p[range(8), labels] + 0.2 * log_p.mean(1)).mean()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+        optimizer.zero_grad()
+        expected.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        assert norm > 0.5
+        for p in model.parameters():
+            p.grad *= 0.5 / (norm + 1e-6)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (step + 1) / 3
+        optimizer.step()
+        state = {k: t.detach().clone() for k, t in model.state_dict().items() if t.is_floating_point()}
+        average = {k: t if average is None else 0.7 * average[k] + 0.3 * t for k, t in state.items()}
+    # Adam divides by the root of tiny second moments: single weights may differ by a part of the step.
+    torch.testing.assert_close(parameters(ours.model), parameters(model), rtol=1e-4, atol=2e-5)
+    averaged = ours.ema.module.state_dict()
+    torch.testing.assert_close({k: averaged[k] for k in average}, average, rtol=1e-4, atol=2e-5)
+
+
+def test_accumulated_micro_batches_are_one_batch(tmp_path):
+    images, labels = batch()
+    config = dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0))
+    results = []
+    for accumulate in (1, 4):
+        ours = trainer(tmp_path / str(accumulate), config, accumulate=accumulate)
+        ours.wrapped.train()
+        freeze_batch_norm(ours.model)  # statistics are of a micro-batch
+        chunks = zip(images.chunk(accumulate), labels.chunk(accumulate), strict=True)
+        results.append((ours.step(list(chunks), 0), parameters(ours.model)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_a_student_with_all_weight_on_its_teacher_learns_from_it_alone(tmp_path, kind):
+    class Teacher(nn.Module):  # as Hugging Face's models answer
+        def forward(self, images):
+            assert not torch.is_grad_enabled()
+            return type("Output", (), {"logits": images.mean(dim=(2, 3)) * 5})
+
+    options = {"distillation": kind, "temperature": 2.0, "distillation_weight": 0.25}
+    ours = trainer(tmp_path, dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0)), Teacher(), **options)
+    images, labels = batch()
+    x, _ = ours.augment(images, labels)
+    logits = copy.deepcopy(ours.model)(x)
+    distilled = distillation_loss(logits, x.mean(dim=(2, 3)) * 5, kind, 2.0)
+    expected = 0.75 * F.cross_entropy(logits, labels, label_smoothing=0.1) + 0.25 * distilled
+    torch.testing.assert_close(ours.step([(images, labels)], 0), expected.detach())
+
+
+def test_frozen_batch_norm_keeps_its_statistics(tmp_path):
+    ours = trainer(tmp_path, freeze_bn=True)
+    before = {name: buffer.clone() for name, buffer in ours.model.named_buffers()}
+    ours.train_epoch()
+    assert before
+    assert_same_bits(dict(ours.model.named_buffers()), before)
+    other = trainer(tmp_path / "other")
+    other.train_epoch()
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in other.model.named_buffers())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_as_float32_does(tmp_path, precision):
+    curves = []
+    for chosen in ("fp32", precision):
+        ours = trainer(tmp_path / chosen, precision=chosen, lr=5e-3)
+        assert ours.scaler.is_enabled() == (chosen == "fp16")
+        curves.append([ours.step([batch()], 3).item() for _ in range(15)])
+        assert all(p.dtype == torch.float32 for p in ours.model.parameters())
+    assert curves[0] != curves[1]
+    assert curves[1][-1] < curves[1][0] - 0.2
+    if precision == "fp16":  # its first scale is too large, so it skips a step and halves it
+        assert curves[1].pop(0) == curves[1][0]
+    np.testing.assert_allclose(curves[1], curves[0][: len(curves[1])], atol=0.01)
+
+
+def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
+    """In float32, on digits, with tensors so large that ``auto`` takes the native kernels.
+
+    The tolerance is 50 times what was measured: losses within 2e-7 of each other.
+    """
+    if machine.why_native_unavailable("cpu") is not None:
+        pytest.skip("there are no native kernels here")
+    calls = []
+    for operator in ("add_layer_norm", "layer_norm", "gelu"):
+        native = backends._implementations[operator]["native"]
+
+        def function(*args, native=native, operator=operator, **kwargs):
+            calls.append(operator)
+            return native.function(*args, **kwargs)
+
+        backends.register(operator, "native", native._replace(function=function))
+    digits = open_dataset("digits", "train", 16, random_crop=RandomCrop(0.8, flip=0.0))
+    options = {**DIGITS_OPTIONS, "epochs": 2, "batch_size": 128}
+    curves, counts = [], []
+    for backend in ("reference", "auto"):
+        torch.manual_seed(0)
+        model = create_model(MODELS["cvt_nano"], num_classes=10, depths=1)
+        held_out = open_dataset("digits", "val", 16)
+        ours = Trainer(model, digits, held_out, TrainConfig(**options), output=tmp_path / backend)
+        with ck.use_backend(backend):
+            curve = ours.train_epoch()
+            curves.append((curve + ours.train_epoch())[:20])
+        counts.append({operator: calls.count(operator) for operator in calls})
+        calls.clear()
+    assert counts[0] == {}
+    # In 22 steps: the norms of the first stage, and both MLPs.
+    assert counts[1] == {"layer_norm": 44, "add_layer_norm": 22, "gelu": 44}
+    assert curves[0] != curves[1]
+    assert curves[0][19] < curves[0][0] - 0.3
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------
+
+EVERYTHING = {"mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.5, "ema_decay": 0.9, "accumulate": 2}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Directory of a run of three epochs with everything random."""
+    output = tmp_path_factory.mktemp("uninterrupted")
+    trainer(output, **EVERYTHING).fit()
+    return output
+
+
+def test_a_resumed_run_has_the_same_bits(uninterrupted, tmp_path):
+    for interruption in range(2):
+        ours = trainer(tmp_path, resume=interruption > 0, **EVERYTHING)
+        assert ours.epoch == interruption
+        step, left = ours.step, [4]  # one epoch of three steps, and a part of the next
+
+        def stopping(*args, step=step, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise InterruptedError
+            return step(*args)
+
+        ours.step = stopping
+        with pytest.raises(InterruptedError):
+            ours.fit()
+    trainer(tmp_path, resume=True, **EVERYTHING).fit()
+    for name in (LAST, "best.pth"):
+        states = [torch.load(path / name, weights_only=True) for path in (uninterrupted, tmp_path)]
+        assert_same_bits(*states)
+    logs = [rows(path / "log.csv") for path in (uninterrupted, tmp_path)]
+    assert [row["epoch"] for row in logs[0]] == ["1", "2", "3"]
+    assert [row["train_loss"] for row in logs[0]] == [row["train_loss"] for row in logs[1]]
+
+
+def test_resume_why_unsupported_what_was_trained_otherwise(uninterrupted, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"last.pth was trained with lr 0.001, now 0.01; clip_norm 1.0, now 2.0$"
+    ):
+        trainer(uninterrupted, resume=True, **EVERYTHING, lr=1e-2, clip_norm=2.0)
+    with pytest.raises(ValueError, match=r"trained with images 24, now 27$"):
+        trainer(uninterrupted, resume=True, count=27, **EVERYTHING)
+    with pytest.raises(ValueError, match=r"trained with config \{.*, now \{"):
+        trainer(uninterrupted, dataclasses.replace(TINY, mlp_ratio=1.0), resume=True, **EVERYTHING)
+    with pytest.raises(ValueError, match=r"output: .*last.pth exists; go on with --resume"):
+        trainer(uninterrupted)
+    with pytest.raises(FileNotFoundError, match=r"resume: .*last.pth does not exist"):
+        trainer(tmp_path / "new", resume=True)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("moment", "survivor"), [("write", b"old"), ("fsync", b"old"), ("replace", b"old"), ("open", b"newer")]
+)
+def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivor):
+    """In the middle of the file, before it is on the disk, before it is renamed, and just after that."""
+    path = tmp_path / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(file):
+        file.write(b"new")
+        if moment == "write":
+            file.flush()
+            die()
+        file.write(b"er")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
+        child = os.fork()
+    if child == 0:
+        setattr(os, moment, die)
+        write_atomically(path, write)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert path.read_bytes() == survivor
+    write_atomically(path, lambda file: file.write(b"next"))  # over what the killed one left
+    assert path.read_bytes() == b"next"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_killed_training_goes_on(uninterrupted, tmp_path):
+    """SIGKILL in the middle of the second epoch; what was on disk is whole, and leads to the same weights."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import test_train as t;"
+        f"t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / LAST).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    resumed = trainer(tmp_path, resume=True, **EVERYTHING)
+    assert 1 <= resumed.epoch < 3
+    resumed.fit()
+    assert_same_bits(*(torch.load(path / LAST, weights_only=True) for path in (uninterrupted, tmp_path)))
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path):
+    ours = trainer(tmp_path)
+    augment, calls = ours.augment, []
+
+    def broken(images, labels):
+        calls.append(1)
+        images, targets = augment(images, labels)
+        return images * (math.nan if len(calls) == 5 else 1), targets
+
+    ours.augment = broken
+    with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 4; .*last.pth is of epoch 1$"):
+        ours.fit()
+    last, best = (torch.load(tmp_path / name, weights_only=True) for name in (LAST, "best.pth"))
+    assert last["epoch"] == best["epoch"] == 1
+    assert all(t.isfinite().all() for state in (last, best) for t in state["model"].values())
+    fresh = trainer(tmp_path / "fresh")
+    nn.init.constant_(fresh.model.head.weight, math.inf)
+    with pytest.raises(NonFiniteLossError, match=r"at step 0; nothing was saved$"):
+        fresh.fit()
+    assert not (tmp_path / "fresh" / LAST).exists()
+
+
+def test_weights_that_broke_in_the_last_step_are_not_saved(tmp_path):
+    ours = trainer(tmp_path)
+    step = ours.step
+
+    def breaking(*args):
+        loss = step(*args)
+        nn.init.constant_(ours.model.head.bias, math.nan)
+        return loss
+
+    ours.steps_per_epoch, ours.step = 1, breaking
+    with pytest.raises(NonFiniteLossError, match=r"validation loss is nan at step 1; nothing was saved"):
+        ours.fit()
+
+
+# Bad input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, "epochs: got 0, expected at least 1"),
+        ({"lr": "fast"}, TypeError, "lr: got 'fast', expected float"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing: got 1.0"),
+        ({"precision": "int8"}, ValueError, "precision: got 'int8', expected one of fp32, bf16, fp16"),
+        ({"distillation": "warm"}, ValueError, "distillation: got 'warm', expected one of none, soft, hard"),
+        ({"warmup_epochs": 300.0}, ValueError, "warmup_epochs: got 300, expected less than epochs, 300"),
+        ({"freeze_bn": 1}, TypeError, "freeze_bn: got 1, expected bool"),
+        ({"shard": True, "ema_decay": 0.9}, ValueError, "ema_decay: averages whole weights"),
+        ({"shard": True, "precision": "fp16"}, ValueError, "precision: fp16 needs a loss scale"),
+    ],
+)
+def test_bad_configurations(options, error, message):
+    with pytest.raises(error, match=message):
+        TrainConfig(**options)
+
+
+def test_arguments_that_contradict_each_other(tmp_path):
+    def fails(message, **options):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path / "new", **options)
+        assert not (tmp_path / "new").exists()
+
+    fails(r"batch_size: got 9, expected a multiple of 2, 2 micro-batches", batch_size=9, accumulate=2)
+    fails(r"batch_size: 32 images at a time are more than the data set has, 24", batch_size=32)
+    fails(r"batch_size: 32 is more than the 24 images", batch_size=32, accumulate=2)
+    fails(
+        r"model: has 3 channels and 5 classes, the data 3 and 3",
+        config=dataclasses.replace(TINY, num_classes=5),
+    )
+    fails(r"teacher: expected one with distillation soft or hard", distillation="soft")
+    fails(r"teacher: expected one with distillation soft or hard", teacher=nn.Identity())
+    fails(r"shard: is for processes that torchrun started", shard=True)
+    model, config = create_model(TINY), TrainConfig(**PLAIN)
+    train, val = noise(random_crop=RandomCrop()), noise()
+    val.classes = ["a", "b", "z"]
+    with pytest.raises(ValueError, match="data: train and val have different classes: c, z"):
+        Trainer(model, train, val, config, output=tmp_path / "new")
+    with pytest.raises(ValueError, match="data: expected images of one size"):
+        Trainer(model, noise(), noise(), config, output=tmp_path / "new")
+
+
+@pytest.mark.parametrize("module", ["matplotlib.figure", "tensorboard"])
+def test_logs_need_the_extra(tmp_path, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"is not installed; pip install 'cvt-kernels\[train\]'"):
+        trainer(tmp_path)
+
+
+# Two processes --------------------------------------------------------------------------------------------
+
+JOINED = {"batch_size": 8, "epochs": 2, "freeze_bn": False, "lr": 2e-3}
+
+
+def _process(rank, port, directory):
+    torch.set_num_threads(1)
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    config = dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0))
+    with warnings.catch_warnings(), distributed(torch.device("cpu")):
+        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        with pytest.raises(
+            ValueError, match=r"batch_size: got 1, expected a multiple of 2, .* of 2 processes"
+        ):
+            trainer(f"{directory}/odd", config, batch_size=1)
+        for name, options in RUNS.items():
+            ours = trainer(f"{directory}/{name}", config, **{**JOINED, **options})
+            convs = [m for m in ours.model.modules() if isinstance(m, nn.SyncBatchNorm)]
+            assert len(convs) == 6
+            ours.fit()
+        path = Path(directory, "shard", LAST)
+        before = torch.load(path, weights_only=True)
+        resumed = trainer(path.parent, config, resume=True, **{**JOINED, **RUNS["shard"]})
+        assert resumed.epoch == 2
+        resumed._save()  # what was loaded into the shards
+        dist.barrier()
+        assert_same_bits(torch.load(path, weights_only=True), before)
+
+
+RUNS = {"ddp": {}, "accumulated": {"accumulate": 2}, "shard": {"shard": True}}
+
+
+def test_two_processes_learn_what_one_does_from_the_joined_batch(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_process, args=(port, str(tmp_path)), nprocs=2)
+    config = dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0))
+    for name, options in RUNS.items():
+        options = {**JOINED, **options, "shard": False}
+        alone = trainer(tmp_path / f"{name} alone", config, **options)
+        expected = alone.fit()
+        state = torch.load(tmp_path / name / LAST, weights_only=True)
+        for row, other in zip(state["history"], expected, strict=True):
+            for key in ("train_loss", "val_loss", "top1", "top5"):
+                assert row[key] == pytest.approx(other[key], rel=1e-4), (name, key)
+        # Adam's first steps are as large for tiny gradients as for others: rounding may turn one of them.
+        torch.testing.assert_close(state["model"], dict(alone.model.state_dict()), rtol=1e-3, atol=2e-4)
+
+
+# End to end -----------------------------------------------------------------------------------------------
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Directory of a short run of ``cvt train --data digits``, and the seconds that it took this thread."""
+    output = tmp_path_factory.mktemp("digits")
+    options = ("--epochs", "4", "--batch-size", "32", "--lr", "6e-3", "--warmup-epochs", "0.5")
+    start = time.thread_time()
+    assert cli.main(["train", "--data", "digits", "--output", str(output), "--device", "cpu", *options]) == 0
+    return output, time.thread_time() - start
+
+
+def test_digits_are_learnt(digits):
+    output, seconds = digits
+    log = rows(output / "log.csv")
+    assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]
+    assert float(log[-1]["top1"]) >= 0.9
+    assert seconds < 40
+    assert read_image(output / "curves.png").size == (900, 400)
+    (events,) = output.glob("events.out.tfevents.*")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = EventAccumulator(str(events)).Reload().Scalars
+    assert len(scalars("loss")) == 4 * 44
+    assert scalars("top1")[-1].value == pytest.approx(float(log[-1]["top1"]))
+
+
+def test_the_trained_checkpoint_says_what_it_is(digits):
+    checkpoint = read_checkpoint(digits[0])
+    labels = [str(i) for i in range(10)]
+    config = dataclasses.replace(MODELS["cvt_nano"], num_classes=10)
+    assert checkpoint.card == ModelCard(config, labels, image_size=16, crop_fraction=1.0)
+    assert checkpoint.labels == labels
+    model = create_model(checkpoint.card.config, checkpoint=checkpoint).eval()
+    held_out = open_dataset("digits", "val", 16)
+    images, targets = (torch.stack([held_out[i][0] for i in range(360)]), torch.tensor(held_out.labels))
+    with torch.no_grad():
+        top1 = (model(images).argmax(1) == targets).double().mean()
+    best = torch.load(digits[0] / "best.pth", weights_only=True)
+    assert top1 == pytest.approx(best["metrics"]["top1"])
+
+
+def test_it_classifies_image_files(capsys, digits, tmp_path):
+    held_out = open_dataset("digits", "val", 16)
+    files = []
+    for i in range(40):
+        files.append(tmp_path / f"{i}.png")
+        held_out.images[i].resize((8, 8) if i % 2 else (120, 120)).save(files[-1])
+    for checkpoint in (digits[0], digits[0] / "best.pth", digits[0] / LAST):
+        code, out, _ = run(capsys, "classify", *files, "--checkpoint", checkpoint, "--top", 1)
+        assert code == 0
+        answers = [int(line.split()[-1]) for line in out.splitlines()[1::2]]
+        assert sum(a == b for a, b in zip(answers, held_out.labels, strict=False)) >= 34
+    content = torch.load(digits[0] / "best.pth", weights_only=True)
+    content["card"]["labels"].pop()
+    torch.save(content, tmp_path / "odd.pth")
+    code, out, err = run(capsys, "classify", files[0], "--checkpoint", tmp_path / "odd.pth")
+    assert (code, out) == (2, "")
+    assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in err
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Pieces of scikit-learn's two photographs, in the layout of ImageNet."""
+    folder = tmp_path_factory.mktemp("photographs")
+    rng = np.random.default_rng(0)
+    for path in sample_photos():
+        image = Image.open(path)
+        for split, count in (("train", 32), ("val", 8)):
+            (folder / split / path.stem).mkdir(parents=True)
+            for i in range(count):
+                left, top = (int(rng.integers(0, side - 200)) for side in image.size)
+                piece = image.crop((left, top, left + 200, top + 200)).resize((48, 40))
+                piece.save(folder / split / path.stem / f"{i}.jpg")
+    return folder
+
+
+def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photographs, tmp_path):
+    """Fine-tuned from digits with a new head, with augmentation, workers, EMA, and a file of no image."""
+    (photographs / "train" / "china" / "note.jpg").write_text("hello")
+    arguments = ["train", "--data", photographs, "--output", tmp_path / "run", "--device", "cpu"]
+    arguments += [
+        "--checkpoint",
+        digits[0],
+        "--image-size",
+        32,
+        "--epochs",
+        6,
+        "--warmup-epochs",
+        1,
+        "--lr",
+        5e-3,
+    ]
+    arguments += ["--batch-size", 16, "--layer-decay", 0.8, "--ema-decay", 0.8, "--min-scale", 0.3]
+    arguments += ["--drop-path-rate", 0.05, "--workers", 1]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith(
+        "china/note.jpg: is not a readable image: cannot identify image file "
+        f"'{photographs}/train/china/note.jpg'"
+    )
+    arguments[4] = tmp_path / "skipped"
+    with pytest.warns(UserWarning, match=r"skipped: .*china/note.jpg: is not a readable image"):
+        code, out, err = run(capsys, *arguments, "--corrupt", "skip")
+    assert code == 0
+    assert "has a head of 10 classes and the model one of 2" in err
+    assert out.startswith(f"{tmp_path / 'skipped'}: top-1 ")
+    code, out, _ = run(capsys, "classify", *sample_photos(), "--checkpoint", tmp_path / "skipped", "--top", 1)
+    assert code == 0
+    assert [line.split()[-1] for line in out.splitlines()[1::2]] == ["china", "flower"]
+
+
+def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
+    arguments = ("train", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu")
+    arguments += ("--teacher", digits[0], "--epochs", 1, "--warmup-epochs", 0.2, "--no-sync-bn")
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "teacher: expected one with distillation soft or hard only, not none" in err
+    arguments += ("--distillation", "soft")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "top-1" in out
+    code, nothing, err = run(capsys, *arguments)
+    assert (code, nothing) == (2, "")
+    assert "exists; go on with --resume" in err
+    assert run(capsys, *arguments, "--resume")[:2] == (0, out)  # nothing is left to do
+    code, out, err = run(capsys, *arguments, "--resume", "--lr", 1.0)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith("last.pth was trained with lr 0.005, now 1.0")
+    (tmp_path / "run" / LAST).write_bytes(b"hello")
+    assert "last.pth: is not a file of torch.save, or damaged" in run(capsys, *arguments, "--resume")[2]
+    code, _, err = run(capsys, "train", "--data", tmp_path / "none", "--output", tmp_path / "run")
+    assert code == 2
+    assert "none/train does not exist, expected train/ and val/ with a folder per class" in err

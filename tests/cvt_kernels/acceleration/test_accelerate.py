@@ -1,0 +1,713 @@
+"""accelerate(), coverage(), restore(): models that people have compute what they did, by our operators."""
+
+import copy
+import functools
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import cvt_kernels as ck
+from cvt.factory import randomize
+from cvt_kernels import backends
+from tests import microsoft_cvt
+from tests.checks import assert_accurate, not_built, record_all_calls, record_calls
+from tests.conftest import DATA
+from tests.upstream import (
+    RANDOM,
+    UPSTREAMS,
+    assert_same_step,
+    huggingface,
+    images,
+    logits,
+    microsoft,
+    microsoft_plain,
+    ours,
+    pair,
+    relative,
+    step,
+    with_right_gradients,
+)
+
+SIZES = [(1, 224, 224), (2, 160, 256), (3, 96, 64)]
+
+#: Of one stage, of blocks there: operators in the order in which they are called.
+BLOCK = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "bias_gelu"]
+
+
+# The stand-in for Microsoft's repository -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with np.load(DATA / "microsoft_tiny.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def tiny(recorded):
+    model = microsoft()
+    state = {name.removeprefix("sd/"): t for name, t in recorded.items() if name.startswith("sd/")}
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def test_the_stand_in_has_microsofts_state_dict():
+    expected = json.loads((DATA / "microsoft_state_dict_shapes.json").read_text())["cvt_13"]
+    with torch.device("meta"):
+        state = microsoft_cvt.ConvolutionalVisionTransformer().state_dict()
+    assert [(key, list(tensor.shape)) for key, tensor in state.items()] == list(expected.items())
+
+
+@pytest.mark.parametrize("prepare", [lambda model: model, ck.accelerate], ids=["stand-in", "accelerated"])
+def test_microsofts_numbers(recorded, prepare):
+    model = prepare(tiny(recorded))
+    for i in "01":
+        assert relative(model.eval()(recorded[f"x{i}"]), recorded[f"eval{i}"]) < 1e-5
+    assert relative(step(model.train(), recorded["x1"]), recorded["train1"]) < 1e-5
+    largest = max(norm.item() for name, norm in recorded.items() if name.startswith("gradnorm/"))
+    for name, parameter in model.named_parameters():
+        expected = recorded[f"gradnorm/{name}"].item()
+        assert parameter.grad.norm().item() == pytest.approx(expected, rel=5e-5, abs=1e-9 * largest), name
+    for name, buffer in model.named_buffers():
+        if not name.endswith("tracked"):
+            assert relative(buffer, recorded[f"after/{name}"]) < 1e-5, name
+
+
+# The model's own function ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_evaluation(make, size):
+    own, fused = pair(make)
+    x = images(*size)
+    with torch.no_grad():
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_evaluation_of_cvt_13(make):
+    own, fused = pair(make, size="cvt_13")
+    x = images(1, 224, 224)
+    with torch.inference_mode():
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+@pytest.mark.parametrize("make", [huggingface, microsoft_plain])
+def test_training_steps_in_float64_are_the_same_but_for_rounding(make, size):
+    """Dropout and drop path included: the same random numbers go to the same places."""
+    own, fused = pair(make, "train", **RANDOM)
+    x = images(*size, dtype=torch.float64)
+    own, fused = with_right_gradients(own).double(), fused.double()
+    assert_same_step(own, fused, x, 1e-11)
+    for model in (own, fused):
+        torch.optim.SGD(model.parameters(), 1e-3).step()
+    assert_same_step(own, fused, x, 1e-10)
+
+
+@pytest.mark.xfail(
+    reason="torch 2.13's CPU batch_norm is wrong for upstream's strides at B = 1", strict=False
+)
+@pytest.mark.parametrize("make", [huggingface, microsoft_plain])
+def test_upstream_gradients_of_one_image(make):
+    own, right = make().double().train(), with_right_gradients(make().double().train())
+    assert_same_step(right, own, images(1, dtype=torch.float64), 1e-11)
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_training_step_in_float32(make):
+    own, fused = pair(make, "train", **RANDOM)
+    assert_same_step(own, fused, images(2, 160, 256), 2e-5)
+    states = []
+    for model in (own, fused):
+        step(model, images())
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_random_numbers_matter_to_the_training_tests():
+    own, fused = pair(huggingface, "train", **RANDOM)
+    assert relative(step(fused, images(), seed=4), step(own, images(), seed=3)) > 0.01
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_active_attention_dropout_is_left_to_the_block(make):
+    own = make(attention_drop=0.3, **RANDOM).train()
+    fused = ck.accelerate(copy.deepcopy(own))
+    attention_calls, projection_calls = record_calls("attention"), record_calls("conv_projection")
+    assert_same_step(own, fused, images(), 2e-5)
+    assert not attention_calls
+    assert not projection_calls
+    unfused = [row for row in ck.coverage(fused) if not row.fused]
+    assert {row.class_name for row in unfused} == {"Attention" if make is microsoft else "CvtSelfAttention"}
+    assert "dropout of attention probabilities is active (p = 0.3, training)" in unfused[0].reason
+    with torch.no_grad():
+        assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
+    assert len(attention_calls) == len(unfused)
+    assert all(row.fused for row in ck.coverage(fused))
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_partly_frozen_batch_norm(make):
+    own, fused = pair(make, "train")
+    for model in (own, fused):
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        norms[1].eval()
+    assert_same_step(own, fused, images(), 2e-5)
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_every_block_calls_the_operators(make):
+    _, fused = pair(make)
+    called = record_all_calls()
+    fused(images())
+    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)
+    assert called == [operator for depth in depths for operator in ["layer_norm", *depth * BLOCK]]
+    called.clear()
+    ck.restore(fused)(images())
+    assert called == []
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
+    own, fused = pair(make)
+    x = images()
+    called = []
+    backends.register(
+        "gelu",
+        "native",
+        backends.Implementation(lambda x, **kw: called.append(1) or ck.reference.gelu(x, **kw)),
+    )
+    absent = backends.Implementation(ck.reference.bias_gelu, why_unavailable=lambda device_type: "not here")
+    backends.register("bias_gelu", "native", absent)
+    with torch.no_grad():
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+    assert len(called) == len([row for row in ck.coverage(fused) if "gelu" in row.backends])
+
+
+def test_compositions_follow_the_configuration():
+    """What Hugging Face's configuration can change beyond sizes."""
+    from transformers import CvtModel
+
+    for config in (
+        {"qkv_bias": 3 * [False]},
+        {"kernel_qkv": [1, 5, 7], "padding_kv": [0, 2, 3], "padding_q": [0, 2, 3]},
+        {"stride_kv": [1, 4, 1]},
+        {"mlp_ratio": [2.0, 1.0, 3.0]},
+        {"cls_token": 3 * [False]},
+    ):
+        own, fused = pair(huggingface, model_class=CvtModel, **config)
+        with torch.no_grad():
+            expected = own(images()).last_hidden_state
+            assert relative(fused(images()).last_hidden_state, expected) < 1e-5, config
+
+
+def test_a_models_part_and_a_model_that_contains_one():
+    from transformers import CvtModel
+
+    own, fused = pair(huggingface, model_class=CvtModel)
+    with torch.no_grad():
+        ours, theirs = fused(images()), own(images())
+    assert relative(ours.last_hidden_state, theirs.last_hidden_state) < 1e-5
+    assert relative(ours.cls_token_value, theirs.cls_token_value) < 1e-5
+    both = nn.ModuleDict({"a": nn.Sequential(microsoft()), "b": huggingface(), "head": nn.LayerNorm(4)})
+    ck.accelerate(both)
+    assert {row.path.split(".")[0] for row in ck.coverage(both)} == {"a", "b"}
+    layer = ck.accelerate(huggingface().cvt.encoder.stages[2].layers[0])
+    paths = ["", "attention.attention", "attention.output", "intermediate", "output"]
+    assert [row.path for row in ck.coverage(layer)] == paths
+
+
+# In place --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [*UPSTREAMS, ours])
+def test_everything_but_the_classes_stays(make):
+    model = make()
+    before = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    attributes = {name: set(vars(module)) for name, module in before.items()}
+    names, text, keys = [type(m).__name__ for m in model.modules()], repr(model), list(model.state_dict())
+    classes = [type(m) for m in model.modules()]
+    assert ck.accelerate(model) is model
+    after = dict(model.named_modules())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    assert {**dict(model.named_parameters()), **dict(model.named_buffers())}.items() == tensors.items()
+    assert {name: set(vars(module)) for name, module in after.items()} == attributes
+    assert ([type(m).__name__ for m in model.modules()], repr(model)) == (names, text)
+    assert list(model.state_dict()) == keys
+    assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
+    assert ([type(m) for m in model.modules()] == classes) == (make is ours)
+    fused = [type(m) for m in model.modules()]
+    ck.accelerate(model)  # twice is harmless
+    assert [type(m) for m in model.modules()] == fused
+    assert ck.restore(model) is model
+    assert [type(m) for m in model.modules()] == classes
+    ck.restore(model)
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_hooks_on_blocks_fire(make):
+    own, fused = pair(make)
+    fired = {}
+    for model in (own, fused):
+        seen = fired.setdefault(model, [])
+        for row in ck.coverage(fused):
+            block = model.get_submodule(row.path)
+            block.register_forward_pre_hook(
+                lambda m, args, seen=seen, path=row.path: seen.append((path, len(args)))
+            )
+            block.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.shape))
+        out = logits(model(images()))
+        assert relative(out, logits(own(images())) if model is fused else out) < 1e-5
+    assert fired[fused] == fired[own][: len(fired[fused])]
+    assert all(row.fused for row in ck.coverage(fused))
+
+
+def inner(model):
+    """Modules that the fused forwards of one attention, its MLP and its block do not call."""
+    if hasattr(model, "cvt"):
+        layer = model.cvt.encoder.stages[1].layers[0]
+        projection = layer.attention.attention.convolution_projection_key.convolution_projection
+        return (
+            projection,
+            "convolution",
+            "normalization",
+            layer,
+            "layernorm_after",
+            layer.intermediate,
+            "activation",
+        )
+    block = model.stage1.blocks[0]
+    return block.attn.conv_proj_k, "conv", "bn", block, "norm2", block.mlp, "act"
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def hook_inner(model, calls, place):
+    parent, conv, bn, block, norm, mlp, act = inner(model)
+    module = {
+        "conv": getattr(parent, conv),
+        "bn": getattr(parent, bn),
+        "norm": getattr(block, norm),
+        "act": getattr(mlp, act),
+        "parent": parent,
+    }[place]
+    module.register_forward_hook(lambda m, args, out: calls.append(place) or 1.5 * out)
+
+
+def prehook(model, calls):
+    parent, conv, *_ = inner(model)
+    getattr(parent, conv).register_forward_pre_hook(lambda m, args: calls.append(1) or (args[0] + 1,))
+
+
+def backward_hook(model, calls):
+    parent, _, bn, *_ = inner(model)
+    getattr(parent, bn).register_full_backward_hook(lambda m, grad_in, grad_out: calls.append(1))
+
+
+def parametrization(model, calls):
+    parent, conv, *_ = inner(model)
+    parametrize.register_parametrization(getattr(parent, conv), "weight", Doubling())
+    calls.append(1)
+
+
+def replace_convolution(model, calls):
+    parent, name, *_ = inner(model)
+    old = getattr(parent, name)
+    new = nn.Conv2d(old.in_channels, old.in_channels, 3, 2, 1, groups=old.groups, bias=True)
+    randomize(new)
+    setattr(parent, name, new)
+    calls.append(1)
+
+
+def replace_batch_norm(model, calls):
+    parent, _, name, *_ = inner(model)
+    setattr(parent, name, Doubling())
+    calls.append(1)
+
+
+def replace_norm(model, calls):
+    *_, block, name, _, _ = inner(model)
+    setattr(block, name, Doubling())
+    calls.append(1)
+
+
+def replace_activation(model, calls):
+    *_, mlp, name = inner(model)
+    setattr(mlp, name, nn.SiLU())
+    calls.append(1)
+
+
+def own_forward(model, calls):
+    parent, _, name, *_ = inner(model)
+    module = getattr(parent, name)
+    original = module.forward
+    module.forward = lambda x: calls.append(1) or 3 * original(x)
+
+
+CHANGES = [
+    (lambda model, calls: hook_inner(model, calls, "conv"), "has forward hooks"),
+    (lambda model, calls: hook_inner(model, calls, "bn"), "has forward hooks"),
+    (lambda model, calls: hook_inner(model, calls, "norm"), "has forward hooks"),
+    (lambda model, calls: hook_inner(model, calls, "act"), "has forward hooks"),
+    (lambda model, calls: hook_inner(model, calls, "parent"), "has forward hooks"),
+    (prehook, "has forward hooks"),
+    (backward_hook, "has backward hooks"),
+    (parametrization, "is a ParametrizedConv2d, expected Conv2d"),
+    (replace_convolution, "a convolution has a bias"),
+    (replace_batch_norm, "is a Doubling, expected BatchNorm2d or SyncBatchNorm"),
+    (replace_norm, "is a Doubling, expected LayerNorm"),
+    (replace_activation, "is a SiLU, expected GELU"),
+    (own_forward, "has a forward of its own"),
+]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("change", "reason"), CHANGES, ids=[c[0].__name__ + str(i) for i, c in enumerate(CHANGES)]
+)
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_a_changed_inner_module_takes_effect(make, change, reason, when):
+    """Whatever somebody does to a module that a fused forward would pass over, before or after."""
+    own = make().train()
+    fused, own_calls, fused_calls = copy.deepcopy(own), [], []
+    change(own, own_calls)
+    if when == "after":
+        ck.accelerate(fused)
+    change(fused, fused_calls)
+    ck.accelerate(fused)
+    assert_same_step(own, fused, images(), 2e-5)
+    assert fused_calls == own_calls != []
+    (row,) = [row for row in ck.coverage(fused) if not row.fused]
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_linear_layers_may_become_anything(make):
+    """As adapters (LoRA) and quantisation replace them: they are called as modules."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down, self.up = (
+                base,
+                nn.Linear(base.in_features, 2),
+                nn.Linear(2, base.out_features),
+            )
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    own, fused = pair(make, "train")
+    for model in (own, fused):
+        torch.manual_seed(5)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and not isinstance(parent, Adapter):
+                    setattr(parent, name, Adapter(child))
+    assert_same_step(own, fused, images(), 2e-5)
+    assert all(row.fused for row in ck.coverage(fused))
+
+
+def test_a_hook_on_all_modules_sees_all_of_them():
+    own, fused = pair(huggingface)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, args, out: seen.append(type(m).__name__)
+    )
+    try:
+        own(images())
+        expected = list(seen)
+        seen.clear()
+        fused(images())
+        assert seen == expected
+        assert "is seen by a hook on all modules" in ck.coverage(fused)[0].reason
+    finally:
+        handle.remove()
+    assert ck.coverage(fused)[0].fused
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_copies_and_pickles_are_accelerated(make):
+    own, fused = pair(make)
+    x = images()
+    buffer = io.BytesIO()
+    torch.save(fused, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(fused), torch.load(buffer, weights_only=False)):
+        assert [row.fused for row in ck.coverage(twin)] == [row.fused for row in ck.coverage(fused)]
+        assert torch.equal(logits(twin(x)), logits(fused(x)))
+        assert [type(m) for m in ck.restore(twin).modules()] == [type(m) for m in own.modules()]
+    assert all(row.fused for row in ck.coverage(fused))
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_states_go_to_and_from_the_upstream_model(make):
+    own, fused = pair(make)
+    other = make()
+    with torch.no_grad():
+        other_parameters = [p.mul_(1.5) for p in other.parameters()]
+    assert len(other_parameters) > 20
+    fused.load_state_dict(other.state_dict(), strict=True)
+    own.load_state_dict(fused.state_dict(), strict=True)
+    other.eval()
+    with torch.no_grad():
+        for model in (own, fused):
+            assert relative(logits(model(images())), logits(other(images()))) < 1e-4
+
+
+def test_save_pretrained(tmp_path):
+    from transformers import CvtForImageClassification
+
+    own, fused = pair(huggingface)
+    assert fused.config.to_dict() == own.config.to_dict()
+    for model, name in ((own, "own"), (fused, "fused")):
+        model.save_pretrained(tmp_path / name)
+    config, expected = ((tmp_path / name / "config.json").read_text() for name in ("fused", "own"))
+    assert config == expected
+    loaded = CvtForImageClassification.from_pretrained(tmp_path / "fused").eval()
+    assert torch.equal(loaded(images()).logits, own(images()).logits)
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_dtype_may_change_before_and_after(make):
+    x = images(dtype=torch.bfloat16)
+    own = make().eval()
+    if make is microsoft:
+        own = (
+            microsoft_plain().eval()
+        )  # with its own LayerNorm, bfloat16 weights fail in Microsoft's model too
+    before = ck.accelerate(copy.deepcopy(own).bfloat16())
+    after = ck.accelerate(copy.deepcopy(own)).bfloat16()
+    with torch.no_grad():
+        exact = logits(copy.deepcopy(own).double()(x.double()))
+        eager = logits(copy.deepcopy(own).bfloat16()(x))
+        assert torch.equal(logits(before(x)), logits(after(x)))
+        assert_accurate(logits(after(x)), eager, exact)
+    ck.accelerate(copy.deepcopy(own).to("meta"))
+
+
+# coverage --------------------------------------------------------------------------------------------------
+
+
+def test_coverage_tells_backends_and_reasons():
+    model = microsoft()
+    assert {(row.fused, row.reason) for row in ck.coverage(model)} == {
+        (False, "accelerate() has not been called")
+    }
+    record_calls("attention")
+    backends.register("bias_gelu", "native", backends.Implementation(ck.reference.bias_gelu))
+    rows = ck.coverage(ck.accelerate(model))
+    assert [row.path for row in rows][:4] == [
+        "stage0.patch_embed",
+        "stage0.blocks.0",
+        "stage0.blocks.0.attn",
+        "stage0.blocks.0.mlp",
+    ]
+    assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
+    built = "reference" if not_built() else "native"
+    assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
+    assert rows[2].backends == {"conv_projection": built, "attention": "native"}
+    assert rows[3].backends == {"bias_gelu": "native"}
+    with ck.use_backend("reference"):
+        assert ck.coverage(model)[3].backends == {"gelu": "reference"}
+        assert ck.coverage(model)[2].backends == {"conv_projection": "reference", "attention": "reference"}
+    with ck.use_backend("triton"):
+        assert ck.coverage(model)[1].backends == {"layer_norm": "none", "add_layer_norm": "none"}
+
+
+def test_coverage_prints_an_aligned_table():
+    model = ck.accelerate(microsoft())
+    model.stage1.blocks[0].attn.conv_proj_k.bn.register_forward_hook(lambda *_: None)
+    lines = str(ck.coverage(model)).splitlines()
+    assert lines[0].split()[:4] == ["block", "class", "fused", "operators"]
+    for start in (lines[0].index(word) for word in ("class", "fused", "operators")):
+        assert all(line[start - 2 : start] == "  " and line[start] != " " for line in lines[:-2])
+    assert lines[-1] == "14 of 15 blocks fused"
+    (no,) = [line for line in lines if " no " in line]
+    assert " ".join(no.split()) == "stage1.blocks.0.attn Attention no conv_proj_k.bn has forward hooks"
+
+
+def test_our_own_blocks_are_fused_as_they_are():
+    rows = ck.coverage(ck.accelerate(ours()))
+    assert all(row.fused for row in rows)
+    assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
+    model, called = ours(), record_all_calls()
+    model(images())
+    expected = {operator for row in ck.coverage(model) for operator in row.backends}
+    assert expected == set(called)
+
+
+# Bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [ck.accelerate, ck.coverage, ck.restore])
+def test_not_a_module(function):
+    with pytest.raises(TypeError, match=r"model: got OrderedDict, expected a torch\.nn\.Module"):
+        function(microsoft().state_dict())
+
+
+class Attention(nn.Module):
+    """What most transformers call so."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj_q = self.proj_k = self.proj_v = self.proj = nn.Linear(4, 4)
+        self.num_heads, self.scale = 1, 1.0
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2, self.drop = nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Dropout()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(4), Attention(), nn.LayerNorm(4), Mlp()
+
+
+@pytest.mark.parametrize("function", [ck.accelerate, ck.coverage])
+def test_nothing_to_accelerate(function):
+    """A transformer that is no CvT has classes of the same names."""
+    model = nn.Sequential(Block(), nn.LayerNorm(4))
+    with pytest.raises(ValueError, match="Sequential has no block of a CvT; looked for the classes") as error:
+        function(model)
+    message = str(error.value)
+    assert "CvtConvEmbeddings, CvtLayer, CvtSelfAttention, CvtIntermediate, CvtSelfOutput" in message
+    assert "ConvEmbed, Block, Attention, Mlp (Microsoft)" in message
+    assert [type(m) for m in model.modules()][1] is Block
+
+
+def test_nothing_that_is_supported():
+    attention = microsoft_cvt.Attention(8, 2, method="linear")
+    with pytest.raises(
+        ValueError, match=r"none of the 1 blocks .* itself: conv_proj_q is missing, expected Seq"
+    ):
+        ck.accelerate(attention)
+    assert type(attention) is microsoft_cvt.Attention
+
+
+@pytest.mark.parametrize("method", ["avg", "linear"])
+def test_other_projections_are_left_alone_and_reported(method):
+    own = microsoft(method=method).eval()
+    fused = ck.accelerate(copy.deepcopy(own))
+    called = record_all_calls()
+    assert relative(fused(images()), own(images())) < 1e-5
+    assert "add_layer_norm" in called
+    assert "attention" not in called
+    rows = [row for row in ck.coverage(fused) if row.class_name == "Attention"]
+    assert {(row.fused, row.reason) for row in rows} == {
+        (False, "conv_proj_q is missing, expected Sequential")
+    }
+    assert all(type(fused.get_submodule(row.path)) is microsoft_cvt.Attention for row in rows)
+
+
+class Louder(microsoft_cvt.Mlp):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Relative(microsoft_cvt.Attention):
+    pass
+
+
+class Shifted(microsoft_cvt.Attention):
+    def forward_conv(self, x, h, w):
+        return super().forward_conv(x + 1, h, w)
+
+
+def test_derived_classes():
+    model = microsoft().eval()
+    model.stage0.blocks[0].mlp.__class__ = Louder
+    model.stage1.blocks[0].attn.__class__ = Relative
+    model.stage2.blocks[0].attn.table = nn.Parameter(torch.zeros(3))
+    model.stage2.blocks[1].attn.__class__ = Shifted
+    own = copy.deepcopy(model)
+    rows = {row.path: row for row in ck.coverage(ck.accelerate(model))}
+    assert relative(model(images()), own(images())) < 1e-5
+    assert (
+        rows["stage0.blocks.0.mlp"].reason == "Louder has a forward of its own, not that of Microsoft's Mlp"
+    )
+    assert rows["stage1.blocks.0.attn"].fused
+    assert rows["stage2.blocks.0.attn"].reason == "has table, which Microsoft's Attention has not"
+    assert rows["stage2.blocks.1.attn"].reason == "forward_conv is not that of Microsoft's Attention"
+    assert type(model.stage0.blocks[0].mlp) is Louder
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_patched_class_is_left_alone(monkeypatch, wraps):
+    original = microsoft_cvt.Mlp.forward
+
+    def patch(self, x):
+        return 2 * original(self, x)
+
+    monkeypatch.setattr(microsoft_cvt.Mlp, "forward", functools.wraps(original)(patch) if wraps else patch)
+    own = microsoft().eval()
+    fused = ck.accelerate(copy.deepcopy(own))
+    assert relative(fused(images()), own(images())) < 1e-5
+    (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
+    assert reason.startswith("forward, patched by test_accelerate.")
+
+
+def test_a_patched_inner_class_is_left_alone(monkeypatch):
+    original = microsoft_cvt.QuickGELU.forward
+    monkeypatch.setattr(microsoft_cvt.QuickGELU, "forward", lambda self, x: 2 * original(self, x))
+    own = microsoft().eval()
+    fused = ck.accelerate(copy.deepcopy(own))
+    assert relative(fused(images()), own(images())) < 1e-5
+    (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
+    assert reason.startswith("the forward of act is patched by test_accelerate.")
+
+
+class OtherAttention(microsoft_cvt.Attention):
+    def forward(self, x, size):
+        return super().forward(x, *size)
+
+
+OtherAttention.__name__ = "Attention"
+
+
+def test_another_signature():
+    attention = OtherAttention(8, 2)
+    with pytest.raises(ValueError, match="forward takes x, size; expected x, h, w"):
+        ck.accelerate(attention)
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_a_foreign_state_dict_fails_as_it_does_upstream(make):
+    own, fused = pair(make)
+    foreign = ours().state_dict() if make is huggingface else {**own.state_dict(), "more": torch.ones(1)}
+    messages = []
+    for model in (own, fused):
+        with pytest.raises(RuntimeError, match="Error") as error:
+            model.load_state_dict(foreign)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_coverage_of_blocks_without_parameters():
+    """As quantised layers leave them."""
+    model = ck.accelerate(huggingface())
+    for name, module in list(model.named_modules()):
+        if name.endswith("intermediate"):
+            module.dense = nn.Identity()
+    assert all(row.fused for row in ck.coverage(model))
+
+
+def test_errors_of_the_operators_reach_the_caller():
+    model = ck.accelerate(microsoft()).train()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(images(1, 16, 16))

@@ -1,0 +1,352 @@
+"""Accelerated models under autocast, torch.compile, export, ONNX, DDP, SyncBatchNorm, FSDP2, CUDA graphs."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cvt_kernels as ck
+from cvt_kernels import backends
+from tests.checks import assert_accurate
+from tests.upstream import (
+    RANDOM,
+    UPSTREAMS,
+    assert_same_step,
+    huggingface,
+    images,
+    in_float64,
+    logits,
+    microsoft_plain,
+    pair,
+    relative,
+    step,
+)
+
+
+def one_stage(make):
+    """A model of one block, with a class token, for what takes long per operator."""
+    if make is huggingface:
+        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
+    return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
+
+
+def count_attention():
+    """A list that grows with each call of attention, traced by torch.compile or not."""
+    called = []
+
+    def function(*args, **kwargs):
+        called.append("attention")
+        return ck.reference.attention(*args, **kwargs)
+
+    backends.register("attention", "native", backends.Implementation(function))
+    return called
+
+
+# Autocast --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_autocast_has_the_dtypes_of_the_upstream_model(make, dtype):
+    own, fused = pair(make, "train")
+    exact = in_float64(copy.deepcopy(own))
+    x = images()
+    expected = step(exact, x.double())
+    dtypes, outputs = [], []
+    for model in (own, fused):
+        seen = []
+        for row in ck.coverage(fused):
+
+            def note(module, args, out, path=row.path, seen=seen):
+                seen.append((path, args[0].dtype, out.dtype))
+
+            model.get_submodule(row.path).register_forward_hook(note)
+        with torch.autocast("cpu", dtype):
+            out = logits(model(x))
+        out.double().sin().sum().backward()
+        dtypes.append(seen)
+        outputs.append(out.detach())
+    assert dtypes[0] == dtypes[1]
+    assert_accurate(outputs[1], outputs[0], expected)
+    scale = max(p.grad.abs().max() for p in exact.parameters())
+    errors = []
+    for model in (own, fused):
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        pairs = zip(model.parameters(), exact.parameters(), strict=True)
+        errors.append(max((a.grad.double() - b.grad).abs().max() for a, b in pairs) / scale)
+    assert errors[1] <= 3 * errors[0] + torch.finfo(dtype).eps
+    assert all(row.fused for row in ck.coverage(fused))
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_gradient_scaling(make):
+    """Steps with GradScaler go as upstream; gradients overflow in the first, which are skipped."""
+    own, fused = pair(make, "train")
+    results = []
+    for model in (own, fused):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scales = []
+        for _ in range(16):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = logits(model(images())).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        results.append((scales, loss.item(), [p.detach() for p in model.parameters()]))
+    (own_scales, own_loss, own_parameters), (scales, loss, parameters) = results
+    assert scales[0] == own_scales[0] == 2.0**29
+    assert abs(scales.index(scales[-1]) - own_scales.index(own_scales[-1])) <= 1
+    assert scales[-1] < 2.0**29
+    assert loss == pytest.approx(own_loss, rel=0.05)
+    assert all(torch.isfinite(p).all() for p in parameters)
+    for a, b in zip(parameters, own_parameters, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_no_nan_where_float32_has_none(make, dtype):
+    """Scores before their scale overflow float16, in which the upstream models give NaN."""
+    own, fused = pair(make, "train")
+    for model in (own, fused):
+        for name, parameter in model.named_parameters():
+            if name.endswith(
+                ("proj_q.weight", "proj_k.weight", "projection_query.weight", "projection_key.weight")
+            ):
+                parameter.data *= 70
+    assert step(own, images()).isfinite().all()
+    with torch.autocast("cpu", dtype):
+        assert step(own, images()).isfinite().all() == (dtype == torch.bfloat16)
+        assert step(fused, images()).isfinite().all()
+    assert not any(p.grad.isnan().any() for p in fused.parameters())  # GradScaler is for what overflows
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_without_gradients(make, context):
+    own = make().eval()
+    with context():
+        fused = ck.accelerate(copy.deepcopy(own))
+        assert relative(logits(fused(images())), logits(own(images()))) < 1e-5
+
+
+# torch.compile, export, ONNX -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_compiles_without_graph_breaks(make, mode):
+    own = getattr(one_stage(make), mode)()
+    called = count_attention()
+    compiled = torch.compile(ck.accelerate(copy.deepcopy(own)), fullgraph=True, backend="aot_eager")
+    assert_same_step(own, compiled, images(), 2e-5)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_a_compiled_model_is_accelerated(make):
+    own = one_stage(make).eval()
+    called = count_attention()
+    compiled = torch.compile(copy.deepcopy(own), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = logits(own(images()))
+        assert relative(logits(compiled(images())), expected) < 1e-5
+        assert not called
+        assert ck.accelerate(compiled) is compiled
+        assert all(row.fused and row.path.startswith("_orig_mod.") for row in ck.coverage(compiled))
+        assert relative(logits(compiled(images())), expected) < 1e-5
+        assert len(called) == 1
+        ck.restore(compiled)
+        assert relative(logits(compiled(images())), expected) < 1e-5
+        assert len(called) == 1
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_exports(make):
+    own, fused = pair(make)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    for dynamic_shapes in (None, ({0: batch},)):
+        program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
+        with torch.no_grad():
+            assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_a_restored_model_exports_to_onnx(make, tmp_path):
+    from onnx.reference import ReferenceEvaluator
+
+    own = one_stage(make).eval()
+    restored = ck.restore(ck.accelerate(copy.deepcopy(own)))
+    path = str(tmp_path / "model.onnx")
+    torch.onnx.export(restored, (images(),), path, dynamo=True, verbose=False, external_data=False)
+    evaluator = ReferenceEvaluator(path)
+    (found,) = evaluator.run(None, {evaluator.input_names[0]: images().numpy()})
+    assert relative(torch.from_numpy(found), logits(own(images())).detach()) < 1e-4
+
+
+# Several processes -----------------------------------------------------------------------------------------
+
+SHARES = (3, 2)  # images per process, not equal
+
+
+def _process(rank, directory):
+    dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        for make in UPSTREAMS:
+            _ddp_step(rank, make)
+            _synchronised_batch_norm_step(rank, make)
+            for accelerated in ("before", "after"):
+                _fsdp_step(rank, make, accelerated)
+    gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _share(x, rank):
+    return x[: SHARES[0]] if rank == 0 else x[SHARES[0] :]
+
+
+def _assert_joined(own, model, x, rank, reduce):
+    """A step of two processes with their shares equals the upstream model's with the joined batch."""
+    out = logits(model(_share(x, rank)))
+    out.sin().sum().backward()
+    expected = step(own, x)
+    assert relative(out.detach(), _share(expected, rank)) < 2e-5
+    largest = max(p.grad.abs().max() for p in own.parameters())
+    for (name, p), q in zip(own.named_parameters(), model.parameters(), strict=True):
+        assert (reduce(q.grad) - p.grad).abs().max() < 2e-5 * largest, name
+
+
+def _without_batch_statistics(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def _ddp_step(rank, make):
+    """BatchNorm is frozen, since each process has statistics of its own; wrapped before and after."""
+    own = _without_batch_statistics(make().train())
+    before = DistributedDataParallel(ck.accelerate(copy.deepcopy(own)))
+    after = ck.accelerate(DistributedDataParallel(copy.deepcopy(own)))
+    for model in (before, after):
+        assert all(row.fused and row.path.startswith("module.") for row in ck.coverage(model))
+        # The loss is a sum over images, and DistributedDataParallel averages over processes.
+        _assert_joined(own, model, images(sum(SHARES)), rank, lambda gradient: 2 * gradient)
+
+
+def _synchronised_batch_norm_step(rank, make):
+    """Without DistributedDataParallel, which like nn.SyncBatchNorm itself has it on GPUs only."""
+
+    def total(gradient):
+        dist.all_reduce(gradient)
+        return gradient
+
+    own = make().train()
+    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    before = convert(ck.accelerate(copy.deepcopy(own)))
+    after = ck.accelerate(convert(copy.deepcopy(own)))
+    for model in (before, after):
+        assert all(row.fused for row in ck.coverage(model))
+        twin = copy.deepcopy(own)
+        _assert_joined(twin, model, images(sum(SHARES)), rank, total)
+        for (name, expected), buffer in zip(twin.named_buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(buffer, expected, msg=name)
+
+
+def _fsdp_step(rank, make, accelerated):
+    """Parameters sharded by blocks; accelerated before or after ``fully_shard``, restored at the end."""
+    own = _without_batch_statistics(make().train())
+    sharded = copy.deepcopy(own)
+    if accelerated == "before":
+        ck.accelerate(sharded)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in list(sharded.modules()):
+        if type(module).__name__ in ("CvtLayer", "Block"):
+            fully_shard(module, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    if accelerated == "after":
+        ck.accelerate(sharded)
+    assert all(row.fused for row in ck.coverage(sharded))
+    x = images(4)
+    own_share = x[2 * rank : 2 * rank + 2]
+    optimizer = torch.optim.SGD(sharded.parameters(), 1e-2)
+    out = logits(sharded(own_share))
+    out.sin().sum().backward()
+    expected = step(own, x)
+    assert relative(out.detach(), expected[2 * rank : 2 * rank + 2]) < 2e-5
+    largest = max(p.grad.abs().max() for p in own.parameters())
+    for (name, p), q in zip(own.named_parameters(), sharded.parameters(), strict=True):
+        assert (2 * q.grad.full_tensor() - p.grad).abs().max() < 2e-5 * largest, name
+    optimizer.step()
+    names = [type(m).__name__ for m in sharded.modules()]
+    ck.restore(sharded)
+    assert [type(m).__name__ for m in sharded.modules()] == names
+    assert not any(row.fused for row in ck.coverage(sharded))
+    assert logits(sharded(own_share)).isfinite().all()
+
+
+def test_two_processes(tmp_path):
+    """DDP and SyncBatchNorm against one process with the joined batch, and FSDP2."""
+    torch.multiprocessing.spawn(_process, args=(str(tmp_path),), nprocs=2)
+
+
+# On a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(2, 224, 224), (2, 160, 256), (1, 224, 224)], ids=str)
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_gpu_evaluation_and_training(make, size, monkeypatch):
+    """As on the CPU, dropout and drop path included."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    own, fused = pair(make, "train", **RANDOM)
+    own, fused, x = own.cuda(), fused.cuda(), images(*size).cuda()
+    assert_same_step(own, fused, x, 5e-5)
+    with torch.no_grad():
+        assert relative(logits(fused.eval()(x)), logits(own.eval()(x))) < 5e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [huggingface, microsoft_plain])
+def test_gpu_half_precision(make, dtype):
+    own, fused = pair(make)
+    x = images(2, 224, 224)
+    exact = logits(in_float64(copy.deepcopy(own)).cuda()(x.cuda().double()))
+    own, fused, x = own.cuda().to(dtype), fused.cuda().to(dtype), x.cuda().to(dtype)
+    with torch.no_grad():
+        assert_accurate(logits(fused(x)), logits(own(x)), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_gpu_graph_capture(make):
+    own, fused = pair(make)
+    own, fused, x = own.cuda(), fused.cuda(), images(2, 224, 224).cuda()
+    stream = torch.cuda.Stream()
+    with torch.inference_mode():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            fused(x)  # warms up
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = logits(fused(x))
+        x.copy_(images(2, 224, 224).cuda().flip(0))
+        graph.replay()
+        assert relative(captured, logits(own(x))) < 1e-3

@@ -1,0 +1,152 @@
+"""verify(): what users trust accelerate() by."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt_kernels import backends
+from tests.upstream import RANDOM, UPSTREAMS, huggingface, images, microsoft, microsoft_plain, ours
+
+
+def spoil(operator, change):
+    """Lets an operator compute something else."""
+    function = getattr(ck.reference, operator)
+    backends.register(
+        operator, "native", backends.Implementation(lambda *a, **kw: change(function(*a, **kw)))
+    )
+
+
+WITHOUT_BATCH_NORM = (
+    "ConvEmbed",
+    "Mlp",
+    "CvtConvEmbeddings",
+    "CvtIntermediate",
+    "CvtSelfOutput",
+    "CvtOutput",
+)
+
+
+@pytest.mark.parametrize("make", [*UPSTREAMS, ours])
+def test_good_models_pass(make):
+    report = ck.verify(make(**RANDOM), images(), rounds=1)
+    assert report.passed, str(report)
+    assert report.failures == []
+    assert report.random < 1e-5
+    assert all(layer.fused for layer in report.layers)
+    assert [layer.path for layer in report.layers] == [row.path for row in ck.coverage(make())] + [""]
+    for layer in report.layers:
+        has_statistics = layer.class_name not in WITHOUT_BATCH_NORM
+        assert (layer.statistics is not None) == has_statistics
+        errors = [layer.evaluation, layer.training, layer.gradients, *([layer.statistics] * has_statistics)]
+        assert all(0 <= error.eager < 1e-5 for error in errors)
+        assert all(error.accelerated < 1e-5 for error in errors)
+    assert report.evaluation.eager > 0
+    assert report.training.accelerated > 0
+
+
+def test_one_image_of_which_upstream_has_wrong_gradients():
+    report = ck.verify(microsoft(), images(1), rounds=1)
+    assert report.passed, str(report)
+    assert report.layers[-1].gradients.accelerated < 1e-5
+
+
+def test_half_precision():
+    model = microsoft_plain().bfloat16()
+    report = ck.verify(model, images(dtype=torch.bfloat16), rounds=1)
+    assert report.passed, str(report)
+    assert 1e-4 < report.layers[-1].evaluation.eager < 0.1
+    with torch.autocast("cpu", torch.bfloat16):
+        report = ck.verify(microsoft(), images(), rounds=1)
+    assert report.passed, str(report)
+    assert report.layers[-1].evaluation.eager > 1e-4
+
+
+WRONG = {
+    "attention": (lambda out: 1.001 * out, "stage0.blocks.0.attn, evaluation"),
+    "conv_projection": (lambda outs: tuple(out + 1e-3 for out in outs), "stage0.blocks.0.attn, evaluation"),
+    "add_layer_norm": (lambda outs: (outs[0], outs[1].detach()), "stage0.blocks.0, gradients"),
+    "bias_gelu": (lambda out: torch.full_like(out, torch.nan), "stage0.blocks.0.mlp, evaluation: nan"),
+}
+
+
+@pytest.mark.parametrize("operator", WRONG)
+def test_a_wrong_operator_is_found_where_it_is(operator):
+    change, place = WRONG[operator]
+    spoil(operator, change)
+    report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
+    assert not report.passed
+    assert any(failure.startswith(place) for failure in report.failures), report.failures
+    # Evaluation is right up to the block in which the operator is.
+    assert report.layers[0].evaluation.passed
+    assert "less accurate than allowed:" in str(report)
+
+
+def test_wrong_random_numbers_are_found():
+    spoil("layer_norm", lambda out: out + 0 * torch.rand(()))
+    model = microsoft(**RANDOM)
+    report = ck.verify(model, images(), rounds=1)
+    assert report.random > 1e-2
+    assert [failure.split(":")[0] for failure in report.failures] == ["model, with random numbers"]
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_nothing_is_changed(mode, accelerated):
+    model = getattr(huggingface(**RANDOM), mode)()
+    if accelerated:
+        ck.accelerate(model)
+    inner = model.cvt.encoder.stages[0].layers[0].attention.attention.convolution_projection_key
+    inner.eval()
+    model(images()).logits.sum().backward()
+    x = images()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    modes, classes = [m.training for m in model.modules()], [type(m) for m in model.modules()]
+    random = torch.get_rng_state()
+    with torch.inference_mode():
+        ck.verify(model, x, rounds=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(x, images())
+    assert backends.requested_backend() == "auto"
+
+
+def test_inputs_by_name_and_wrappers():
+    model = huggingface()
+    inputs = {"pixel_values": images(), "labels": torch.tensor([1, 2])}
+    report = ck.verify(torch.compile(model, backend="eager"), inputs, rounds=1)
+    assert report.passed, str(report)
+    assert report.heading == "CvtForImageClassification, float32 on cpu, inputs 2×3×64×64"
+    assert ck.verify(nn.DataParallel(copy.deepcopy(model)), (images(),), rounds=1).passed
+
+
+def test_the_report_is_a_table():
+    lines = str(ck.verify(ck.accelerate(microsoft()), images(), rounds=1)).splitlines()
+    assert lines[0] == "ConvolutionalVisionTransformer, float32 on cpu, inputs 2×3×64×64"
+    header = lines.index(next(line for line in lines if line.startswith("block")))
+    assert lines[header].split() == ["block", "class", "evaluation", "training", "gradients", "statistics"]
+    table = lines[header : lines.index("", header)]
+    assert len(table) == 1 + 15 + 1
+    for start in (lines[header].index(word) for word in ("class", "evaluation", "training", "gradients")):
+        assert all(line[start - 2 : start] == "  " and line[start] != " " for line in table)
+    assert table[-1].startswith("(model)")
+    assert "times as fast" in lines[-3]
+    assert lines[-1] == "as accurate as it was"
+
+
+def test_bad_input():
+    model = microsoft()
+    with pytest.raises(TypeError, match=r"model: got int, expected a torch\.nn\.Module"):
+        ck.verify(3, images())
+    with pytest.raises(ValueError, match="Linear has no block of a CvT"):
+        ck.verify(nn.Linear(3, 3), images())
+    with pytest.raises(ValueError, match="rounds: got 0, expected at least 1"):
+        ck.verify(model, images(), rounds=0)
+    with pytest.raises(ValueError, match="model: has no parameter that requires a gradient"):
+        ck.verify(model.requires_grad_(False), images())

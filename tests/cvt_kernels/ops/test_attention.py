@@ -1,0 +1,178 @@
+"""The public function: what it accepts and what it why_unsupported."""
+
+import math
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from tests.checks import record_calls
+
+
+def make(tokens, **changes):
+    settings = {"batch": 2, "heads": 3, "dim": 8, "dtype": torch.float32, "device": "cpu"} | changes
+    return torch.randn(
+        settings["batch"], tokens, settings["heads"], settings["dim"],
+        dtype=settings["dtype"], device=settings["device"],
+    )  # fmt: skip
+
+
+def test_a_backend_gets_the_arguments_as_they_are():
+    calls = record_calls("attention")
+    q, k, v, bias = make(9), make(4), make(4), torch.randn(3, 9, 4)
+    out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
+    assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0})]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.2 + bias
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
+
+
+def test_slices_of_one_wider_tensor():
+    qkv = torch.randn(2, 5, 3, 3, 8)
+    q, k, v = qkv.unbind(2)
+    torch.testing.assert_close(
+        ck.attention(q, k, v), ck.attention(q.contiguous(), k.contiguous(), v.contiguous())
+    )
+
+
+def test_dropout_is_passed_on():
+    q, k, v = make(9), make(4), make(4)
+    torch.manual_seed(1)
+    out = ck.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(out, ck.reference.attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(out, ck.attention(q, k, v))
+
+
+def test_autocast_mixes_dtypes():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ck.attention(make(9), make(4, dtype=torch.bfloat16), make(4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": make(4, heads=1)}, ValueError, r"k: got shape \(2, 4, 1, 8\), expected \(2, 4, 3, 8\)"),
+        ({"k": make(4, dim=16)}, ValueError, r"k: got shape \(2, 4, 3, 16\)"),
+        ({"v": make(5)}, ValueError, r"v: got shape \(2, 5, 3, 8\), expected \(2, 4, 3, 8\)"),
+        ({"v": make(4, batch=1)}, ValueError, "v: got shape"),
+        ({"k": make(0), "v": make(0)}, ValueError, "k: got no tokens"),
+        ({"q": make(0)}, ValueError, "q: got no tokens"),
+        ({"q": make(9)[0]}, ValueError, "q: got shape .* expected 4 dimensions"),
+        ({"k": make(4, dtype=torch.float16)}, TypeError, "k: has dtype float16, expected float32 as q"),
+        ({"v": make(4, device="meta")}, ValueError, "v: is on meta, expected cpu as q"),
+        ({"q": make(9).long()}, TypeError, "q: got dtype int64"),
+        ({"q": None}, TypeError, "q: got NoneType, expected a tensor"),
+        (
+            {"q": make(9, dim=0), "k": make(4, dim=0), "v": make(4, dim=0)},
+            ValueError,
+            "q: got shape .* one channel",
+        ),
+        ({"scale": float("nan")}, ValueError, "scale: got nan"),
+        ({"scale": float("inf")}, ValueError, "scale: got inf"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p: got 1.0"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p: got -0.1"),
+        ({"bias": torch.zeros(3, 9, 5)}, ValueError, r"bias: .* does not broadcast to \(2, 3, 9, 4\)"),
+        ({"bias": torch.zeros(1, 2, 3, 9, 4)}, ValueError, "bias: .* does not broadcast"),
+        ({"bias": torch.zeros(9, 4).bool()}, TypeError, "bias: got dtype bool"),
+        ({"bias": torch.zeros(9, 4).double()}, TypeError, "bias: has dtype float64"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ck.attention(**{"q": make(9), "k": make(4), "v": make(4)} | arguments)
+
+
+# attention_map --------------------------------------------------------------------------------------------
+
+
+def test_map_agrees_with_the_whole_matrix():
+    q, k, bias = make(9, dtype=torch.float64), make(4, dtype=torch.float64), torch.randn(3, 1, 4).double()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 + bias
+    whole = scores.softmax(-1)
+    found = ck.attention_map(q, k, rows=[0, 5, -1], scale=0.3, bias=bias)
+    torch.testing.assert_close(found.probabilities, whole[:, :, [0, 5, 8]])
+    entropy = torch.distributions.Categorical(whole[:, :, [0, 5, 8]]).entropy()
+    torch.testing.assert_close(found.entropy, entropy)
+    assert found.distance is None
+    default = ck.attention_map(q, k).probabilities
+    torch.testing.assert_close(
+        default, torch.einsum("bhd,bkhd->bhk", q[:, 0], k).mul(8**-0.5).softmax(-1)[:, :, None]
+    )
+
+
+def test_map_reproduces_the_output_of_attention():
+    q, k, v = make(9), make(4), make(4)
+    p = ck.attention_map(q, k, rows=range(9)).probabilities
+    torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", p, v), ck.attention(q, k, v))
+
+
+def test_map_of_equal_keys():
+    q, k = make(4), torch.zeros(2, 4, 3, 8)
+    found = ck.attention_map(q, k, rows=(0, 3), grid=(2, 2))
+    torch.testing.assert_close(found.entropy, torch.full((2, 3, 2), math.log(4)))
+    torch.testing.assert_close(found.distance, torch.full((2, 3, 2), (0 + 1 + 1 + math.sqrt(2)) / 4))
+
+
+def attend_to(key, tokens, *, queries):
+    """Queries and keys of one head for which every query attends to ``key`` only."""
+    k = torch.zeros(1, tokens, 1, 2)
+    k[:, key] = 1
+    return torch.full((1, queries, 1, 2), 1e3), k
+
+
+def test_distance_from_a_finer_grid():
+    """4×6 queries over 2×3 keys: key (1, 2), at query (2, 4), seen from query (3, 1)."""
+    q, k = attend_to(5, 6, queries=24)
+    found = ck.attention_map(q, k, rows=3 * 6 + 1, grid=(2, 3))
+    assert found.distance.item() == pytest.approx(math.hypot(3 / 2 - 1, 1 / 2 - 2))
+    assert found.entropy.item() == pytest.approx(0)
+    odd = ck.attention_map(*attend_to(3, 4, queries=9), rows=8, grid=(2, 2), query_grid=(3, 3))
+    assert odd.distance.item() == 0  # key (1, 1) lies at query (2, 2)
+
+
+def test_class_token_has_no_place():
+    """Among 1 + 2×2 keys and 1 + 4×4 queries."""
+    q, k = attend_to(0, 5, queries=17)
+    k[:, 4] = 1  # half of the probability each to the class token and to key (1, 1)
+    found = ck.attention_map(q, k, rows=(0, 1), grid=(2, 2))
+    torch.testing.assert_close(found.probabilities[0, 0, 0], torch.tensor([0.5, 0, 0, 0, 0.5]))
+    assert found.distance[0, 0, 0].isnan()
+    assert found.distance[0, 0, 1].item() == pytest.approx(math.sqrt(2))
+
+
+def test_map_of_an_excluded_row():
+    bias = torch.zeros(9, 4)
+    bias[0] = -torch.inf
+    found = ck.attention_map(make(9), make(4), rows=(0, 1), bias=bias)
+    assert not found.probabilities[:, :, 0].any()
+    assert not found.entropy[:, :, 0].any()
+    torch.testing.assert_close(found.probabilities[:, :, 1].sum(-1), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_map_is_computed_in_float32(dtype):
+    q, k = make(9, dtype=dtype), make(4, dtype=dtype)
+    expected = ck.attention_map(q.double(), k.double(), rows=(0, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ck.attention_map(q.requires_grad_(), k, rows=(0, 1))
+    assert found.probabilities.dtype == found.entropy.dtype == torch.float32
+    assert not found.probabilities.requires_grad
+    torch.testing.assert_close(found.probabilities.double(), expected.probabilities, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 9}, r"rows: got \[9\], expected at least one index into 9 queries"),
+        ({"rows": ()}, r"rows: got \[\]"),
+        ({"k": make(4, heads=1)}, r"k: got shape \(2, 4, 1, 8\), expected \(2, 4, 3, 8\)"),
+        ({"grid": (3, 3)}, "grid: got 3×3 for 4 keys"),
+        ({"grid": (2, 2), "query_grid": (2, 3)}, "query_grid: got 2×3 for 9 queries"),
+        ({"q": make(11), "grid": (2, 2)}, "query_grid: got 2×2 for 11 queries"),
+        ({"scale": math.inf}, "scale: got inf"),
+        ({"bias": torch.zeros(9, 5)}, "bias: got shape"),
+    ],
+)
+def test_bad_arguments_of_a_map(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ck.attention_map(**{"q": make(9), "k": make(4)} | arguments)

@@ -1,0 +1,235 @@
+"""The CPU kernels of attention against the reference."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cvt_kernels as ck
+from cvt_kernels import backends, machine, reference
+from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: Queries, keys and heads of CvT-13's stages at 224×224, and of its first at 384×384.
+SHAPES = [(3136, 784, 1), (784, 196, 3), (197, 50, 6), (577, 2304, 1)]
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    with ck.use_backend("native"), torch.no_grad():
+        yield
+
+
+def make(batch, queries, keys, heads, dim, dtype=torch.float64):
+    """Q, k and v as linear layers leave them."""
+    return [torch.randn(batch, n, heads, dim, dtype=torch.float64).to(dtype) for n in (queries, keys, keys)]
+
+
+def check(q, k, v, scale=None, floor=2.0):
+    exact = reference.attention(q.double(), k.double(), v.double(), scale=scale)
+    # PyTorch's own float64 is all there is to compare it with.
+    theirs = reference.attention(q, k, v, scale=scale)
+    assert_accurate(
+        ck.attention(q, k, v, scale=scale), theirs, exact, floor=16.0 if q.dtype == torch.float64 else floor
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_accuracy(shape, dtype):
+    queries, keys, heads = shape
+    check(*make(1, queries, keys, heads, 64, dtype), scale=(64 * heads) ** -0.5)
+
+
+@pytest.mark.parametrize("factor", [30.0, -30.0, 0.0])
+def test_sharp_and_flat_softmax(factor):
+    """Scores of hundreds, where one key of some block takes nearly all; or all alike."""
+    check(*make(1, 50, 600, 2, 64, torch.float32), scale=factor, floor=100.0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(0, 3),
+    queries=st.integers(1, 60),
+    keys=st.integers(1, 300),
+    heads=st.integers(1, 4),
+    dim=st.integers(1, 80),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["contiguous", "packed", "heads first", "channels apart", "misaligned"]),
+)
+def test_any_shape_and_strides(batch, queries, keys, heads, dim, dtype, layout):
+    tensors = make(batch, queries, keys, heads, dim, dtype)
+    laid_out = [lay_out(t, layout) for t in tensors]
+    found = ck.attention(*laid_out)
+    assert found.is_contiguous()
+    expected = reference.attention(*(t.double() for t in tensors))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 16 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+
+
+def lay_out(t, layout):
+    """The same numbers with other strides."""
+    if layout == "packed":  # one of three that a wider linear layer gave
+        return torch.stack([t, t, t], dim=2)[:, :, 1]
+    if layout == "heads first":
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "channels apart":
+        return t.transpose(1, 3).contiguous().transpose(1, 3)
+    if layout == "misaligned":
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+    return t
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_whatever_the_number_of_threads_and_images(dtype):
+    tensors = make(3, 130, 70, 2, 64, dtype)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(ck.attention(*tensors))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    for i in range(3):
+        assert torch.equal(results[0][i : i + 1], ck.attention(*(t[i : i + 1] for t in tensors)))
+
+
+def test_nan_stays_in_its_row():
+    q, k, v = make(1, 30, 40, 2, 16, torch.float32)
+    q[0, 7, 1, 3] = torch.nan
+    out = ck.attention(q, k, v)
+    assert out[0, 7, 1].isnan().all()
+    assert out.isnan().sum() == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bias": torch.zeros(5, 4)}, "takes no bias on a CPU"),
+        ({"dropout_p": 0.1}, "dropout of the probabilities is not supported"),
+    ],
+)
+def test_refusals(change, reason):
+    q, k, v = make(2, 5, 4, 1, 8, torch.float32)
+    with pytest.raises(ck.BackendUnavailable, match=reason):
+        ck.attention(q, k, v, **change)
+    with ck.use_backend("auto"):
+        ck.attention(q, k, v, **change)
+    assert ck.fallbacks()["attention", "native"] == reason
+
+
+def test_why_unsupported_gradients_and_wide_heads():
+    q, k, v = make(2, 5, 4, 1, 8, torch.float32)
+    with torch.enable_grad(), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
+        ck.attention(q, k, v.requires_grad_())
+    with pytest.raises(ck.BackendUnavailable, match="heads have 257 channels, more than 256"):
+        ck.attention(*make(1, 2, 2, 1, 257, torch.float32))
+
+
+def test_auto_takes_it():
+    assert backends.backend_for("attention", "cpu") == "native"
+    tensors = make(1, 5, 4, 1, 8, torch.float32)
+    native = ck.attention(*tensors)
+    with ck.use_backend("auto"):
+        assert torch.equal(ck.attention(*tensors), native)
+
+
+def test_the_extension_does_the_work():
+    """The tests above would pass with a silent reference too."""
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    tensors = make(1, 5, 4, 1, 8, torch.float32)
+    with Record():
+        ck.attention(*tensors)
+    assert called == ["cvt_kernels.attention_inference.default"]
+
+
+def test_autocast():
+    tensors = make(2, 9, 4, 3, 8, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ck.attention(tensors[0], tensors[1].bfloat16(), tensors[2])
+    assert torch.equal(out, ck.attention(*(t.bfloat16() for t in tensors)))
+
+
+def test_operator_checks_what_it_would_read():
+    q, k, v = make(2, 5, 4, 1, 8, torch.float32)
+    op = machine.load_extension() and torch.ops.cvt_kernels.attention_inference
+    for arguments, message in (
+        ((q, k[:1], v, 1.0), r"k: expected \(batch, tokens, heads, head_dim\)"),
+        ((q, k, v[:, :3], 1.0), r"v: expected \(batch, tokens, heads, head_dim\)"),
+        ((q, k, v.half(), 1.0), "v: expected dtype and device of q"),
+        ((q.long(), k.long(), v.long(), 1.0), "expected float64, float32, bfloat16 or float16"),
+        ((q, k[:, :0], v[:, :0], 1.0), "q and k: expected"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
+
+
+def test_opcheck_and_compile():
+    from cvt_kernels.ops.attention import native  # noqa: F401 (registers the shapes that torch.compile needs)
+
+    tensors = make(2, 9, 4, 3, 8, torch.float32)
+    torch.library.opcheck(torch.ops.cvt_kernels.attention_inference.default, (*tensors, 0.1))
+    torch.compiler.reset()
+    compiled = torch.compile(ck.attention, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert torch.equal(compiled(*tensors), ck.attention(*tensors))
+
+
+# A child process, since the choice is made once.
+INSTRUCTION_SETS = """
+import torch, cvt_kernels as ck
+tensors = [torch.randn(2, n, 3, 20) for n in (31, 300, 300)]
+with ck.use_backend("native"):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        q, k, v = (t.to(dtype) for t in tensors)
+        torch.testing.assert_close(
+            ck.attention(q, k, v).double(), ck.reference.attention(q.double(), k.double(), v.double()),
+            rtol=0, atol=max(1e-5, 4 * torch.finfo(dtype).eps),
+        )
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
+def test_other_instruction_sets(name):
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    environment = {**os.environ, "CVT_KERNELS_CPU": name}
+    command = [sys.executable, "-c", INSTRUCTION_SETS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+WIDE = "-DKERNELS_VECTOR_BYTES=64"  # the loops of AVX-512, without its instructions
+
+
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("flags", ["", "-mavx2 -mfma -mf16c -DKERNELS_PAIRS", f"{WIDE} -DKERNELS_PAIRS"])
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
+    if "avx2" in flags and "avx2" not in instruction_sets_here():
+        pytest.skip("this CPU has no avx2")
+    run_sanitized("attention", tmp_path, flags)
+
+
+def test_triton_and_the_extension_register_side_by_side():
+    code = "import cvt_kernels.{}, cvt_kernels.{}"
+    modules = ("attention_triton", "attention_native")
+    for first, second in (modules, modules[::-1]):
+        command = [sys.executable, "-c", code.format(first, second)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr

@@ -1,0 +1,385 @@
+"""The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from cvt_kernels import backends, machine
+from tests.checks import assert_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def make(queries, keys, heads=2, dim=16, *, batch=2, bias=None, dtype=torch.float64):
+    """[q, k, v] or [q, k, v, bias], the latter of the shape ``bias``."""
+    shapes = [(batch, n, heads, dim) for n in (queries, keys, keys)] + ([] if bias is None else [bias])
+    return [torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
+
+
+def run(backend, tensors, *, scale=None, double=False):
+    """The output, and the gradients of all tensors for a fixed pattern of output gradients."""
+    live = [t.detach().to(torch.float64 if double else t.dtype).requires_grad_() for t in tensors]
+    with ck.use_backend(backend):
+        out = ck.attention(*live[:3], scale=scale, bias=live[3] if len(live) > 3 else None)
+    pattern = torch.linspace(-1, 1, 7, device=DEVICE).repeat(out.numel() // 7 + 1)[: out.numel()]
+    return [out.detach(), *torch.autograd.grad(out, live, pattern.view_as(out).to(out.dtype))]
+
+
+def assert_backends_agree(tensors, *, scale=None, floor=1):
+    dtype = tensors[0].dtype
+    ours, exact = run("triton", tensors, scale=scale), run("reference", tensors, scale=scale, double=True)
+    if dtype == torch.float64:
+        if not torch.cuda.is_available():
+            torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+        return
+    theirs = run("reference", tensors, scale=scale)
+    for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        # The bias's gradient may be a sum over all images and queries, hence a few more units.
+        assert_accurate(a, b, c, factor=3 if i else 2, floor=max(floor, 4) if i == 4 else floor)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+@pytest.mark.parametrize(("queries", "keys", "heads"), [(197, 50, 6), (100, 196, 3), (40, 784, 1)])
+def test_keys_and_heads_of_cvt_13(queries, keys, heads, dtype):
+    scale = (heads * 64) ** -0.5
+    assert_backends_agree(make(queries, keys, heads, 64, batch=1, dtype=dtype), scale=scale)
+
+
+def test_first_stage_of_cvt_13():
+    queries = 3136 if DEVICE == "cuda" else 400  # the rest would take the interpreter long
+    assert_backends_agree(make(queries, 784, 1, 64, batch=1, dtype=torch.float16))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_odd_sizes(data):
+    queries, keys = (data.draw(st.sampled_from([1, 2, 15, 17, 33, 65, 80])) for _ in range(2))
+    batch, heads, dim = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 3], [1, 2, 3], [1, 7, 16, 40]))
+    shape = None
+    if data.draw(st.booleans()):
+        full = (batch, heads, queries, keys)
+        shape = tuple(data.draw(st.sampled_from([1, n])) for n in full)[data.draw(st.integers(0, 4)) :]
+    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
+    scale = data.draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
+    tensors = make(queries, keys, heads, dim, batch=batch, bias=shape, dtype=dtype)
+    assert_backends_agree(tensors, scale=scale, floor=16)  # few values: PyTorch's error may be 0 by luck
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "keys", [20, 120, 150]
+)  # one tile; a last tile as wide as the others; a narrower one
+def test_head_dimensions(keys, dim):
+    assert_backends_agree(make(33, keys, dim=dim, batch=1, dtype=torch.float16))
+    assert_backends_agree(make(17, keys, dim=dim, batch=1, heads=1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("keys", "dtype"), [(20, torch.float64), (70, torch.float16)])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 70, None), (1, 2, 70, None), (70, None), (2, 1, 1, None), (None,), (2, 70, 1)], ids=str
+)
+def test_bias_and_its_gradient(shape, keys, dtype):
+    shape = tuple(keys if n is None else n for n in shape)
+    assert_backends_agree(make(70, keys, bias=shape, dtype=dtype), scale=0.2)
+
+
+@pytest.mark.parametrize("keys", [33, 300])
+def test_scaled_dot_product_attention_agrees(keys):
+    """PyTorch's own operator, not our reference."""
+    q, k, v, bias = make(20, keys, 3, 24, bias=(3, 20, keys), dtype=torch.float32)
+    with ck.use_backend("triton"):
+        out = ck.attention(q, k, v, scale=0.3, bias=bias)
+    mask = bias.expand(2, 3, 20, keys)
+    expected = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask, scale=0.3)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("keys", [5, 66])
+def test_strided_views_need_no_copy(keys, monkeypatch):
+    """Of one fused linear layer, with other strides of heads, tokens and batch, or broadcast."""
+    q, k, v = make(keys, keys)
+    with ck.use_backend("triton"):
+        expected = ck.attention(q, k, v)
+        broadcast = ck.attention(q, k[:1].expand_as(k), v)
+        of_copies = ck.attention(q, k[:1].repeat(2, 1, 1, 1), v)
+        assert torch.equal(broadcast, of_copies)
+        spread = [torch.stack([t, t], dim=4).flatten(3)[..., ::2] for t in (q, k, v)]
+        assert torch.equal(ck.attention(*spread), expected)  # copied: the last dimension is not adjacent
+        monkeypatch.setattr(torch.Tensor, "contiguous", None)
+        fused = torch.stack([q, k, v], dim=2).unbind(2)
+        wide = [torch.cat([t, t], dim=3)[..., :16] for t in (q, k, v)]
+        heads_first = [torch.stack(t.unbind(2), dim=1).transpose(1, 2) for t in (q, k, v)]
+        every_other = [torch.stack([t, t], dim=1).flatten(0, 1)[::2] for t in (q, k, v)]
+        for views in (fused, wide, heads_first, every_other):
+            assert not views[0].is_contiguous()
+            assert torch.equal(ck.attention(*views), expected)
+
+
+def test_gradients_of_strided_views_are_contiguous():
+    qkv = torch.randn(2, 20, 3, 2, 16, dtype=torch.float64, device=DEVICE)
+    q, k, v = (t.detach().requires_grad_() for t in qkv.unbind(2))
+    with ck.use_backend("triton"):
+        out = ck.attention(q, k, v)
+    gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    assert all(gradient.is_contiguous() for gradient in gradients)
+    with ck.use_backend("reference"):
+        expected = torch.autograd.grad(ck.attention(q, k, v).sin().sum(), (q, k, v))
+    torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 1, 3, None), (None,)])
+@pytest.mark.parametrize("keys", [4, 66])
+def test_gradcheck(keys, shape):
+    shape = shape and tuple(keys if n is None else n for n in shape)
+    tensors = [t.requires_grad_() for t in make(3, keys, heads=1, dim=3, bias=shape)]
+
+    def function(q, k, v, bias=None):
+        with ck.use_backend("triton"):
+            return ck.attention(q, k, v, scale=0.7, bias=bias)
+
+    assert gradcheck(function, tuple(tensors), fast_mode=True)
+
+
+@pytest.mark.parametrize("keys", [5, 70])
+def test_rows_excluded_by_the_bias_are_zero_and_have_zero_gradients(keys):
+    tensors = make(6, keys, heads=1, bias=(6, keys), dtype=torch.float32)
+    tensors[3][1] = -torch.inf
+    tensors[3][2, : keys - 1] = -torch.inf
+    out, dq, dk, dv, dbias = run("triton", tensors)
+    assert all(t.isfinite().all() for t in (out, dq, dk, dv, dbias))
+    assert not out[:, 1].any()
+    assert not dq[:, 1].any()
+    assert not dbias[1].any()
+    torch.testing.assert_close(out[:, 2], tensors[2][:, keys - 1])
+    assert_backends_agree(tensors)
+
+
+@pytest.mark.parametrize("keys", [30, 150])
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+def test_large_logits(dtype, keys):
+    """Of integers, with a scale that leaves them exact in base 2: rounding of scores is no excuse."""
+    q, k, v = make(20, keys, dtype=dtype)
+    q, k = (q * 60).round(), (k * 60).round()
+    scale = math.log(2) / 4
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+    assert scores.abs().max() > 7e3
+    found, exact = (run(b, [q, k, v], scale=scale, double=b == "reference") for b in ("triton", "reference"))
+    for ours, expected in zip(found, exact, strict=True):
+        units = 16 if dtype == torch.float32 else 64  # ds and the probabilities are rounded to 16 bits
+        # Gradients all but cancel, from terms of some 20.
+        atol = units * torch.finfo(dtype).eps * max(expected.abs().max().item(), 20)
+        torch.testing.assert_close(ours.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("keys", [20, 70])
+def test_equal_bits_over_ten_runs(keys):
+    tensors = make(20, keys, heads=1, bias=(1, keys), dtype=torch.float32)
+    first = run("triton", tensors)
+    for _ in range(9):
+        assert all(torch.equal(a, b) for a, b in zip(first, run("triton", tensors), strict=True))
+
+
+@pytest.mark.parametrize("keys", [20, 70])
+def test_everything_is_written(keys):
+    """With every freshly allocated tensor full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        assert not any(t.isnan().any() for t in run("triton", make(33, keys, dim=5, bias=(33, keys))))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys"), [(197, 50), (784, 196)])
+def test_cuda_graph(queries, keys):
+    q, k, v = make(queries, keys, 3, 64, dtype=torch.float16)
+    static = q.clone()
+    stream = torch.cuda.Stream()
+    with ck.use_backend("triton"), torch.cuda.stream(stream):
+        ck.attention(static, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = ck.attention(static, k, v)
+        static.copy_(2 * q)
+        graph.replay()
+        stream.synchronize()
+        assert torch.equal(out, ck.attention(2 * q, k, v))
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements():
+    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    q, k, v = (t.expand(700, -1, -1, -1) for t in make(3136, 784, 16, 64, batch=1, dtype=torch.float16))
+    with ck.use_backend("triton"):
+        out = ck.attention(q, k, v)
+    assert out.numel() > 2**31
+    assert torch.equal(out[-1], out[0])
+
+
+def test_double_backward_raises():
+    q, k, v = make(5, 4)
+    with ck.use_backend("triton"):
+        out = ck.attention(q.requires_grad_(), k, v)
+    (dq,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels in the order in which they are launched."""
+    names = []
+
+    def launch(kernel, *args, original=machine.launch, **kwargs):
+        names.append(kernel.__name__.removeprefix("_attention_").removesuffix("_kernel"))
+        original(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(machine, "launch", launch)
+    return names
+
+
+def test_the_kernels_do_the_work(launched):
+    """The tests above would pass with a silent reference too."""
+    run("triton", make(5, 50, bias=(50,)))
+    assert launched == ["fwd", "bwd", "bwd_bias"]
+    launched.clear()
+    run("triton", make(5, 150, dtype=torch.float16))
+    assert launched == ["fwd", "bwd_dq", "bwd_dkdv"]
+    launched.clear()
+    run("triton", make(5, 300, bias=(300,)))
+    assert launched == ["fwd_loop", "bwd_dq", "bwd_dkdv", "bwd_bias"]
+
+
+def test_programs_that_take_more_work_give_the_same(monkeypatch):
+    """Several tiles of queries in the forward; all that shares the bias in its gradient."""
+    from cvt_kernels.ops.attention import triton as kernels
+
+    tensors = make(100, 20, bias=(2, 1, 20), dtype=torch.float32)
+    expected = run("triton", tensors)
+    monkeypatch.setattr(kernels, "_FWD_PROGRAMS", 1)
+    monkeypatch.setattr(kernels, "_BIAS_PROGRAMS", 1)
+    found = run("triton", tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found[:4], expected[:4], strict=True))
+    torch.testing.assert_close(found[4], expected[4], rtol=1e-5, atol=1e-5)
+    assert_backends_agree(tensors)
+
+
+def test_no_gradient_is_computed_that_nobody_needs(launched):
+    q, k, v, bias = make(5, 150, bias=(5, 150))
+    with ck.use_backend("triton"):
+        ck.attention(q.requires_grad_(), k, v, bias=bias).sum().backward()
+    assert launched == ["fwd_loop", "bwd_dq"]
+    assert q.grad is not None
+
+
+@given(keys=st.integers(1, 600), widest=st.sampled_from([16, 64, 128]))
+@example(keys=50, widest=64)
+@example(keys=196, widest=128)
+def test_tiles_of_keys_waste_less_than_16(keys, widest):
+    from cvt_kernels.ops.attention.triton import key_tiles
+
+    tiles = key_tiles(keys, widest)
+    assert [first for first, _ in tiles] == [sum(w for _, w in tiles[:i]) for i in range(len(tiles))]
+    assert all(width & (width - 1) == 0 and 16 <= width <= widest for _, width in tiles)
+    assert 0 <= sum(width for _, width in tiles) - keys < 16
+
+
+def test_tiles_of_keys_by_hand():
+    from cvt_kernels.ops.attention.triton import key_tiles
+
+    assert key_tiles(50, 64) == ((0, 64),)
+    assert key_tiles(196, 128) == ((0, 128), (128, 64), (192, 16))
+
+
+def test_float32_follows_pytorch_on_tf32():
+    from cvt_kernels.ops.attention import triton as kernels
+
+    single, half = (make(5, 4, dtype=dtype)[0] for dtype in (torch.float32, torch.float16))
+    assert kernels._spec(single, None, 1.0).precision == "ieee"
+    previous = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert kernels._spec(single, None, 1.0).precision == "tf32"
+        assert kernels._spec(half, None, 1.0).precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = previous
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropout_p", "reason"),
+    [
+        ({}, 0.5, "dropout of the probabilities is not supported"),
+        ({"batch": 0}, 0.0, "the batch is empty"),
+        ({"dim": 129}, 0.0, "heads have 129 channels, more than 128"),
+    ],
+)
+def test_what_the_kernels_refuse_goes_to_the_reference(changes, dropout_p, reason):
+    q, k, v = make(5, 4, dtype=torch.float32, **changes)
+    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
+        ck.attention(q, k, v, dropout_p=dropout_p)
+    triton = backends._implementations["attention"]["triton"]
+    backends.register("attention", "triton", triton._replace(experimental={}, devices=None))
+    assert ck.attention(q, k, v, dropout_p=dropout_p).shape == q.shape
+    assert ck.fallbacks()["attention", "triton"] == reason
+
+
+def test_images_beyond_32_bit_offsets_are_refused():
+    from cvt_kernels.ops.attention.triton import why_unsupported
+
+    q, k = torch.empty(1, 2**18, 64, 128, device="meta"), torch.empty(1, 4, 64, 128, device="meta")
+    assert why_unsupported(q, k, k) == "one image has 2³¹ elements or more"
+    q, k = torch.empty(1, 2**16, 1, 16, device="meta"), torch.empty(1, 2**15, 1, 16, device="meta")
+    assert why_unsupported(q, k, k) is None
+    assert (
+        why_unsupported(q, k, k, bias=torch.empty(2**15, device="meta"))
+        == "one head's bias has 2³¹ elements or more"
+    )
+
+
+def test_autocast_computes_in_its_dtype():
+    q, k, v, bias = make(5, 4, bias=(5, 4), dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16), ck.use_backend("triton"):
+        out = ck.attention(q.requires_grad_(), k.bfloat16(), v, bias=bias.requires_grad_())
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad.dtype == bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("keys", "shape"), [(20, None), (150, (2, 5, 150))])
+def test_compiles_without_graph_breaks(keys, shape):
+    tensors = make(5, keys, bias=shape)
+
+    def function(q, k, v, bias=None):
+        return ck.attention(q.sin(), k, v, scale=0.2, bias=bias).cos()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for backend, call in (("triton", compiled), ("reference", function)):
+        live = [t.detach().requires_grad_() for t in tensors]
+        with ck.use_backend(backend):
+            out = call(*live)
+        results.append([out, *torch.autograd.grad(out.sum(), live)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("keys", [6, 70])
+def test_registered_operators_pass_opcheck(keys):
+    from cvt_kernels.ops.attention import triton as kernels
+
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    q, k, v, bias = make(3, keys, bias=(3, keys))
+    out, lse = kernels.forward(q, k, v, bias, 0.3)
+    torch.library.opcheck(kernels._backward_op, (q, k, v, bias, out, lse, q, 0.3, True), test_utils=tests)
+    torch.library.opcheck(kernels._backward_op, (q, k, v, None, out, lse, q, 0.3, False), test_utils=tests)
+    q, k, v, bias = (t.requires_grad_() for t in (q, k, v, bias))
+    torch.library.opcheck(kernels._forward_op, (q, k, v, bias, 0.3), test_utils=tests)
+    torch.library.opcheck(kernels._forward_op, (q, k, v, None, 0.3), test_utils=tests)

@@ -1,0 +1,305 @@
+"""The CPU kernels of conv_projection in csrc against the reference."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cvt_kernels as ck
+from cvt_kernels import machine, reference
+from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CVT = ((3, 1, 1, 1), (3, 2, 1, 1), (3, 2, 1, 1))  # of q, k, v: kernel, stride, padding, dilation
+
+# Where a compiler was at hand and the extension is missing all the same, these tests fail.
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    with ck.use_backend("native"), torch.no_grad():
+        yield
+
+
+def make_branch(channels, geometry, dtype=torch.float64, norm=None):
+    """float64 parameters that ``dtype`` holds exactly, so that the exact result is of the same ones."""
+    kernel, stride, padding, dilation = geometry
+    weight = torch.randn(channels, 1, kernel, kernel, dtype=torch.float64)
+    gamma, beta, mean = torch.randn(3, channels, dtype=torch.float64).unbind()
+    variance = torch.rand(channels, dtype=torch.float64) + 0.5
+    norms = [t.to(norm or dtype) for t in (gamma, beta, mean, variance)]
+    return ck.ConvBatchNorm(
+        weight.to(dtype), *norms, stride=stride, padding=padding, dilation=dilation, eps=1e-3
+    )
+
+
+def make_x(grid, channels, *, class_token=False, batch=2, dtype=torch.float64):
+    return torch.randn(batch, grid[0] * grid[1] + class_token, channels, dtype=torch.float64).to(dtype)
+
+
+def as_double(branch):
+    return branch._replace(
+        **{f: t.double() for f in branch._fields[:5] if (t := getattr(branch, f)) is not None}
+    )
+
+
+def run(function, x, grid, branches):
+    return function(x, grid, branches, training=False)
+
+
+def exactly(x, grid, branches):
+    return run(reference.conv_projection, x.double(), grid, [as_double(branch) for branch in branches])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "channels", "class_token"),
+    [((56, 56), 64, False), ((14, 14), 384, True), ((28, 20), 192, False), ((7, 9), 37, True)],
+    ids=str,
+)
+def test_accuracy(dtype, grid, channels, class_token):
+    norm = torch.promote_types(dtype, torch.float32)  # float32 beside half precision, as in most models
+    branches = [make_branch(channels, geometry, dtype, norm) for geometry in CVT]
+    x = make_x(grid, channels, class_token=class_token, dtype=dtype)
+    ours, theirs = (run(f.conv_projection, x, grid, branches) for f in (ck, reference))
+    for got, same_dtype, exact in zip(ours, theirs, exactly(x, grid, branches), strict=True):
+        if dtype == torch.float64:  # in which the reference is not exact
+            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+        else:
+            assert_accurate(got, same_dtype, exact)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    grid=st.tuples(st.integers(1, 9), st.integers(1, 19)),
+    channels=st.integers(1, 70),
+    batch=st.integers(0, 3),
+    class_token=st.booleans(),
+    geometries=st.lists(
+        st.one_of(
+            st.sampled_from(CVT),
+            st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 4), st.integers(1, 3)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "offset", "channels")),
+)
+def test_any_shape_and_strides(grid, channels, batch, class_token, geometries, dtype, layout):
+    branches = [make_branch(channels, geometry, dtype) for geometry in geometries]
+    branches = [branch for branch in branches if min(branch.output_grid(grid)) > 0]
+    branches.append(make_branch(channels, (3, 2, 1, 1), dtype)._replace(bn_weight=None, bn_bias=None))
+    x = make_x(grid, channels, class_token=class_token, batch=batch, dtype=dtype)
+    x = {
+        "contiguous": lambda t: t,
+        "sliced": lambda t: torch.cat([t, t], 1)[:, t.shape[1] :],
+        "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+        "expanded": lambda t: t[:1].expand(t.shape),
+        "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+        "channels": lambda t: t.mT.contiguous().mT,
+    }[layout](x)
+    ours = run(ck.conv_projection, x, grid, branches)
+    for got, same in zip(ours, run(ck.conv_projection, x.contiguous(), grid, branches), strict=True):
+        assert torch.equal(got, same)
+        assert got.is_contiguous()
+    # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck.
+    epsilon = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + torch.finfo(dtype).eps
+    for got, exact in zip(ours, exactly(x, grid, branches), strict=True):
+        assert got.shape == exact.shape
+        scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
+
+
+def test_a_mean_of_many_deviations():
+    """Folded into the shift, it would cancel against the sum of products."""
+    branch = make_branch(32, CVT[0], torch.float32)._replace(
+        running_mean=torch.full((32,), 1e4), running_var=torch.full((32,), 1e-4)
+    )
+    weight = torch.zeros(32, 1, 3, 3)
+    weight[:, :, 1, 1] = 1
+    x = make_x((8, 8), 32, dtype=torch.float32) * 1e-2 + 1e4
+    branches = [branch._replace(weight=weight)]
+    ours, theirs = (run(f.conv_projection, x, (8, 8), branches)[0] for f in (ck, reference))
+    assert_accurate(ours, theirs, exactly(x, (8, 8), branches)[0], factor=1)
+
+
+def test_nan_and_inf_reach_their_neighbours_only():
+    branches = [make_branch(20, geometry, torch.float32) for geometry in CVT]
+    x = make_x((6, 7), 20, dtype=torch.float32)
+    x[0, 9, 3], x[1, 20, 4] = torch.nan, torch.inf
+    ours, theirs = (run(f.conv_projection, x, (6, 7), branches) for f in (ck, reference))
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_whatever_the_number_of_threads_and_the_batch(dtype):
+    grid = (23, 31)
+    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
+    x = make_x(grid, 65, class_token=True, batch=8, dtype=dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(run(ck.conv_projection, x, grid, branches))
+    finally:
+        torch.set_num_threads(threads)
+    single = [run(ck.conv_projection, image[None], grid, branches) for image in x]
+    results.append(tuple(map(torch.cat, zip(*single, strict=True))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_compiled():
+    torch.compiler.reset()
+    branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
+    x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
+
+    def project(x):
+        return run(ck.conv_projection, x, (5, 6), branches)
+
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    for batch in (x, x[:1], torch.cat([x, x])):
+        assert all(torch.equal(a, b) for a, b in zip(project(batch), compiled(batch), strict=True))
+
+
+def test_opcheck():
+    machine.load_extension()
+    from cvt_kernels.ops.conv_projection import native  # noqa: F401 (registers the shapes that torch.compile needs)
+
+    q, k = make_branch(6, CVT[0], torch.bfloat16), make_branch(6, (2, 3, 2, 1), torch.bfloat16, torch.float32)
+    x = make_x((4, 5), 6, class_token=True, dtype=torch.bfloat16)
+    norms = [*q[1:5], None, None, *k[3:5]]
+    arguments = (x, 4, 5, [q.weight, k.weight], norms, [1, 1, 1, 3, 2, 1], [1e-5, 1e-3])
+    torch.library.opcheck(torch.ops.cvt_kernels.conv_projection_inference.default, arguments)
+
+
+def test_autocast_computes_as_a_convolution_would():
+    x = make_x((6, 6), 16, dtype=torch.float32)
+    branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
+    doubles = [as_double(branch) for branch in branches]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (run(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
+        kept = run(ck.conv_projection, x.double(), (6, 6), doubles)
+    exact = exactly(x, (6, 6), branches)
+    for got, same_dtype, expected in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert_accurate(got, same_dtype, expected)
+    torch.testing.assert_close(kept, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_the_extension_does_the_work_in_one_call():
+    """The tests above would pass with a silent reference too."""
+    launched = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            launched.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
+    with ck.use_backend("auto"), Record():
+        run(ck.conv_projection, x, (4, 4), branches)
+    assert launched == ["cvt_kernels.conv_projection_inference.default"]
+
+
+def test_refusals():
+    x, branch = make_x((20, 20), 4), make_branch(4, CVT[0])
+
+    def refuse(message, branch, x=x, training=False):
+        with pytest.raises(ck.BackendUnavailable) as error:
+            ck.conv_projection(x, (20, 20), [branch], training=training)
+        assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
+
+    batch = "normalises by running statistics only, not by those of the batch"
+    refuse(batch, branch, training=True)
+    refuse(batch, branch._replace(running_mean=None, running_var=None))
+    refuse("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
+    gradients = "has no gradients; in evaluation, torch.no_grad() does without"
+    with torch.enable_grad():
+        refuse(gradients, branch, x.clone().requires_grad_())
+        for field in ("weight", "bn_weight", "bn_bias"):
+            refuse(gradients, branch._replace(**{field: getattr(branch, field).clone().requires_grad_()}))
+        ck.conv_projection(x, (20, 20), [branch], training=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
+def test_auto_leaves_gradients_to_the_reference():
+    x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
+    leaf = x.clone().requires_grad_()
+    with ck.use_backend("auto"), torch.enable_grad():
+        (out,) = run(ck.conv_projection, leaf, (4, 4), [branch])
+        assert out.requires_grad
+        assert "no gradients" in ck.fallbacks()["conv_projection", "native"]
+        with forward_ad.dual_level():
+            (out,) = run(ck.conv_projection, forward_ad.make_dual(x, x), (4, 4), [branch])
+            assert forward_ad.unpack_dual(out).tangent is not None
+
+
+def test_operators_check_what_they_would_read():
+    x, branch = make_x((4, 5), 6, dtype=torch.float32), make_branch(6, CVT[0], torch.float32)
+    op = machine.load_extension() and torch.ops.cvt_kernels.conv_projection_inference
+
+    def call(x=x, grid=(4, 5), weight=branch.weight, norms=branch[1:5], geometry=(1, 1, 1)):
+        return op(x, *grid, [weight], list(norms), list(geometry), [1e-5])
+
+    assert call()[0].shape == x.shape
+    mean = branch.running_mean
+    for changes, message in (
+        ({"x": x[0]}, r"x: expected \(batch, tokens, channels\)"),
+        ({"grid": (4, 6)}, "x: expected height · width tokens"),
+        ({"weight": branch.weight[:5]}, r"weights: expected \(channels, 1, k, k\)"),
+        ({"weight": branch.weight.double()}, "in the dtype of x"),
+        ({"weight": torch.randn(6, 1, 17, 17)}, "a kernel of 1 to 16"),
+        ({"norms": [None, None, mean[:5], mean]}, r"mean: expected \(channels,\)"),
+        ({"norms": [None, None, mean, None]}, "a mean and a variance"),
+        ({"norms": [None, mean.double(), mean, mean]}, "one dtype"),
+        ({"norms": [mean, mean]}, "4, 3 and 1 for each"),
+        ({"geometry": (0, 1, 1)}, "strides and dilations of at least 1"),
+        ({"geometry": (1, 0, 3)}, "a grid that gives an output"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**changes)
+
+
+# A child process, since the choice is made once.
+INSTRUCTION_SETS = """
+import torch, cvt_kernels as ck
+x, convs, bn = torch.randn(2, 7 * 21 + 1, 37), [], [*torch.randn(3, 37).unbind(), torch.ones(37)]
+for k, stride in ((3, 1), (3, 2), (5, 3)):
+    convs.append(ck.ConvBatchNorm(torch.randn(37, 1, k, k), *bn, stride=stride, padding=1))
+with ck.use_backend("native"), torch.no_grad():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        own = [c._replace(**{f: getattr(c, f).to(dtype) for f in c._fields[:5]}) for c in convs]
+        exact = [c._replace(**{f: getattr(c, f).double() for f in c._fields[:5]}) for c in own]
+        got = ck.conv_projection(x.to(dtype), (7, 21), own, training=False)
+        expected = ck.reference.conv_projection(x.to(dtype).double(), (7, 21), exact, training=False)
+        for a, b in zip(got, expected):
+            eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+            torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=128 * eps)
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
+def test_other_instruction_sets(name):
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    environment = {**os.environ, "CVT_KERNELS_CPU": name}
+    result = subprocess.run(
+        [sys.executable, "-c", INSTRUCTION_SETS], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+def test_loops_stay_within_their_buffers(tmp_path):
+    run_sanitized("conv_projection", tmp_path)

@@ -1,0 +1,459 @@
+"""The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import gradcheck
+
+import cvt_kernels as ck
+from cvt.commands import compile as aot
+from cvt_kernels import backends, machine
+from cvt_kernels.ops.conv_projection import triton as kernels
+from tests.checks import assert_accurate
+from tests.cvt_kernels.test_reference import clone_buffers, random_conv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1}
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Memory that a kernel should have written and did not is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(batch, grid, channels, class_tokens, *, branches=CVT, kernel_sizes=(3, 3, 3), dtype=torch.float64):
+    x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels, dtype=torch.float64)
+    convs = [random_conv(channels, k, **b) for k, b in zip(kernel_sizes, branches, strict=True)]
+    return x.to(DEVICE, dtype), [move(conv, dtype) for conv in convs]
+
+
+def move(conv, dtype):
+    def convert(t):
+        return t.to(DEVICE, dtype) if t.is_floating_point() else t.to(DEVICE)
+
+    return conv._replace(**{name: convert(t) for name, t in conv._asdict().items() if torch.is_tensor(t)})
+
+
+def run(backend, x, grid, convs, training, *, double=False):
+    """Outputs, gradients of everything for a fixed pattern of output gradients, and running statistics."""
+    if double:
+        x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
+    live = [clone_buffers(conv) for conv in convs]
+    x = x.detach().requires_grad_()
+    live = [
+        conv._replace(
+            **{n: getattr(conv, n).detach().requires_grad_() for n in ("weight", "bn_weight", "bn_bias")}
+        )
+        for conv in live
+    ]
+    with ck.use_backend(backend):
+        outs = ck.conv_projection(x, grid, live, training=training)
+    inputs = [x, *(t for conv in live for t in conv[:3])]
+    patterns = [
+        torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype) for out in outs
+    ]
+    gradients = torch.autograd.grad(outs, inputs, patterns)
+    statistics = [t for conv in live for t in (conv.running_mean, conv.running_var)]
+    assert all(conv.num_batches_tracked == 3 + training for conv in live)
+    return list(outs), list(gradients), statistics
+
+
+def assert_backends_agree(x, grid, convs, training):
+    theirs = run("reference", x, grid, convs, training)
+    ours = run("triton", x, grid, convs, training)
+    if x.dtype == torch.float64:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        return
+    exact = run("reference", x, grid, convs, training, double=True)
+    for factor, kind in zip((2, 3, 2), range(3), strict=True):
+        for a, b, c in zip(ours[kind], theirs[kind], exact[kind], strict=True):
+            assert_accurate(a.detach(), b.detach(), c.detach(), factor=factor, floor=4)
+
+
+# Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
+@pytest.mark.parametrize("stage", aot.stages("cvt_13"), ids=str)
+def test_every_stage_of_cvt_13(stage, monkeypatch):
+    grid, channels, class_tokens = stage
+    if DEVICE == "cpu":
+        wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
+        configs = {name: replace(config, **wide) for name, config in kernels.CONFIGS[90].items()}
+        monkeypatch.setattr(kernels, "CONFIGS", {90: configs})
+    x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
+    if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
+        assert_backends_agree(x, grid, convs, True)
+    with ck.use_backend("triton"):
+        ours = ck.conv_projection(x, grid, convs, training=False)
+    theirs = ck.reference.conv_projection(x, grid, convs, training=False)
+    doubled = [move(conv, torch.float64) for conv in convs]
+    exact = ck.reference.conv_projection(x.double(), grid, doubled, training=False)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert_accurate(a, b, c, floor=4)
+        assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
+
+
+def test_several_strips_and_channel_blocks():
+    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), True)
+
+
+def reorder(made, grid):
+    x, convs = made
+    return x, grid, convs
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype, training):
+    assert_backends_agree(*reorder(make(2, (5, 6), 24, 1, dtype=dtype), (5, 6)), training)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_odd_sizes(data):
+    def draw(low, high):
+        return data.draw(st.integers(low, high))
+
+    grid, channels = (draw(1, 6), draw(1, 6)), data.draw(st.sampled_from([1, 3, 17]))
+    ks = [data.draw(st.sampled_from([1, 3, 5])) for _ in range(draw(1, 2))]
+    branches = [{"stride": draw(1, 7), "padding": draw(k // 2, 3), "dilation": draw(1, 2)} for k in ks]
+    x, convs = make(2, grid, channels, draw(0, 1), branches=branches, kernel_sizes=ks)
+    if all(min(conv.output_grid(grid)) >= 1 for conv in convs):
+        assert_backends_agree(x, grid, convs, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
+def test_strides_whose_taps_are_not_known_ahead(strides):
+    """Dx of a stride above 2, alone and beside one that is."""
+    branches = [{"stride": stride, "padding": 1} for stride in strides]
+    x, convs = make(2, (7, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
+    assert_backends_agree(x, (7, 5), convs, True)
+
+
+def test_seven_by_seven():
+    x, convs = make(1, (5, 6), 3, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
+    assert_backends_agree(x, (5, 6), convs, True)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradcheck(training):
+    x, convs = make(2, (3, 2), 2, 1, branches=CVT[1:2], kernel_sizes=(3,))
+    names = ("weight", "bn_weight", "bn_bias")
+    parameters = [getattr(conv, name).requires_grad_() for conv in convs for name in names]
+
+    def function(x, *parameters):
+        live = [
+            clone_buffers(conv)._replace(**dict(zip(names, parameters[3 * i : 3 * i + 3], strict=True)))
+            for i, conv in enumerate(convs)
+        ]
+        with ck.use_backend("triton"):
+            return ck.conv_projection(x, (3, 2), live, training=training)
+
+    assert gradcheck(function, (x.requires_grad_(), *parameters), fast_mode=True)
+
+
+def test_equal_bits_over_five_runs():
+    x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
+    first = run("triton", x, (4, 3), convs, True)
+    for _ in range(4):
+        again = run("triton", x, (4, 3), convs, True)
+        assert all(
+            torch.equal(a, b) for p, q in zip(first, again, strict=True) for a, b in zip(p, q, strict=True)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_beside_float32_batch_norm(dtype):
+    x, convs = make(2, (4, 4), 8, 1, dtype=torch.float32)
+    convs = [conv._replace(weight=conv.weight.to(dtype)) for conv in convs]
+    with ck.use_backend("triton"):
+        outs = ck.conv_projection(x.to(dtype), (4, 4), convs, training=True)
+    assert all(out.dtype == dtype for out in outs)
+    assert all(conv.running_mean.dtype == torch.float32 for conv in convs)
+
+
+def test_a_huge_mean_beside_a_small_deviation():
+    """Where Σy² − (Σy)²/n would be left with nothing, and β − mean · scale with little."""
+    x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
+    conv = move(random_conv(32, 1), torch.float32)
+    conv = conv._replace(weight=torch.ones_like(conv.weight))
+    ours, theirs = (run(backend, x, (6, 6), [conv], True) for backend in ("triton", "reference"))
+    exact = run("reference", x, (6, 6), [conv], True, double=True)
+    assert_accurate(ours[0][0].detach(), theirs[0][0].detach(), exact[0][0].detach())
+    assert_accurate(ours[1][0], theirs[1][0], exact[1][0], factor=3)
+    torch.testing.assert_close([t.double() for t in ours[2]], exact[2], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_running_statistics(momentum):
+    x, convs = make(3, (4, 4), 5, 0)
+    convs = [conv._replace(momentum=momentum) for conv in convs]
+    assert_backends_agree(x, (4, 4), convs, True)
+
+
+def test_without_affine_or_statistics():
+    x, convs = make(2, (4, 4), 5, 1)
+    bare = [
+        conv._replace(bn_weight=None, bn_bias=None, running_mean=None, running_var=None) for conv in convs
+    ]
+    with ck.use_backend("triton"):
+        outs = ck.conv_projection(x, (4, 4), bare, training=False)
+    expected = ck.reference.conv_projection(x, (4, 4), bare, training=False)
+    for out, exact in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, exact)
+
+
+def test_strided_inputs():
+    x, convs = make(2, (4, 4), 8, 1)
+    with ck.use_backend("triton"):
+        expected = ck.conv_projection(x, (4, 4), convs, training=False)
+        wide = torch.cat([x, x], dim=2)
+        spread = torch.stack([x, x], dim=3).flatten(2)
+        for view in (wide[:, :, :8], spread[:, :, ::2], torch.cat([x, x], dim=1)[:, :17]):
+            assert not view.is_contiguous()
+            outs = ck.conv_projection(view, (4, 4), convs, training=False)
+            assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+def test_images_two_billion_elements_apart():
+    """Offsets of images take 64 bits; the memory between the two is never touched."""
+    small, convs = make(2, (3, 2), 8, 1, dtype=torch.float16, branches=CVT[1:2], kernel_sizes=(3,))
+    memory = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
+    x = memory.as_strided(small.shape, (2**31, 8, 1)).copy_(small)
+    far, near = (run("triton", images, (3, 2), convs, True) for images in (x, small))
+    for a, b in zip(far, near, strict=True):
+        assert all(torch.equal(m, n) for m, n in zip(a, b, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements():
+    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    x, convs = make(1, (32, 32), 1024, 0, dtype=torch.float16)
+    with ck.use_backend("triton"):
+        outs = ck.conv_projection(x.expand(2100, -1, -1), (32, 32), convs, training=False)
+    assert outs[0].numel() > 2**31
+    assert all(torch.equal(out[-1], out[0]) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_cuda_graph(training):
+    x, convs = make(2, (6, 6), 64, 0, dtype=torch.float16)
+    static = x.clone()
+    stream = torch.cuda.Stream()
+    with ck.use_backend("triton"), torch.cuda.stream(stream):
+        for _ in range(2):
+            ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=training)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = ck.conv_projection(static, (6, 6), convs, training=training)
+        static.copy_(2 * x)
+        graph.replay()
+        stream.synchronize()
+        expected = ck.conv_projection(2 * x, (6, 6), convs, training=training)
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+def test_double_backward_raises():
+    x, convs = make(2, (3, 3), 2, 0)
+    x.requires_grad_()
+    with ck.use_backend("triton"):
+        (out, *_) = ck.conv_projection(x, (3, 3), convs, training=True)
+    (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_the_kernels_do_the_work(monkeypatch):
+    """One training step launches each of them: the tests above would pass with a silent reference too."""
+    launched = []
+
+    def launch(kernel, *args, original=machine.launch, **kwargs):
+        launched.append(kernel)
+        original(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(machine, "launch", launch)
+    x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
+    run("triton", x, (3, 3), convs, True)
+    assert launched == [
+        kernels._conv_projection_stats_kernel,
+        kernels._merge_stats_kernel,
+        kernels._update_running_kernel,
+        kernels._conv_projection_fwd_kernel,
+        kernels._conv_projection_bwd_sums_kernel,
+        kernels._sum_regions_kernel,
+        kernels._conv_projection_bwd_conv_kernel,
+        kernels._sum_regions_kernel,
+        kernels._conv_projection_bwd_input_kernel,
+    ]
+
+
+def count_pixels(launch):
+    """Pixels of an image that the launch's programs load (each on its own) and outputs that they store."""
+    arguments = dict(zip(inspect.signature(launch.kernel.fn).parameters, launch.args, strict=False))
+    height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
+    branches = launch.constants["BRANCHES"]
+    loaded, stored = (
+        0,
+        [np.zeros(size, int) for size in zip(arguments["out_heights"], arguments["out_widths"], strict=True)],
+    )
+    for strip in range(strips):
+        for block in range(cols):
+            touched = np.zeros((height, width), bool)
+            for (k, stride, pad, dilation, *_), out in zip(branches, stored, strict=True):
+                rows, columns = share(out.shape[0], strip, strips), share(out.shape[1], block, cols)
+                taps = np.arange(k) * dilation - pad
+                y, x = ((n[:, None] * stride + taps).ravel() for n in (rows, columns))
+                touched[np.ix_(y[(y >= 0) & (y < height)], x[(x >= 0) & (x < width)])] = True
+                out[np.ix_(rows, columns)] += 1
+            loaded += touched.sum()
+    assert all((out == 1).all() for out in stored)
+    return loaded, sum(out.size for out in stored)
+
+
+def share(size, part, parts):
+    length = -(-size // parts)
+    return np.arange(min(part * length, size), min((part + 1) * length, size))
+
+
+@pytest.mark.parametrize("chip", [machine.Chip(80, 108), machine.Chip(90, 132)], ids=str)
+@pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
+def test_bytes_per_launch(model, size, chip):
+    """Against x once and the outputs once in evaluation, 2.5 units; x once more in training, 3.5 units."""
+    for stage in aot.stages(model, size):
+        (height, width), channels, _ = stage
+        launches = {
+            launch.kernel: launch for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
+        }
+        fwd, stats = (
+            launches[getattr(kernels, f"_conv_projection_{name}_kernel")] for name in ("fwd", "stats")
+        )
+        loaded, stored = count_pixels(fwd)
+        assert stored == 1.5 * height * width
+        assert loaded + stored <= 1.15 * 2.5 * height * width
+        partial = next(t for t in stats.args if torch.is_tensor(t) and t.shape[:2] == (3, 2))
+        # Written, the means read twice, the rest once; in pixels.
+        merged = partial.nbytes * 2.5 / (2 * 256 * channels)
+        training = loaded + stored + count_pixels(stats)[0] + merged
+        assert training <= 1.15 * 3.5 * height * width
+        blocks = -(-channels // fwd.constants["TILE"][1])
+        assert fwd.grid == (partial.shape[2] * blocks,) == stats.grid
+
+
+def test_small_batches_get_smaller_regions():
+    """Every multiprocessor gets two programs while a strip still has two rows."""
+    x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), machine.Chip(90, 132)
+    with machine.recorded_launches(chip):
+        assert kernels.Plan.make("fwd", x, (56, 56)).programs == 28 // 2 * 2
+        assert kernels.Plan.make("fwd", x.expand(8, -1, -1), (56, 56)).programs == 8 * 14 * 2
+        assert kernels.Plan.make("fwd", x.expand(256, -1, -1), (56, 56)).strips == 4
+
+
+def test_launch_configurations_of_other_gpus():
+    assert kernels._config("fwd", 75) == kernels.CONFIGS[80]["fwd"]
+    assert kernels._config("fwd", 89) == kernels.CONFIGS[86]["fwd"]
+    assert kernels._config("fwd", 103) == kernels.CONFIGS[100]["fwd"]
+
+
+def test_branches_that_one_launch_cannot_serve():
+    x, convs = make(2, (3, 3), 2, 0)
+    shared = [convs[0], convs[1]._replace(running_mean=convs[0].running_mean)]
+    groups = [convs[0], convs[1]._replace(process_group=torch.distributed.ProcessGroup(0, 2))]
+    bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
+    for branches, training, reason in (
+        (shared, True, "two branches share their running statistics"),
+        (groups, True, "the branches synchronise over different process groups"),
+        (bare, False, "some branches have running statistics and some have none"),
+    ):
+        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
+            ck.conv_projection(x, (3, 3), branches, training=training)
+
+
+def test_an_empty_batch_goes_to_the_reference():
+    x, convs = make(2, (3, 3), 2, 0)
+    assert all(out.shape[0] == 0 for out in ck.conv_projection(x[:0], (3, 3), convs, training=False))
+    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match="the batch is empty"):
+        ck.conv_projection(x[:0], (3, 3), convs, training=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_without_graph_breaks_as_a_block(training):
+    from cvt import CvTConfig
+    from cvt.model import Block
+
+    stage = CvTConfig(embed_dims=(8, 8, 8), num_heads=1, cls_token=True).stages[2]
+    eager = Block(stage, 0.0).double().to(DEVICE).train(training)
+    twin = Block(stage, 0.0).double().to(DEVICE).train(training)
+    twin.load_state_dict(eager.state_dict())
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 17, 8, dtype=torch.float64, device=DEVICE)
+    for operator in set(backends.OPERATORS) - {"conv_projection"}:
+        backends.register(operator, "triton", backends.Implementation(getattr(ck.reference, operator)))
+    with ck.use_backend("triton"):
+        out = compiled(x, (4, 4))
+        out.sin().sum().backward()
+    with ck.use_backend("reference"):
+        expected = eager(x, (4, 4))
+        expected.sin().sum().backward()
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(twin.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(dict(twin.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_registered_operators_pass_opcheck():
+    x, convs = make(2, (3, 3), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
+    geometry = kernels.Geometry.of((3, 3), convs)
+    constants = kernels._pack_geometry(geometry), list(geometry.epss)
+    columns = [list(column) for column in zip(*(conv[:5] for conv in convs), strict=True)]
+    weights, gammas, betas, means, variances = columns
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    differentiable = [t.requires_grad_() for t in (x, *weights, *gammas, *betas)]
+    torch.library.opcheck(
+        kernels._forward_op,
+        (x, weights, gammas, betas, means, variances, *constants, False),
+        test_utils=tests,
+    )
+    detached = [t.detach() for t in differentiable]
+    x, weights, gammas = detached[0], detached[1:3], detached[3:5]
+    torch.library.opcheck(kernels._statistics_op, (x, weights, *constants), test_utils=tests)
+    dys = [torch.randn(2, h * w + 1, 2, dtype=torch.float64, device=DEVICE) for h, w in geometry.output_grids]
+    arguments = (x, weights, gammas, means, variances, dys, *constants, True)
+    torch.library.opcheck(kernels._backward_op, arguments, test_utils=tests)
+    statistics, tracked = torch.rand(2, 2, dtype=torch.float64, device=DEVICE), convs[0].num_batches_tracked
+    buffers = [means[1]], [variances[1]], [tracked]
+    torch.library.opcheck(
+        kernels._update_op, (statistics, statistics, [1], *buffers, [0.1], [1.5]), test_utils=tests
+    )
+
+
+def test_autocast_computes_in_its_dtype():
+    x, convs = make(2, (4, 4), 8, 0, dtype=torch.float32)
+    x.requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16), ck.use_backend("triton"):
+        outs = ck.conv_projection(x, (4, 4), convs, training=True)
+    assert all(out.dtype == torch.bfloat16 for out in outs)
+    sum(out.float().sum() for out in outs).backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_batch_norm_modules_agree():
+    """Against the modules themselves, not our reference."""
+    conv2d = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False).double().to(DEVICE)
+    bn = nn.BatchNorm2d(6).double().to(DEVICE)
+    x = torch.randn(2, 20, 6, dtype=torch.float64, device=DEVICE)
+    branch = clone_buffers(ck.ConvBatchNorm.from_modules(conv2d, bn))
+    with ck.use_backend("triton"):
+        (out,) = ck.conv_projection(x, (4, 5), [branch], training=True)
+    expected = bn(conv2d(x.transpose(1, 2).unflatten(2, (4, 5)))).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(branch.running_var, bn.running_var)
+    torch.testing.assert_close(branch.running_mean, bn.running_mean)

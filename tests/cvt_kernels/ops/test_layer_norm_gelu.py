@@ -1,0 +1,78 @@
+"""The public functions: what they accept and what they refuse."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from tests.checks import record_calls
+
+X, W, B = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
+ONE_CALL_EACH = {
+    "layer_norm": ((X, W, B), {"eps": 1e-3}),
+    "add_layer_norm": ((X, X + 1, W, B), {"eps": 1e-3}),
+    "gelu": ((X,), {"approximate": "tanh"}),
+    "bias_gelu": ((X, B), {"approximate": "quick"}),
+    "layer_norm_gelu": ((X, W, B), {"eps": 1e-3, "approximate": "none"}),
+}
+
+
+@pytest.mark.parametrize("operator", ONE_CALL_EACH)
+def test_a_backend_gets_the_arguments_as_they_are(operator):
+    calls = record_calls(operator)
+    arguments, settings = ONE_CALL_EACH[operator]
+    getattr(ck, operator)(*arguments, **settings)
+    ((got, keywords),) = calls
+    assert keywords == settings
+    assert len(got) == len(arguments)
+    assert all(a is b for a, b in zip(got, arguments, strict=True))
+
+
+@pytest.mark.parametrize("operator", ONE_CALL_EACH)
+def test_no_rows(operator):
+    arguments, settings = ONE_CALL_EACH[operator]
+    empty = [t[:0] if t is not W and t is not B else t for t in arguments]
+    out = getattr(ck, operator)(*empty, **settings)
+    assert all(t.shape == (0, 5, 8) for t in (out if isinstance(out, tuple) else (out,)))
+
+
+def test_optional_weight_and_bias():
+    bare = (X - X.mean(-1, keepdim=True)) / (X.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(ck.layer_norm(X), bare)
+    torch.testing.assert_close(ck.layer_norm(X, W), bare * W)
+    torch.testing.assert_close(ck.layer_norm(X, None, B), bare + B)
+
+
+def test_autocast_gives_the_dtype_of_pytorch():
+    half = X.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ck.layer_norm(half, W, B).dtype == torch.nn.functional.layer_norm(half, (8,), W, B).dtype
+        assert ck.add_layer_norm(half, X, W, B)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ck.layer_norm(X, W[:7], B), ValueError, r"weight: got shape \(7,\), expected \(8,\)"),
+        (lambda: ck.layer_norm(X, W, B.view(1, 8)), ValueError, r"bias: got shape \(1, 8\)"),
+        (lambda: ck.layer_norm(X, W.half(), B), TypeError, "weight: has dtype float16, expected float32"),
+        (lambda: ck.layer_norm(X, W, B.to("meta")), ValueError, "bias: is on meta, expected cpu as x"),
+        (lambda: ck.layer_norm(X, W, B, eps=0), ValueError, "eps: got 0, expected a positive number"),
+        (lambda: ck.layer_norm(X, W, B, eps=float("nan")), ValueError, "eps: got nan"),
+        (lambda: ck.layer_norm(X.long(), W, B), TypeError, "x: got dtype int64"),
+        (lambda: ck.layer_norm(torch.tensor(1.0)), ValueError, r"x: got shape \(\), expected \(..., ch"),
+        (lambda: ck.layer_norm(X[..., :0]), ValueError, "x: got shape"),
+        (lambda: ck.add_layer_norm(X, X[:1], W, B), ValueError, "residual: got shape .* as x"),
+        (lambda: ck.add_layer_norm(X, X.double(), W, B), TypeError, "residual: has dtype float64"),
+        (lambda: ck.add_layer_norm(X, None, W, B), TypeError, "residual: got NoneType"),
+        (lambda: ck.gelu(X, approximate="fast"), ValueError, "approximate: got 'fast', expected one of none"),
+        (lambda: ck.gelu(3.0), TypeError, "x: got float, expected a tensor"),
+        (lambda: ck.gelu(X.bool()), TypeError, "x: got dtype bool"),
+        (lambda: ck.bias_gelu(X, B[:3]), ValueError, r"bias: got shape \(3,\)"),
+        (lambda: ck.bias_gelu(X, None), TypeError, "bias: got NoneType"),
+        (lambda: ck.layer_norm_gelu(X, W, B, approximate=None), ValueError, "approximate: got None"),
+        (lambda: ck.layer_norm_gelu(X, W, B, eps=-1.0), ValueError, "eps: got -1.0"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

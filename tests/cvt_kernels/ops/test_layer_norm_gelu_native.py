@@ -1,0 +1,356 @@
+"""The CPU kernels of csrc against the reference."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cvt_kernels as ck
+from cvt_kernels import machine, reference
+from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Every operator with every GELU: name, keywords.
+CALLS = [
+    ("layer_norm", {}),
+    ("add_layer_norm", {}),
+    *(
+        (operator, {"approximate": approximate})
+        for operator in ("gelu", "bias_gelu", "layer_norm_gelu")
+        for approximate in ("none", "tanh", "quick")
+    ),
+]
+every_call = pytest.mark.parametrize(
+    ("operator", "keywords"), CALLS, ids=["-".join((name, *keywords.values())) for name, keywords in CALLS]
+)
+
+
+# Where a compiler was at hand and the extension is missing all the same, these tests fail.
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    with ck.use_backend("native"):
+        yield
+
+
+def arguments(operator, shape, dtype=torch.float64):
+    x, residual = torch.randn(2, *shape, dtype=torch.float64).mul(2).unbind()
+    weight, bias = torch.randn(2, shape[-1], dtype=torch.float64).unbind()
+    chosen = {
+        "layer_norm": (x, weight, bias),
+        "add_layer_norm": (x, residual, weight, bias),
+        "gelu": (x,),
+        "bias_gelu": (x, bias),
+        "layer_norm_gelu": (x, weight, bias),
+    }[operator]
+    return [t.to(dtype) for t in chosen]
+
+
+def outputs_and_gradients(function, tensors, keywords):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    outputs = function(*leaves, **keywords)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [(torch.arange(t.numel()) % 17 / 8 - 1).view(t.shape) for t in outputs]  # exact in every dtype
+    gradients = torch.autograd.grad(outputs, leaves, [w.to(t) for w, t in zip(weights, outputs, strict=True)])
+    return [t.detach() for t in outputs] + list(gradients)
+
+
+def check(operator, keywords, tensors):
+    ours, theirs = (outputs_and_gradients(getattr(f, operator), tensors, keywords) for f in (ck, reference))
+    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in tensors], keywords)
+    outputs = len(ours) - len(tensors)
+    for i, (got, same_dtype, expected) in enumerate(zip(ours, theirs, exact, strict=True)):
+        if got.numel() == 0:
+            assert got.shape == expected.shape
+        elif got.dtype == torch.float64:  # in which the reference is not exact
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+        else:
+            assert_accurate(got, same_dtype, expected, factor=2.0 if i < outputs else 3.0)
+
+
+@every_call
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2, 50, 64), (37, 192), (1, 197, 384), (5, 65), (2, 8192)], ids=str)
+def test_accuracy(operator, keywords, dtype, shape):
+    check(operator, keywords, arguments(operator, shape, dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    call=st.sampled_from(CALLS),
+    sizes=st.lists(st.integers(0, 5), min_size=0, max_size=3),
+    channels=st.integers(3, 70),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    layout=st.sampled_from(("sliced", "transposed", "expanded", "offset")),
+)
+def test_any_shape_and_strides(call, sizes, channels, dtype, layout):
+    operator, keywords = call
+    tensors = arguments(operator, (*sizes, channels), dtype)
+    lay = {
+        "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
+        "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        "expanded": lambda t: t[:1].expand(t.shape) if t.ndim > 1 else t,
+        "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    }[layout]
+    laid = [lay(t) for t in tensors]
+    got, expected = (getattr(ck, operator)(*t, **keywords) for t in (laid, [t.contiguous() for t in laid]))
+    for ours, same in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, expected)), strict=True):
+        assert torch.equal(ours, same)
+        assert ours.is_contiguous()
+    # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck, and a row of three may
+    # have almost no variance.
+    ours = outputs_and_gradients(getattr(ck, operator), laid, keywords)
+    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in laid], keywords)
+    epsilon = 256 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + 2 * torch.finfo(dtype).eps
+    for got, expected in zip(ours, exact, strict=True):
+        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=epsilon * scale)
+
+
+def test_one_channel():
+    x, weight, bias = torch.randn(5, 1), torch.randn(1), torch.randn(1)
+    assert torch.equal(ck.layer_norm(x, weight, bias), bias.expand(5, 1))
+
+
+@every_call
+def test_gradcheck(operator, keywords):
+    tensors = [t.requires_grad_() for t in arguments(operator, (3, 2, 5))]
+    assert torch.autograd.gradcheck(lambda *t: getattr(ck, operator)(*t, **keywords), tensors)
+
+
+@pytest.mark.parametrize(("use_weight", "use_bias"), [(False, False), (True, False), (False, True)])
+def test_optional_parameters(use_weight, use_bias):
+    x, weight, bias = (t.requires_grad_() for t in arguments("layer_norm", (4, 6)))
+    options = (weight if use_weight else None, bias if use_bias else None)
+    for operator in (ck.layer_norm, ck.layer_norm_gelu, lambda x, *o: ck.add_layer_norm(x, x, *o)):
+        function = functools.partial(lambda operator, x, *_: operator(x, *options), operator)
+        assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+def test_either_output_of_add_layer_norm_may_go_unused():
+    tensors = [t.requires_grad_() for t in arguments("add_layer_norm", (3, 5))]
+    for index in (0, 1):
+        used = [
+            torch.autograd.grad(f(*tensors)[index].square().sum(), tensors, materialize_grads=True)
+            for f in (ck.add_layer_norm, reference.add_layer_norm)
+        ]
+        torch.testing.assert_close(*used)
+
+
+def test_huge_mean_tiny_variance():
+    x = 1e4 + 1e-3 * torch.randn(64, 384)
+    exact = reference.layer_norm(x.double())
+    assert_accurate(ck.layer_norm(x), reference.layer_norm(x), exact, factor=1)
+
+
+def test_a_row_that_begins_far_from_its_mean():
+    """Its first values are the origin of one pass; the variance is taken again around the mean."""
+    x = torch.randn(64, 384)
+    x[:, :16] += 1e4
+    exact = reference.layer_norm(x.double())
+    assert_accurate(ck.layer_norm(x), reference.layer_norm(x), exact)
+
+
+def test_exact_gelu_is_as_good_as_float():
+    """Measured densely: at most 7.5e-8 · abs(x), and 9.3e-8 without fused multiply-add."""
+    x = torch.linspace(-14, 14, 2_000_001)
+    exact = x.double() * torch.special.ndtr(x.double())
+    assert ((ck.gelu(x).double() - exact).abs() <= 1e-7 * x.double().abs()).all()
+
+
+def test_auto_leaves_to_pytorch_what_it_does_faster():
+    large, small = torch.randn(1024, 256), torch.randn(64, 256)
+    with ck.use_backend("auto"):
+        for x, expected in ((large, "native"), (small, "reference"), (large.double(), "reference")):
+            assert torch.equal(ck.gelu(x), call(expected, ck.gelu, x))
+        assert "float64" in ck.fallbacks()["gelu", "native"]
+        ck.layer_norm(large[:600].requires_grad_())
+        assert "200000 with gradients" in ck.fallbacks()["layer_norm", "native"]
+        assert torch.equal(ck.layer_norm(large.double()), call("native", ck.layer_norm, large.double()))
+
+
+def call(backend, operator, x):
+    with ck.use_backend(backend):
+        return operator(x)
+
+
+@every_call
+def test_nan_and_inf_propagate(operator, keywords):
+    tensors = arguments(operator, (6, 32), torch.float32)
+    x, inf = tensors[0], torch.inf
+    x[0, 3], x[1, 4], x[2, 5], x[3, :2] = torch.nan, inf, -inf, torch.tensor([inf, -inf])
+    ours, theirs = (outputs_and_gradients(getattr(f, operator), tensors, keywords) for f in (ck, reference))
+    for got, expected in zip(ours, theirs, strict=True):
+        if keywords.get("approximate") == "none":  # gelu(inf) is inf, but NaN in PyTorch's vectorised loop
+            got, expected = (t.masked_fill(t == inf, torch.nan) for t in (got, expected))
+        torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
+def test_gelu_where_it_saturates(approximate):
+    x = torch.tensor([0.0, -0.0, 5.5, -5.5, 5.7, -5.7, 20.0, -20.0, 90.0, -90.0, 1e10, -1e10])
+    torch.testing.assert_close(*(f.gelu(x, approximate=approximate) for f in (ck, reference)))
+
+
+@every_call
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_whatever_the_number_of_threads(operator, keywords, dtype):
+    tensors = arguments(operator, (1003, 65), dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(outputs_and_gradients(getattr(ck, operator), tensors, keywords))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@every_call
+def test_compiled(operator, keywords):
+    torch.compiler.reset()
+    tensors = arguments(operator, (3, 4, 8), torch.float32)
+    function = functools.partial(getattr(ck, operator), **keywords)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+    eager, graph = (outputs_and_gradients(f, tensors, {}) for f in (function, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+
+
+def test_opcheck():
+    from cvt_kernels.ops.layer_norm_gelu import native  # noqa: F401 (registers the shapes that torch.compile needs)
+
+    x, residual, weight, bias = arguments("add_layer_norm", (4, 6), torch.bfloat16)
+    ops = torch.ops.cvt_kernels
+    _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5, "none")
+    for op, args in (
+        (ops.layer_norm, (x, weight, None, 1e-5, "quick")),
+        (ops.add_layer_norm, (x, residual, None, bias, 1e-5)),
+        (ops.layer_norm_backward, (residual, None, x, mean, rstd, weight, None, "tanh")),
+        (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity")),
+        (ops.gelu, (x.mT, None, "none")),
+        (ops.gelu_backward, (residual, x, bias, "quick")),
+        (ops.gelu_backward, (residual, x, None, "none")),
+    ):
+        torch.library.opcheck(op.default, args)
+
+
+@every_call
+def test_the_extension_does_the_work(operator, keywords):
+    """The tests above would pass with a silent reference too."""
+    launched = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            launched.append(function.namespace)
+            return function(*args, **(kwargs or {}))
+
+    tensors = [t.requires_grad_() for t in arguments(operator, (3, 5))]
+    with Record():
+        outs = getattr(ck, operator)(*tensors, **keywords)
+        (outs[-1] if isinstance(outs, tuple) else outs).sum().backward()
+    assert launched.count("cvt_kernels") == 2  # forward and backward
+    launched.clear()
+    with Record(), torch.no_grad():
+        without = getattr(ck, operator)(*tensors, **keywords)
+    assert launched.count("cvt_kernels") == 1
+    for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (outs, without)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_operators_check_what_they_would_read():
+    x, weight, bias = arguments("layer_norm", (4, 6), torch.float32)
+    ops = machine.load_extension() and torch.ops.cvt_kernels
+    for call, message in (
+        (lambda: ops.layer_norm(x, weight[:5], bias, 1e-5, "none"), r"weight: expected \(channels,\)"),
+        (lambda: ops.add_layer_norm(x, x[:2], weight, bias, 1e-5), "residual: expected the shape of x"),
+        (lambda: ops.gelu(x.long(), None, "none"), "x: expected float64, float32"),
+        (lambda: ops.gelu(x, None, "relu"), "activation: got 'relu'"),
+        (lambda: ops.gelu_backward(x.half(), x, None, "none"), "dout: expected the dtype of x"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def test_autocast_gives_the_dtypes_of_pytorch():
+    x = torch.randn(2, 8)
+    half, weight, bias = x.bfloat16(), *torch.randn(2, 8).unbind()
+    calls = {
+        "layer_norm": (half, weight, bias),
+        "add_layer_norm": (half, x, weight, bias),
+        "gelu": (half,),
+        "bias_gelu": (half, bias),
+        "layer_norm_gelu": (half, weight, bias),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        for operator, tensors in calls.items():
+            ours, theirs = (getattr(f, operator)(*tensors) for f in (ck, reference))
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_double_backward_raises():
+    x = torch.randn(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ck.gelu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
+def test_forward_mode_raises():
+    x = torch.randn(3, 4)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        ck.gelu(forward_ad.make_dual(x, x))
+
+
+# A child process, since the choice is made once.
+INSTRUCTION_SETS = """
+import torch, cvt_kernels as ck
+x, w, b = torch.randn(37, 65), torch.randn(65), torch.randn(65)
+with ck.use_backend("native"):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        y = [t.to(dtype) for t in (x, w, b)]
+        for approximate in ("none", "tanh", "quick"):
+            torch.testing.assert_close(
+                ck.layer_norm_gelu(*y, approximate=approximate).double(),
+                ck.reference.layer_norm_gelu(*(t.double() for t in y), approximate=approximate),
+                rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps,
+            )
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
+def test_other_instruction_sets(name):
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    result = run_python(INSTRUCTION_SETS, CVT_KERNELS_CPU=name)
+    assert result.returncode == 0, result.stderr
+
+
+def test_unknown_instruction_set():
+    result = run_python(INSTRUCTION_SETS, CVT_KERNELS_CPU="sse")
+    assert "CVT_KERNELS_CPU: got 'sse', expected plain" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("avx2", "-mavx2 -mfma -mf16c")])
+def test_loops_stay_within_their_buffers(tmp_path, name, flags):
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    run_sanitized("layer_norm_gelu", tmp_path, flags)
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )

@@ -1,0 +1,36 @@
+"""The Python of the documentation runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels.acceleration import _TABLE
+
+PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding="utf-8")
+
+
+def test_accelerate_page(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 6
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    printed = capsys.readouterr().out
+    assert "33 of 33 blocks fused" in printed
+    assert "as accurate as it was" in printed
+    assert printed.rstrip().splitlines()[-1].startswith("tensor(")
+    assert not any("cvt_kernels" in str(node.target) for node in names["program"].graph.nodes)
+    assert torch.isfinite(names["loss"])
+
+
+def test_accelerate_page_lists_every_class():
+    for entry in _TABLE.values():
+        assert f"`{entry.name}`" in PAGE
+
+
+@pytest.mark.parametrize("name", ["accelerate", "coverage", "restore", "verify"])
+def test_what_the_page_uses_is_public(name):
+    assert name in ck.__all__
