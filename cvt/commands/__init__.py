@@ -26,15 +26,8 @@ from ..files import filling, replacing
 from ..images import UNCROPPED_SIZE, load_images, read_labels
 from ..model import CvT
 from ..training.recipe import DIGITS_OPTIONS, MODELS, PRECISIONS, TrainConfig
-from .common import (
-    add_bench,
-    add_compile,
-    add_device_argument,
-    doctor,
-    positive_int,
-    resolve_device,
-    run_command,
-)
+from . import bench, compile, doctor  # noqa: A004 (the name of the command)
+from .common import add_device_argument, positive_int, resolve_device, run_command
 from .evaluate import as_json as evaluation_json
 from .evaluate import cost, evaluate, report
 from .explain import as_json as explanation_json
@@ -107,11 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     exporting.set_defaults(run=_export)
 
     _add_train(commands)
-    commands.add_parser(
-        "doctor", help="what is installed, which backend each operator takes on this machine, and why"
-    ).set_defaults(run=doctor)
-    add_bench(commands)
-    add_compile(commands)
+    for command in (doctor, bench, compile):
+        command.add_parser(commands)
 
     arguments = parser.parse_args(argv)
     return run_command(f"cvt {arguments.command}", lambda: arguments.run(arguments))

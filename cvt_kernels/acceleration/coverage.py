@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .. import backends
 from ..tables import aligned
 from . import _Entry, _is_fused, _mismatch, _refusal, find_blocks
 

@@ -1,1 +1,88 @@
-"""``cvt bench``: parity, speed and memory of a CvT beside its peers."""
+"""``cvt bench``: parity, speed and memory of a CvT beside its peers, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from ..common import add_device_argument, positive_int, resolve_device
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    bench = commands.add_parser(
+        "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's CvT"
+    )
+    bench.add_argument("--checkpoint", help="weights of a CvT of the paper; default: random ones")
+    bench.add_argument("--model", help="cvt_13, cvt_21 or cvt_w24; default: as the checkpoint, or cvt_13")
+    bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
+    bench.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")
+    bench.add_argument(
+        "--batch-size",
+        type=positive_int,
+        nargs="+",
+        default=[8],
+        help="images per step, one or more (default: 8)",
+    )
+    bench.add_argument("--rounds", type=positive_int, default=10, help="timed steps of each (default: 10)")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    bench.add_argument("--train", action="store_true", help="a training step instead of a forward")
+    bench.add_argument(
+        "--peers",
+        type=lambda names: names.split(","),
+        default=["hf"],
+        metavar="NAMES",
+        help="of hf, compile, compile-max, eager, with commas between; hf is always measured (default: hf)",
+    )
+    bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
+    bench.add_argument("--json", metavar="FILE", help="keep the results")
+    bench.add_argument("--report", metavar="DIR", help="write index.html and its plots")
+    bench.add_argument("--against", metavar="OLD.json", help="compare with these results")
+    bench.add_argument(
+        "--compare", nargs=2, metavar=("OLD.json", "NEW.json"), help="compare two results, measure nothing"
+    )
+    add_device_argument(bench)
+    bench.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from . import report
+
+    if arguments.compare is not None:
+        print(report.comparison(*map(report.read, arguments.compare)))
+        return
+    # What would fail at the end fails before the long run.
+    old = None if arguments.against is None else report.read(arguments.against)
+    for option in ("save_weights", "json", "report"):
+        if (path := getattr(arguments, option)) is not None:
+            report.check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
+    if arguments.report is not None:
+        report.check_plots()
+    from . import measurements  # needs the bench extra
+
+    try:
+        results = measurements.run(
+            checkpoint=arguments.checkpoint,
+            model=arguments.model,
+            images=arguments.images,
+            image_size=arguments.image_size,
+            batch_sizes=arguments.batch_size,
+            rounds=arguments.rounds,
+            device=resolve_device(arguments.device),
+            dtype=arguments.dtype,
+            train=arguments.train,
+            peers=arguments.peers,
+            save_weights=arguments.save_weights,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"--batch-size: {error}") from error
+    if arguments.json is not None:
+        report.write(results, arguments.json)
+    print(report.text(results))
+    if arguments.report is not None:
+        page, *_ = report.write_report(results, arguments.report)
+        print(f"\nreport: {page}")
+    if old is not None:
+        print(f"\n{report.comparison(old, results)}")

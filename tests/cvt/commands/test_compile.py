@@ -13,7 +13,7 @@ import triton
 
 from cvt import commands as cli
 from cvt import config
-from cvt.commands import compile as aot
+from cvt.commands.compile import kernels as aot
 from cvt_kernels.machine import load_extension
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
@@ -153,7 +153,7 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
         pytest.skip("there is no nvcc")
     out, rows = compile_ahead(
         "--operator", "layer_norm_gelu", "--arch", "sm_80", "--dtype", "float16", "--cuda",
-        prelude="from cvt.commands import compile as aot; aot._cubins_of_extension = lambda arch: {}",
+        prelude="from cvt.commands.compile import kernels as aot; aot._cubins_of_extension = lambda arch: {}",
     )  # fmt: skip
     assert "CUDA kernels of sm_80: compiled from csrc by " in out
     assert len(rows) == 2 * 16 + 2 * 12 + 1
