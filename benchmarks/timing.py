@@ -9,6 +9,7 @@ keeps the GPU busy. On a CPU it is the wall clock, with caches as the previous c
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import tempfile
@@ -108,16 +109,8 @@ def implementation(operator: str, name: str):
 @contextlib.contextmanager
 def every_kernel():
     """Within it ``auto`` also takes the kernels that it leaves to an explicit request elsewhere."""
-    kept = {operator: dict(found) for operator, found in backends._implementations.items()}
-    for operator, found in kept.items():
-        for backend, kernel in found.items():
-            backends.register(operator, backend, kernel._replace(experimental={}))
-    try:
+    with backends.replaced(lambda operator, backend, kernel: dataclasses.replace(kernel, experimental={})):
         yield
-    finally:
-        for operator, found in kept.items():
-            for backend, kernel in found.items():
-                backends.register(operator, backend, kernel)
 
 
 def results(call, leaves, douts=None):

@@ -22,6 +22,6 @@ def require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed; pip install 'cvt-kernels[{extra}]'", name=error.name
-        ) from error
+        package = (error.name or module).partition(".")[0]
+        message = f"{package} is not installed; pip install 'cvt-kernels[{extra}]'"
+        raise ModuleNotFoundError(message, name=error.name) from error

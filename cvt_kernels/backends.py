@@ -8,11 +8,13 @@ module globals, so that ``torch.compile(fullgraph=True)`` traces through it and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -50,12 +52,13 @@ class BackendUnavailable(RuntimeError):  # noqa: N818 (the public name; it says 
         return type(self), (self.operator, self.backend, self.reason)
 
 
-class Implementation(NamedTuple):
+@dataclass(eq=False)
+class Implementation:
     """One operator on one backend.
 
     Attributes:
         function: Takes the arguments of the public function: itself, or its path ``"package.module:name"``,
-            which is imported at the first call that it can serve.
+            which is imported when a call first asks for this backend on a device that it serves.
         devices: Device types that it serves; None for every one.
         why_unavailable: Given a device type, says why this machine cannot run it there at all, or None if it
             can. It is asked once, at the first call.
@@ -64,11 +67,24 @@ class Implementation(NamedTuple):
         experimental: By device type, why ``auto`` leaves it alone and only an explicit request takes it.
     """
 
-    function: Callable[..., Any] | str
+    function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
-    why_unsupported: Callable[..., str | None] | str | None = None
-    experimental: Mapping[str, str] = {}
+    why_unsupported: Any = None
+    experimental: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def load(self) -> Implementation:
+        """Puts the functions in the place of their paths; returns this object."""
+        if isinstance(self.function, str):
+            self.function = _imported(self.function)
+        if isinstance(self.why_unsupported, str):
+            self.why_unsupported = _imported(self.why_unsupported)
+        return self
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 _implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
@@ -88,6 +104,11 @@ def register(operator: str, backend: str, implementation: Implementation) -> Non
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     _implementations[operator][backend] = implementation
     _ask_why_unavailable.cache_clear()
+
+
+def registered(operator: str, backend: str) -> Implementation:
+    """Returns the implementation of ``operator`` on ``backend``; KeyError if there is none."""
+    return _implementations[operator][backend]
 
 
 @contextlib.contextmanager
@@ -170,27 +191,11 @@ def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if reason is None:
             implementation = _implementations[operator][backend]
             if implementation.why_unsupported is not None:
-                reason = resolve(implementation.why_unsupported)(x, *args, **kwargs)
+                reason = implementation.why_unsupported(x, *args, **kwargs)
             if reason is None:
-                return resolve(implementation.function)(x, *args, **kwargs)
+                return implementation.function(x, *args, **kwargs)
         _fallbacks[operator, backend] = reason
     raise BackendUnavailable(operator, backend, _fallbacks[operator, backend])
-
-
-def resolve(function: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Returns a function of an :class:`Implementation` itself, imported if it is given by its path."""
-    return _imported(function) if isinstance(function, str) else function
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    return _import(path)
-
-
-@functools.cache
-def _import(path: str) -> Callable[..., Any]:
-    """Imports ``"package.module:name"``."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
@@ -232,11 +237,15 @@ def _machine_lacks(operator: str, backend: str, device_type: str) -> str | None:
 
 @functools.cache
 def _ask_why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
-    why_unavailable = _implementations[operator][backend].why_unavailable
-    return why_unavailable(device_type) if why_unavailable is not None else None
+    """Asks the machine, and imports the functions if it can run them."""
+    implementation = _implementations[operator][backend]
+    ask, devices = implementation.why_unavailable, implementation.devices
+    reason = None if ask is None else ask(device_type)
+    if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
+        implementation.load()
+    return reason
 
 
 # What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
 # does; to call it would import torch._dynamo, and with it Triton, and double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_imported._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -260,7 +260,7 @@ def test_every_kernel_is_within_reach_of_auto_and_no_longer():
     from cvt_kernels import backends
 
     def opted_in():
-        found = backends._implementations["attention"]["triton"].opt_in
+        found = backends.registered("attention", "triton").experimental
         return dict(found)
 
     before = opted_in()

@@ -6,7 +6,7 @@
 #include <new>
 #include <vector>
 
-#include "../csrc/attention.h"
+#include "../../csrc/attention.h"
 
 using namespace cvt_kernels;
 using attention::Forward;

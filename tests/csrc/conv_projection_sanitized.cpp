@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "../csrc/conv_projection.h"
-#include "../csrc/half.h"
+#include "../../csrc/conv_projection.h"
+#include "../../csrc/half.h"
 
 using namespace cvt_kernels;
 using namespace cvt_kernels::conv_projection;

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include "../csrc/half.h"
-#include "../csrc/layer_norm_gelu.h"
+#include "../../csrc/half.h"
+#include "../../csrc/layer_norm_gelu.h"
 
 using namespace cvt_kernels;
 

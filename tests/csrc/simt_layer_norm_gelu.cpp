@@ -3,7 +3,7 @@
 // that the sanitizers see what is read or written beside it.
 #include "simt.h"
 
-#include "../csrc/layer_norm_gelu.cuh"
+#include "../../csrc/layer_norm_gelu.cuh"
 
 #include <list>
 

@@ -143,7 +143,8 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     add_marked_backend("triton", 10.0, operator="attention", why_unavailable=lambda device_type: "no GPU")
     lines = ck.doctor().splitlines()
     header = lines.index(next(line for line in lines if line.startswith("operator")))
-    table = {line.split()[0]: line.split()[1:] for line in lines[header + 1 :] if line and line[0] != "("}
+    rows = (line.split() for line in lines[header + 1 : lines.index("", header)])
+    table = {operator: answers for operator, *answers in rows}
     assert set(table) == set(backends.OPERATORS)
     reasons = [line for line in lines if line.startswith("(")]
     numbers = {reason.split(") ")[1]: reason.split()[0] for reason in reasons}

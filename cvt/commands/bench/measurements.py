@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import importlib
 import json
@@ -507,8 +508,8 @@ def _labelled_operators() -> Iterator[None]:
     def labelled_implementation(
         operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        function = labelled(operator, backends.resolve(implementation.function))
-        return implementation._replace(function=function)
+        function = labelled(operator, implementation.load().function)
+        return dataclasses.replace(implementation, function=function)
 
     primitives = linear._PRIMITIVES
     plain = dict(primitives)

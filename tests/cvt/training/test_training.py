@@ -219,7 +219,7 @@ def test_rand_augment_is_off_below_128_and_reproducible():
 
 
 def test_kornia_is_needed_only_for_what_it_does(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kornia", None)
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)
     Augment(TrainConfig(**DIGITS_OPTIONS), 10, 16)
     with pytest.raises(
         ModuleNotFoundError, match=r"kornia is not installed; pip install 'cvt-kernels\[train\]'"
@@ -332,13 +332,13 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
         pytest.skip("there are no native kernels here")
     calls = []
     for operator in ("add_layer_norm", "layer_norm", "gelu"):
-        native = backends._implementations[operator]["native"]
+        native = backends.registered(operator, "native")
 
         def function(*args, native=native, operator=operator, **kwargs):
             calls.append(operator)
             return native.function(*args, **kwargs)
 
-        backends.register(operator, "native", native._replace(function=function))
+        backends.register(operator, "native", dataclasses.replace(native, function=function))
     digits = open_dataset("digits", "train", 16, random_crop=RandomCrop(0.8, flip=0.0))
     options = {**DIGITS_OPTIONS, "epochs": 2, "batch_size": 128}
     curves, counts = [], []
@@ -447,10 +447,7 @@ def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivo
 
 def test_a_killed_training_goes_on(uninterrupted, tmp_path):
     """SIGKILL in the middle of the second epoch; what was on disk is whole, and leads to the same weights."""
-    code = (
-        "import sys; sys.path.insert(0, 'tests'); import test_train as t;"
-        f"t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
-    )
+    code = f"import tests.cvt.training.test_training as t;t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / LAST).exists() and process.poll() is None and time.monotonic() < deadline:

@@ -659,7 +659,7 @@ def test_a_patched_class_is_left_alone(monkeypatch, wraps):
     fused = ck.accelerate(copy.deepcopy(own))
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
-    assert reason.startswith("forward, patched by test_accelerate.")
+    assert reason.startswith(f"forward, patched by {__name__}.")
 
 
 def test_a_patched_inner_class_is_left_alone(monkeypatch):
@@ -669,7 +669,7 @@ def test_a_patched_inner_class_is_left_alone(monkeypatch):
     fused = ck.accelerate(copy.deepcopy(own))
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
-    assert reason.startswith("the forward of act is patched by test_accelerate.")
+    assert reason.startswith(f"the forward of act is patched by {__name__}.")
 
 
 class OtherAttention(microsoft_cvt.Attention):

@@ -228,7 +228,7 @@ def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
 
 def test_triton_and_the_extension_register_side_by_side():
     code = "import cvt_kernels.{}, cvt_kernels.{}"
-    modules = ("attention_triton", "attention_native")
+    modules = ("ops.attention.triton", "ops.attention.native")
     for first, second in (modules, modules[::-1]):
         command = [sys.executable, "-c", code.format(first, second)]
         result = subprocess.run(command, capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
 
+import dataclasses
 import math
 
 import pytest
@@ -326,8 +327,8 @@ def test_what_the_kernels_refuse_goes_to_the_reference(changes, dropout_p, reaso
     q, k, v = make(5, 4, dtype=torch.float32, **changes)
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
         ck.attention(q, k, v, dropout_p=dropout_p)
-    triton = backends._implementations["attention"]["triton"]
-    backends.register("attention", "triton", triton._replace(experimental={}, devices=None))
+    triton = backends.registered("attention", "triton")
+    backends.register("attention", "triton", dataclasses.replace(triton, experimental={}, devices=None))
     assert ck.attention(q, k, v, dropout_p=dropout_p).shape == q.shape
     assert ck.fallbacks()["attention", "triton"] == reason
 
