@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .toolkit import find_nvcc
+
 #: Whether Triton's interpreter runs the kernels, on the CPU.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -180,13 +182,8 @@ def _gpus() -> tuple[str, ...]:
     return tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties)
 
 
-def find_nvcc() -> str | None:
-    """The CUDA compiler of ``CUDA_HOME`` or the PATH, if there is one."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
-
-
 def _nvcc() -> str:
+    """Describes the CUDA compiler, as ``13.0 (/usr/local/cuda/bin/nvcc)``."""
     path = find_nvcc()
     if path is None:
         return "not found"

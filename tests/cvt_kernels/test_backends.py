@@ -162,7 +162,7 @@ def test_doctor_tells_what_was_passed_over():
 
 
 def test_doctor_where_nothing_is_installed(monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setattr(machine, "find_nvcc", lambda: None)
     monkeypatch.setattr(machine, "_installed_version", lambda package: None)
     machine.facts.cache_clear()
     try:

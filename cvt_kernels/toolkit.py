@@ -1,0 +1,23 @@
+"""Finds the CUDA compiler, for the build of the extension as for the library.
+
+``setup.py`` loads this file by its path, where neither torch nor the package can be imported: it needs the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+
+def find_nvcc() -> str | None:
+    """Returns the path of the first nvcc in ``CUDA_HOME``, on the PATH and among PyPI's packages, or None."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/nowhere"
+    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    return (
+        shutil.which("nvcc", path=str(Path(home) / "bin"))
+        or shutil.which("nvcc")
+        or next(map(str, packaged), None)
+    )
