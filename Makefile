@@ -45,7 +45,7 @@ clean:
 	rm -rf .venv build *.egg-info cvt_kernels/_C.*.so
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit("Python 3.10 to 3.13 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools ninja torch

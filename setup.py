@@ -1,4 +1,4 @@
-"""The compiled extension cvt_kernels._C only; everything else is in pyproject.toml.
+"""Builds the compiled extension cvt_kernels._C; everything else is in pyproject.toml.
 
 It is built where torch and a C++ compiler are at hand; otherwise the Python part is installed alone, and
 ``cvt doctor`` says so. Nothing is downloaded. The environment decides what it contains:
@@ -14,6 +14,7 @@ import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -26,8 +27,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
-SOURCES = sorted(str(path) for suffix in ("cpp", "cu") for path in CSRC.glob(f"*.{suffix}"))
-HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in CSRC.glob(f"*.{suffix}"))
+SOURCES = sorted(str(path) for suffix in ("cpp", "cu") for path in CSRC.rglob(f"*.{suffix}"))
+HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in CSRC.rglob(f"*.{suffix}"))
 
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror"
 # Errno and traps would cost branches; values do not depend on them. A product and a sum become one
@@ -35,8 +36,9 @@ FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror"
 SIMD_FLAGS = "-fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi"
 NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Werror"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
+INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
-# The loops of the CPU, csrc/*_simd.cpp, are compiled for each and chosen when they first run.
+# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run.
 INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     AVX2 = "-mavx2 -mfma -mf16c"
@@ -49,7 +51,7 @@ ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
 class Step(NamedTuple):
-    """One command of the build: what it makes from what."""
+    """One command of the build: the file that it makes, the files that it reads, and itself."""
 
     output: Path
     inputs: list[str]
@@ -60,7 +62,7 @@ class BuildNative(build_ext):
     """Compiles by ninja if it is installed, else one file after another."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compiles and links."""
+        """Compiles and links the extension."""
         build = Path(self.build_temp)
         build.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name))
@@ -69,13 +71,14 @@ class BuildNative(build_ext):
 
 
 def steps(build: Path, target: Path, version: str) -> list[Step]:
-    """The commands that make the extension, in an order that works."""
+    """Returns the commands that make the extension, in an order that works."""
     import torch
 
     root = Path(torch.__file__).parent
     # torch's headers bring pybind11 along.
     includes = [str(root / "include"), sysconfig.get_path("include")]
-    common = [*shlex.split(FLAGS), *DEFINES, *(part for path in includes for part in ("-isystem", path))]
+    system = [part for path in includes for part in ("-isystem", path)]
+    common = [*shlex.split(FLAGS), *DEFINES, *INCLUDE, *system]
     toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
@@ -91,31 +94,40 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
         "ARCHITECTURES": ",".join(target.code for target in targets),
     }
 
-    def step(name: str, source: str, command: list[str]) -> Step:
-        output = build / f"{name}.o"
-        return Step(output, [source, *HEADERS], [*command, "-c", source, "-o", str(output)])
+    def step(source: Path, command: list[str], variant: str = "") -> Step:
+        stem = "_".join(source.relative_to(CSRC).with_suffix("").parts)
+        output = build / f"{stem}{variant and '_' + variant}.o"
+        inputs = [str(source), *headers_of(source)]
+        return Step(output, inputs, [*command, "-c", str(source), "-o", str(output)])
 
-    def compiled(name: str, flags: list[str], source: str = "") -> Step:
-        return step(name, source or f"csrc/{name}.cpp", [*compiler(), *common, *flags])
+    def compiled(source: Path, flags: list[str], variant: str = "") -> Step:
+        return step(source, [*compiler(), *common, *flags], variant)
 
-    objects = [compiled("module", [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()])]
-    for loops in sorted(CSRC.glob("*_simd.cpp")):
-        family = loops.name.removesuffix("_simd.cpp")
-        objects.append(compiled(family, []))
+    definitions = [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]
+    objects = [compiled(CSRC / "module.cpp", definitions)]
+    objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
+    for source in sorted(CSRC.glob("*/cpu_loops.cpp")):
         for name, flags in INSTRUCTION_SETS.items():
             options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
-            objects.append(compiled(f"{family}_{name}", options, str(loops)))
+            objects.append(compiled(source, options, name))
     if toolkit is not None:
-        objects.append(compiled("layer_norm_gelu_cuda", []))
-        nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), "-ccbin", host_compiler()]
+        objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cuda_operators.cpp"))]
+        nvcc = [toolkit.nvcc, *shlex.split(NVCC_FLAGS), *INCLUDE, "-ccbin", host_compiler()]
         nvcc += [f"-gencode=arch={target.virtual},code={target.code}" for target in targets]
-        for name, element in CUDA_TYPES.items():
-            options = [f"-DKERNELS=kernels_{name}", f"-DTYPE={element}"]
-            objects.append(step(f"cuda_{name}", "csrc/layer_norm_gelu.cu", [*nvcc, *options]))
-        objects.sort(key=lambda made: not made.output.name.startswith("cuda_"))  # the longest first
+        launches = []
+        for source in sorted(CSRC.glob("*/cuda_launches.cu")):
+            for name, element in CUDA_TYPES.items():
+                options = [f"-DKERNELS=kernels_{name}", f"-DTYPE={element}"]
+                launches.append(step(source, [*nvcc, *options], name))
+        objects = launches + objects  # the longest first
     names = [str(made.output) for made in objects]
     link = [*compiler(), "-shared", *names, *libraries, "-o", str(target)]
     return [*objects, Step(target, names, link)]
+
+
+def headers_of(source: Path) -> list[str]:
+    """Returns the headers that a source may include: those of ``csrc/common`` and of its own folder."""
+    return [header for header in HEADERS if Path(header).parent in (CSRC / "common", source.parent)]
 
 
 class Toolkit(NamedTuple):
@@ -129,7 +141,7 @@ class Toolkit(NamedTuple):
 
 @functools.cache
 def find_toolkit() -> Toolkit | None:
-    """The CUDA toolkit to build with; None if there is none that can be used, or none is wanted.
+    """Returns the CUDA toolkit to build with; None if there is none that can be used, or none is wanted.
 
     Raises:
         SystemExit: ``CVT_KERNELS_CUDA=1`` and there is none that can be used.
@@ -137,30 +149,19 @@ def find_toolkit() -> Toolkit | None:
     requested = os.environ.get("CVT_KERNELS_CUDA") or "auto"
     if requested == "0":
         return None
-    nvcc = find_nvcc()
+    nvcc = runpy.run_path("cvt_kernels/toolkit.py")["find_nvcc"]()
     reason = "no nvcc was found: neither in CUDA_HOME, nor on the PATH, nor from PyPI's nvidia-cuda-nvcc"
-    found = reason if nvcc is None else examine(nvcc)
-    if isinstance(found, Toolkit):
-        return found
+    toolkit = reason if nvcc is None else examine(nvcc)
+    if isinstance(toolkit, Toolkit):
+        return toolkit
     if requested == "1":
-        raise SystemExit(f"CVT_KERNELS_CUDA=1: {found}")
-    print(f"cvt-kernels: building without CUDA kernels: {found}", file=sys.stderr)
+        raise SystemExit(f"CVT_KERNELS_CUDA=1: {toolkit}")
+    print(f"cvt-kernels: building without CUDA kernels: {toolkit}", file=sys.stderr)
     return None
 
 
-def find_nvcc() -> str | None:
-    """The first nvcc of CUDA_HOME, the PATH and PyPI's packages."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/nowhere"
-    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
-    return (
-        shutil.which("nvcc", path=str(Path(home) / "bin"))
-        or shutil.which("nvcc")
-        or next(map(str, packaged), None)
-    )
-
-
 def examine(nvcc: str) -> Toolkit | str:
-    """The toolkit of a compiler, or why it cannot be used."""
+    """Returns the toolkit of a compiler, or why it cannot be used."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", version)
     plan = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
@@ -181,7 +182,7 @@ def examine(nvcc: str) -> Toolkit | str:
 
 
 class Target(NamedTuple):
-    """What nvcc compiles for: ``compute_90`` and, as machine code or as PTX, ``sm_90`` or ``compute_90``."""
+    """A target of nvcc: ``compute_90`` and, as machine code or as PTX, ``sm_90`` or ``compute_90``."""
 
     virtual: str
     code: str
@@ -196,23 +197,22 @@ def architectures(toolkit: Toolkit) -> list[Target]:
     requested = os.environ.get("TORCH_CUDA_ARCH_LIST")
     targets = []
     for name in re.split(r"[;\s]+", (requested or ARCHITECTURES).strip()):
-        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
-        if found is None:
+        parts = re.fullmatch(r"(?P<major>\d+)\.(?P<minor>\d)(?P<suffix>[af]?)(?P<ptx>\+PTX)?", name)
+        if parts is None:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name!r}, expected versions such as 8.0;9.0+PTX")
-        if int(found[1]) < 8:
+        if int(parts["major"]) < 8:
             print(f"cvt-kernels: building no CUDA kernels for {name}: they need 8.0", file=sys.stderr)
             continue
-        if found[1] + found[2] not in toolkit.known:
+        if parts["major"] + parts["minor"] not in toolkit.known:
             if not requested:  # the toolkit is older than the GPU
                 continue
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name}, which CUDA {toolkit.version} does not know")
-        number = found[1] + found[2] + found[3]
+        number = parts["major"] + parts["minor"] + parts["suffix"]
         targets.append(Target(f"compute_{number}", f"sm_{number}"))
-        if found[4]:
+        if parts["ptx"]:
             targets.append(Target(f"compute_{number}", f"compute_{number}"))
-    if (
-        not requested and targets and targets[-1].code.startswith("sm_")
-    ):  # it does not know the last, with PTX
+    if not requested and targets and targets[-1].code.startswith("sm_"):
+        # The toolkit does not know the last of ARCHITECTURES, which would have brought PTX for later GPUs.
         targets.append(Target(targets[-1].virtual, targets[-1].virtual))
     return targets
 
@@ -244,28 +244,28 @@ def run(plan: list[Step], build: Path) -> None:
 
 
 def ninja_path(path: object) -> str:
-    """The path as ninja reads it."""
+    """Returns the path as ninja reads it."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: CXX, or c++."""
+    """Returns the command of the C++ compiler: CXX, or c++."""
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def host_compiler() -> str:
-    """The compiler itself, for nvcc, which takes no launcher before it."""
+    """Returns the compiler itself, for nvcc, which takes no launcher before it."""
     return next(word for word in compiler() if Path(word).name not in ("ccache", "sccache", "distcc"))
 
 
 def compiler_version() -> str:
-    """The first line of ``c++ --version``, without what would end a C string."""
+    """Returns the first line of ``c++ --version``, without the characters that would end a C string."""
     output = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     return output.splitlines()[0].replace('"', "").replace("\\", "")
 
 
-def missing() -> str | None:
-    """Why the extension cannot be built here, or None."""
+def why_not_buildable() -> str | None:
+    """Returns the reason why the extension cannot be built here, or None."""
     if sys.platform != "linux":
         return "it is built on Linux only"
     if importlib.util.find_spec("torch") is None:
@@ -276,11 +276,11 @@ def missing() -> str | None:
 
 
 def extensions() -> list[Extension]:
-    """The extension, or nothing and a message."""
+    """Returns the extension; where it cannot be built, nothing, with a message."""
     cuda = os.environ.get("CVT_KERNELS_CUDA") or "auto"
     if cuda not in ("auto", "0", "1"):
         raise SystemExit(f"CVT_KERNELS_CUDA: got {cuda!r}, expected auto, 0 or 1")
-    reason = missing()
+    reason = why_not_buildable()
     if reason is not None:
         if cuda == "1":
             raise SystemExit(f"CVT_KERNELS_CUDA=1: the extension cannot be built: {reason}")

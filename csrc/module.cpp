@@ -5,9 +5,10 @@
 
 #include <torch/csrc/stable/library.h>
 
-// layer_norm_gelu.cpp implements them on the CPU, layer_norm_gelu_cuda.cpp on the GPU. An activation is "identity" or
-// one of "none", "tanh" and "quick", which are those of GELU; mean and rstd are accumulators (half.h), one per row.
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
+  // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
+  // are those of GELU; mean and rstd are accumulators (common/half.h), one per row.
+  //
   // out = activation(layer_norm(x)); without mean and rstd where no gradient is wanted.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> "
@@ -20,17 +21,18 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "add_layer_norm_inference(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor h, Tensor out)");
-  // Of either; dh is added to dx. The gradient of an absent parameter is empty, here and below.
+  // The gradients of all four; dh is added to dx. The gradient of an absent parameter is empty, here and below.
   m.def(
       "layer_norm_backward(Tensor dout, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
       "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
   // activation(x + bias).
   m.def("gelu(Tensor x, Tensor? bias, str activation) -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");
-  // softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D), on the CPU: attention.cpp.
+
+  // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
 
-  // conv_projection.cpp, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
+  // conv_projection/, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
   // tokens, of a height × width grid after a class token or none; `norms` are the scale, shift, mean and variance of
   // each branch, `geometry` its stride, padding and dilation.
   m.def(

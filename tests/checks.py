@@ -37,29 +37,30 @@ def assert_accurate(
 
 
 def compiler() -> list[str]:
-    """The C++ compiler that builds the extension."""
+    """Returns the command of the C++ compiler that builds the extension."""
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def instruction_sets_here() -> tuple[str, ...]:
-    """Values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
+    """Returns the values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
 
 
 def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
-    """Runs tests/csrc/<family>_sanitized.cpp on the loops of csrc, with AddressSanitizer and UBSan."""
+    """Runs tests/csrc/<family>_sanitized.cpp on the family's CPU loops, with AddressSanitizer and UBSan."""
     root, program = Path(__file__).parents[1], scratch / "sanitized"
-    sources = [root / f"csrc/{family}_simd.cpp", root / f"tests/csrc/{family}_sanitized.cpp"]
+    sources = [root / f"csrc/{family}/cpu_loops.cpp", root / f"tests/csrc/{family}_sanitized.cpp"]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
-    subprocess.run([*compiler(), *options, *map(str, sources), "-o", str(program)], check=True)
+    files = ["-I", root / "csrc", *sources, "-o", program]
+    subprocess.run([*compiler(), *options, *map(str, files)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
 def not_built() -> bool:
-    """Whether the extension is missing for want of a compiler."""
+    """Returns whether the extension is missing because there is no compiler."""
     return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
 
 

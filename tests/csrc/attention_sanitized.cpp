@@ -1,12 +1,12 @@
-// Runs the loops of csrc/attention_simd.cpp, without torch, over odd sizes in buffers that end where the data does, and
-// compares them with the formula: compiled with AddressSanitizer and UBSan by test_attention_native.py.
+// Runs the loops of csrc/attention/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data does,
+// and compares them with the formula. tests/checks.py compiles both with AddressSanitizer and UBSan.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <vector>
 
-#include "../../csrc/attention.h"
+#include "attention/cpu_loops.h"
 
 using namespace cvt_kernels;
 using attention::Forward;
@@ -49,10 +49,10 @@ void compare(const Forward& call, const std::vector<T>& out, double tolerance) {
       for (int64_t key = 0; key < call.keys; key++) {
         expected += weights[key] / total * number<T>(call.v, image, key, head, d);
       }
-      const double found = load(&out[row * call.head_dim + d]);
-      if (!(std::abs(found - expected) <= tolerance)) {
+      const double actual = load(&out[row * call.head_dim + d]);
+      if (!(std::abs(actual - expected) <= tolerance)) {
         std::printf("%lld×%lld×%lld: got %g, expected %g\n", static_cast<long long>(call.queries),
-                    static_cast<long long>(call.keys), static_cast<long long>(call.head_dim), found, expected);
+                    static_cast<long long>(call.keys), static_cast<long long>(call.head_dim), actual, expected);
         std::exit(1);
       }
     }

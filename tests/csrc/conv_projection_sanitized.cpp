@@ -1,14 +1,14 @@
-// Runs the loops of csrc/conv_projection_simd.cpp, without torch, over odd sizes in buffers that end where the data does:
-// compiled with AddressSanitizer and UBSan by test_conv_projection_native.py, with KERNELS naming the table. Every output
-// starts as NaN and must not be NaN at the end.
+// Runs the loops of csrc/conv_projection/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
+// does. tests/checks.py compiles both with AddressSanitizer and UBSan, with KERNELS naming the table. Every output starts
+// as NaN and must not be NaN at the end.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "../../csrc/conv_projection.h"
-#include "../../csrc/half.h"
+#include "common/half.h"
+#include "conv_projection/cpu_loops.h"
 
 using namespace cvt_kernels;
 using namespace cvt_kernels::conv_projection;

@@ -1,15 +1,16 @@
-// Runs the loops of csrc/layer_norm_gelu_simd.cpp, without torch, over odd sizes in buffers that end where the data does:
-// compiled with AddressSanitizer and UBSan by test_layer_norm_gelu_native.py, with KERNELS naming the table. Every output
-// starts as NaN and must not be NaN at the end.
+// Runs the loops of csrc/layer_norm_gelu/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
+// does. tests/checks.py compiles both with AddressSanitizer and UBSan, with KERNELS naming the table. Every output starts
+// as NaN and must not be NaN at the end.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "../../csrc/half.h"
-#include "../../csrc/layer_norm_gelu.h"
+#include "common/half.h"
+#include "layer_norm_gelu/cpu_loops.h"
 
 using namespace cvt_kernels;
+using namespace cvt_kernels::layer_norm_gelu;
 
 template <class T>
 std::vector<T> buffer(int64_t size, float value) {

@@ -1,13 +1,14 @@
-// Runs the CUDA kernels of csrc/layer_norm_gelu.cuh on the host: calls on standard input, results on standard output,
+// Runs the CUDA kernels of csrc/layer_norm_gelu on the host: calls on standard input, results on standard output,
 // both as test_layer_norm_gelu_cuda.py packs them. Every array is a block of memory of its own and of its very size, so
 // that the sanitizers see what is read or written beside it.
 #include "simt.h"
 
-#include "../../csrc/layer_norm_gelu.cuh"
+#include "layer_norm_gelu/cuda_kernels.cuh"
 
 #include <list>
 
 using namespace cvt_kernels;
+using namespace cvt_kernels::layer_norm_gelu;
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc, compiled for the host under the address and undefined behaviour sanitizers."""
+"""The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as machine code, and on a GPU."""
 
 import importlib.util
 import io
@@ -18,6 +18,7 @@ from cvt_kernels.machine import load_extension
 from tests.checks import assert_accurate, compiler, not_built
 
 TESTS = Path(__file__).parent
+CSRC = TESTS.parents[1] / "csrc"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROGRAM = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
 ACTIVATIONS = ("identity", "none", "tanh", "quick")
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 
 
 class Call(NamedTuple):
-    """A call of one kernel; see tests/simt_layer_norm_gelu.cpp."""
+    """A call of one kernel; see simt_layer_norm_gelu.cpp."""
 
     operation: str
     x: Tensor
@@ -42,7 +43,7 @@ class Call(NamedTuple):
     eps: float = 1e-5
 
     def pack(self) -> bytes:
-        """As the program reads it."""
+        """Returns the call as the program reads it."""
         parameters = [t for t in (self.weight, self.bias) if t is not None]
         header = (
             PROGRAM.index(self.operation),
@@ -60,7 +61,7 @@ class Call(NamedTuple):
         return struct.pack("12qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
 
     def results(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of what the program writes."""
+        """Returns the shapes and dtypes of the tensors that the program writes."""
         like_x = (self.x.shape, self.x.dtype)
         statistics = (self.x.shape[:-1], torch.float32)
         parameters = [t for t in (self.weight, self.bias) if t is not None]
@@ -79,9 +80,9 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs calls on the host; gives the results of each."""
+    """Returns a function that runs calls on the host and returns the results of each."""
     program = tmp_path_factory.mktemp("simt") / "kernels"
-    command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all"]
+    command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all", "-I", str(CSRC)]
     subprocess.run([*command, str(TESTS / "simt_layer_norm_gelu.cpp"), "-o", str(program)], check=True)
 
     def run(*calls: Call) -> list[list[Tensor]]:
@@ -112,7 +113,7 @@ def make(
     parameters=None,
     **more,
 ):
-    """A call with random arguments; ``parameters`` is the dtype of weight and bias."""
+    """Returns a call with random arguments; ``parameters`` is the dtype of weight and bias."""
     x, residual, dout = (2 * torch.randn(3, *shape, dtype=torch.float64)).to(dtype).unbind()
     vectors = torch.randn(2, shape[-1], dtype=torch.float64).to(parameters or dtype).unbind()
     if operation == "layer_norm_backward":
@@ -126,7 +127,7 @@ def make(
 
 
 def expected(call: Call, dtype: torch.dtype) -> list[Tensor]:
-    """What PyTorch's own operators make of a call in ``dtype``, in the order of the program's results."""
+    """Returns the results of PyTorch's own operators in ``dtype``, in the order of the program's results."""
     x, addend, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in call[1:5])
     act = (
         (lambda t: t)
@@ -182,7 +183,7 @@ def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
 
 
 def assert_right(run, calls, dtype):
-    """By the shape of things; an error that only rounding makes is for the accuracy test."""
+    """Compares with float64 up to rounding, of which the accuracy test is stricter."""
     epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
     for call, results in zip(calls, run(*calls), strict=True):
         for got, exact in zip(results, expected(call, torch.float64), strict=True):
@@ -201,8 +202,8 @@ every_operation = pytest.mark.parametrize(("operation", "activation"), ONCE, ids
 
 @every_operation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channels(run, operation, activation, dtype):
-    """Each layout of rows in threads, with threads to spare and without; aligned and not."""
+def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
+    """Some leave threads to spare and some do not; some rows are aligned and some are not."""
     channels = (3, 8, 9, 24, 40, 65, 300, 768, 1030, 2000, 2048, 3001, 4096, 8191, 8192)
     calls = [make(operation, (3, count), dtype, activation) for count in channels]
     calls += [make(operation, (3, count), dtype, activation, misalignment=1) for count in (8, 192, 1024)]
@@ -211,8 +212,8 @@ def test_channels(run, operation, activation, dtype):
 
 @every_operation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows(run, operation, activation, dtype):
-    """None at all, one, a block that is not full; several turns of the blocks that stay."""
+def test_numbers_of_rows(run, operation, activation, dtype):
+    """No row, one, a block that is not full; several turns of the blocks that stay."""
     calls = [
         make(operation, (rows, 64), dtype, activation, addend="norm" in operation) for rows in (0, 1, 37)
     ]
@@ -241,7 +242,7 @@ def test_order_of_threads_does_not_matter(run, operation, activation):
         assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
 
 
-def test_huge_mean_tiny_variance(run):
+def test_accuracy_at_a_huge_mean_and_a_tiny_variance(run):
     x = 1e4 + 1e-3 * torch.randn(16, 384)
     ((got, _, _),) = run(Call("layer_norm", x))
     assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()), factor=1)
@@ -258,7 +259,7 @@ def test_nan_and_infinities_stay_in_their_rows(run, operation, activation):
         torch.testing.assert_close(got.double(), exact, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-def test_the_sanitizers_are_awake(run):
+def test_the_sanitizers_report_a_row_too_many(run):
     call = make("layer_norm", (5, 64), torch.float32)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
         run(call._replace(operation="a_row_too_many"))
@@ -268,7 +269,7 @@ def test_the_sanitizers_are_awake(run):
 
 
 def cuobjdump(*options: str) -> str:
-    """What is in the extension; Triton brings the program along."""
+    """Returns what cuobjdump prints of the extension; Triton brings the program along."""
     if not load_extension().cuda:
         pytest.skip("the extension was built without a CUDA toolkit")
     program = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
@@ -277,15 +278,17 @@ def cuobjdump(*options: str) -> str:
 
 
 def test_no_kernel_spills():
-    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump("--dump-resource-usage"))
-    assert found
-    assert all((stack, local) == ("0", "0") for _, stack, local in found)
+    usage = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump("--dump-resource-usage"))
+    assert usage
+    assert all((stack, local) == ("0", "0") for stack, local in usage)
 
 
-@pytest.mark.parametrize("layout", ["NS_8BFloat16ELNS_10ActivationE1ELi8ELi3", "fLNS_10ActivationE1ELi4ELi6"])
+@pytest.mark.parametrize(
+    "layout", ["NS_8BFloat16ELNS0_10ActivationE1ELi8ELi3", "fLNS0_10ActivationE1ELi4ELi6"]
+)
 def test_accesses_are_of_16_bytes(layout):
-    """Of activations and parameters, at the widths of CvT; mean and rstd are single floats."""
-    name = f"_ZN11cvt_kernels4cuda17layer_norm_kernelI{layout}EEEvNS0_16LayerNormForwardEi"
+    """Activations and parameters move so at the widths of CvT; mean and rstd are single floats."""
+    name = f"_ZN11cvt_kernels15layer_norm_gelu4cuda17layer_norm_kernelI{layout}EEEvNS1_16LayerNormForwardEi"
     code = cuobjdump("--dump-sass", "--function", name)
     reads, writes = re.findall(r"LDG\S*", code), re.findall(r"STG\S*", code)
     assert reads
@@ -334,7 +337,7 @@ def test_accuracy_on_a_gpu(operator, dtype, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_graph_capture(operator):
+def test_a_captured_graph_computes_on_new_values(operator):
     tensors = cuda_arguments(operator, (4, 50, 64), torch.bfloat16)
     with ck.use_backend("native"):
         outputs_and_gradients(getattr(ck, operator), tensors)
@@ -350,7 +353,7 @@ def test_graph_capture(operator):
 
 
 @pytest.mark.gpu
-def test_current_stream_and_dtypes_of_autocast():
+def test_the_current_stream_and_the_dtypes_of_autocast():
     half, full, weight = (torch.randn(64, 64, device="cuda") for _ in range(3))
     half, weight = half.half(), weight[0]
     with (
@@ -376,7 +379,7 @@ def test_current_stream_and_dtypes_of_autocast():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
-def test_where_gelu_saturates(approximate, dtype):
+def test_gelu_where_it_saturates_on_a_gpu(approximate, dtype):
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 20, -20, 0, -0.0], device="cuda").to(dtype)
     huge = torch.tensor([1e38, -1e38, 3e38, -3e38], device="cuda").to(dtype)
     with ck.use_backend("native"):
@@ -386,7 +389,7 @@ def test_where_gelu_saturates(approximate, dtype):
 
 
 @pytest.mark.gpu
-def test_what_the_gpu_kernels_refuse():
+def test_too_many_channels_and_float64_are_refused_on_a_gpu():
     x = torch.randn(2, 8193, device="cuda")
     for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no CUDA kernels for float64")):
         with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=reason):

@@ -1,6 +1,7 @@
-"""What setup.py builds and what it says when it cannot; loading of what it built."""
+"""The build of the extension by setup.py, its messages where it cannot build, and the extension's loading."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import setuptools
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, machine, toolkit
 from tests.checks import not_built
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
     )
 
 
-def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path):
+def test_a_build_that_is_impossible_fails_with_one_sentence(tmp_path):
     no_toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_PATH": "", "PATH": path_of_the_compiler(tmp_path)}
     for environment, message in (
         ({"CVT_KERNELS_CUDA": "yes"}, "CVT_KERNELS_CUDA: got 'yes', expected auto, 0 or 1"),
@@ -57,7 +58,7 @@ def test_without_a_toolkit_the_cpu_kernels_are_built(tmp_path):
 
 
 def path_of_the_compiler(tmp_path):
-    """A PATH that holds the compiler and nothing else."""
+    """Returns a PATH that holds the compiler and nothing else."""
     (tmp_path / "c++").symlink_to(shutil.which("c++") or "/nowhere/c++")
     return str(tmp_path)
 
@@ -71,10 +72,10 @@ esac
 """
 
 
-def toolkit(tmp_path, version="13.0", library=True):
-    """A CUDA toolkit that answers questions and compiles nothing."""
+def fake_toolkit(tmp_path, version="13.0", library=True):
+    """Makes a CUDA toolkit that answers but compiles nothing; returns the environment that names it."""
     for folder in ("bin", "lib"):
-        (tmp_path / folder).mkdir()
+        (tmp_path / folder).mkdir(parents=True)
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text(NVCC.format(version=version, top=tmp_path))
     nvcc.chmod(0o755)
@@ -84,14 +85,14 @@ def toolkit(tmp_path, version="13.0", library=True):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("lacks", "message"),
     [
         ({"version": "11.8"}, "is of CUDA 11.8, but 12.0 is the oldest that knows C++20"),
         ({"library": False}, "comes without libcudart_static.a"),
     ],
 )
-def test_a_toolkit_that_cannot_be_used(tmp_path, found, message):
-    environment = toolkit(tmp_path, **found)
+def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
+    environment = fake_toolkit(tmp_path, **lacks)
     assert message in run_setup(**environment).stderr
     insisting = run_setup(**environment, CVT_KERNELS_CUDA="1")
     assert insisting.returncode == 1
@@ -106,44 +107,54 @@ def test_a_toolkit_that_cannot_be_used(tmp_path, found, message):
     ],
 )
 def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
-    result = run_setup(**toolkit(tmp_path), TORCH_CUDA_ARCH_LIST=architectures)
+    result = run_setup(**fake_toolkit(tmp_path), TORCH_CUDA_ARCH_LIST=architectures)
     assert result.returncode == 1
     assert message in result.stderr
 
 
-def test_architectures(tmp_path, monkeypatch):
-    """The default leaves out what the toolkit is too old for."""
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """Returns the functions of setup.py, by name, which find the toolkit of fake_toolkit()."""
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
-    for name, value in toolkit(tmp_path).items():
+    for name, value in fake_toolkit(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    setup = runpy.run_path("setup.py")
-    found = setup["find_toolkit"]()
-    assert [target.code for target in setup["architectures"](found)] == ["sm_80", "sm_90", "compute_90"]
+    monkeypatch.delenv("CVT_KERNELS_CUDA", raising=False)
+    return runpy.run_path("setup.py")
+
+
+def test_architectures_that_are_compiled_for(monkeypatch, setup):
+    """The default leaves out those that the toolkit is too old for."""
+    cuda = setup["find_toolkit"]()
+    assert [target.code for target in setup["architectures"](cuda)] == ["sm_80", "sm_90", "compute_90"]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
-    assert setup["architectures"](found) == []
+    assert setup["architectures"](cuda) == []
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0a 8.0+PTX")
-    assert setup["architectures"](found) == [
+    assert setup["architectures"](cuda) == [
         ("compute_90a", "sm_90a"), ("compute_80", "sm_80"), ("compute_80", "compute_80")
     ]  # fmt: skip
 
 
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+def test_every_source_of_csrc_is_compiled(tmp_path, setup):
+    *objects, link = setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__)
+    sources = [path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu")]
+    assert {step.inputs[0] for step in objects} == set(map(str, sources))
+    assert len({step.output for step in objects}) == len(objects)
+    assert link.inputs == [str(step.output) for step in objects]
 
 
-@needs_extension
-def test_build_facts():
-    facts = machine.load_extension()
-    assert facts.version == ck.__version__
-    assert facts.compiler
-    assert bool(facts.cuda) == bool(facts.architectures)
-    assert ("no CUDA" in machine.facts().native) == (not facts.cuda)
+def test_a_source_includes_headers_of_its_folder_and_of_common_only(setup):
+    """Hence these are all that it has to be compiled again for."""
+    for source in map(Path, setup["SOURCES"] + setup["HEADERS"]):
+        included = re.findall(r'^#include "(.*)"$', source.read_text(), re.MULTILINE)
+        assert {f"csrc/{name}" for name in included} <= set(setup["headers_of"](source)), source
 
 
 @pytest.fixture
 def _reload(monkeypatch):
-    """As in a process that has not loaded the extension."""
+    """Makes the test run as in a process that has not loaded the extension."""
     caches = (machine.load_extension, backends._ask_why_unavailable, machine.facts)
     for cache in caches:
         cache.cache_clear()
@@ -151,6 +162,33 @@ def _reload(monkeypatch):
     monkeypatch.undo()
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.mark.usefixtures("_reload")
+def test_nvcc_of_cuda_home_comes_before_that_of_the_path_and_pypi(tmp_path, monkeypatch):
+    """The build and the library find the same one, which doctor names."""
+    pypi, path, home = (tmp_path / name for name in ("site-packages/nvidia/cu13", "path", "home"))
+    monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("PATH", str(path / "bin"))
+    assert toolkit.find_nvcc() is None
+    for folder, version in ((pypi, "13.1"), (path, "13.2"), (home, "13.3")):
+        fake_toolkit(folder, version)
+        assert toolkit.find_nvcc() == str(folder / "bin/nvcc")
+        machine.facts.cache_clear()
+        assert machine.facts().nvcc == f"{version} ({folder / 'bin/nvcc'})"
+
+
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@needs_extension
+def test_the_facts_of_the_build():
+    facts = machine.load_extension()
+    assert facts.version == ck.__version__
+    assert facts.compiler
+    assert bool(facts.cuda) == bool(facts.architectures)
+    assert ("no CUDA" in machine.facts().native) == (not facts.cuda)
 
 
 @needs_extension
@@ -173,7 +211,7 @@ def test_an_extension_that_does_not_load_says_why(monkeypatch):
 
 
 @pytest.mark.usefixtures("_reload")
-def test_without_the_extension(monkeypatch):
+def test_the_reason_where_the_extension_is_not_built(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     ck.bias_gelu(torch.ones(3), torch.ones(3))
@@ -184,7 +222,7 @@ def test_without_the_extension(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("toolkit", "architectures", "capability", "driver", "reason"),
+    ("built_with", "architectures", "capability", "driver", "reason"),
     [
         ("13.0", ("sm_80", "sm_90"), (8, 6), 13, None),
         ("13.0", ("sm_80", "compute_90"), (12, 0), 13, None),
@@ -197,11 +235,11 @@ def test_without_the_extension(monkeypatch):
     ],
 )
 def test_gpus_that_the_extension_was_not_built_for(
-    monkeypatch, toolkit, architectures, capability, driver, reason
+    monkeypatch, built_with, architectures, capability, driver, reason
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
-    got = machine._why_cuda_unavailable(toolkit, architectures)
+    got = machine._why_cuda_unavailable(built_with, architectures)
     assert got is None if reason is None else reason in got

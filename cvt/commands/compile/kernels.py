@@ -429,9 +429,11 @@ def width(instruction: str) -> int:
 
 # The CUDA kernels ------------------------------------------------------------------------------------------
 
-_SOURCE = Path(__file__).parents[3] / "csrc" / "layer_norm_gelu.cu"
+_CSRC = Path(__file__).parents[3] / "csrc"
+_FAMILY = _CSRC / "layer_norm_gelu"
+_SOURCE = _FAMILY / "cuda_launches.cu"
 _CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
-_ACTIVATIONS = ("identity", "none", "tanh", "quick")  # as csrc/math.h numbers them
+_ACTIVATIONS = ("identity", "none", "tanh", "quick")  # as the family's activation.h numbers them
 
 
 def cuda_jobs(arch: int, dtypes: Collection[str]) -> tuple[list[CudaKernels], str]:
@@ -480,12 +482,13 @@ def _compile_cuda(arch: int, dtype: str) -> bytes:
     if nvcc is None:
         raise ValueError("nvcc is gone")
     flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-DTYPE={_CUDA_TYPES[dtype]}", "-DKERNELS=kernels"]
-    sources = [_SOURCE, *sorted(_SOURCE.parent.glob("*.cuh")), *sorted(_SOURCE.parent.glob("*.h"))]
+    headers = (path for folder in (_CSRC / "common", _FAMILY) for path in folder.glob("*.*h"))
+    sources = [_SOURCE, *sorted(headers)]
 
     def compile_cuda() -> bytes:
         with tempfile.TemporaryDirectory() as scratch:
             cubin = Path(scratch, "kernels.cubin")
-            _output(nvcc, *flags, "-cubin", "-o", str(cubin), str(_SOURCE))
+            _output(nvcc, *flags, f"-I{_CSRC}", "-cubin", "-o", str(cubin), str(_SOURCE))
             return cubin.read_bytes()
 
     key = [_output(nvcc, "--version").encode(), *map(str.encode, flags)]
@@ -503,7 +506,7 @@ def _output(*command: str) -> str:
 def _cuda_case(function: str) -> tuple[str, dict[str, Any]]:
     """(kernel, what it is compiled for) of a mangled name: activation, elements of a load, loads of a row."""
     found = re.search(
-        r"\d+([a-z_]+)_kernelI(?:f|NS_\w+?E)(?:LNS_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", function
+        r"\d+([a-z_]+)_kernelI(?:f|NS_\w+?E)(?:LNS\d*_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", function
     )
     if found is None:
         raise ValueError(f"a kernel of another kind in the extension: {function}")

@@ -18,7 +18,7 @@ from ...reference import ConvBatchNorm
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
 
-_MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection.h
+_MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
 
 
 # Shapes for torch.compile

@@ -162,7 +162,7 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
 
 def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
     monkeypatch.setattr(aot, "_cubins_of_extension", lambda arch: {})
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setattr(aot.machine, "find_nvcc", lambda: None)
     reason = "CUDA kernels of sm_86 are left out: the extension has none for it, and there is no nvcc here"
     assert aot.cuda_jobs(86, aot.DTYPES) == ([], reason)
     monkeypatch.setenv("TRITON_INTERPRET", "0")

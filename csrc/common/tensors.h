@@ -1,28 +1,19 @@
-// What the operators share, on the CPU and on the GPU: what they require of tensors, and how they make them.
+// Checks of tensors and the making of new ones, for the operators of every family, on the CPU and on the GPU.
 #pragma once
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "layer_norm_gelu.h"
+#include "common/half.h"
 
 namespace cvt_kernels {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-inline Activation activation_of(const std::string& name) {
-  if (name == "identity") return Activation::identity;
-  if (name == "none") return Activation::none;
-  if (name == "tanh") return Activation::tanh;
-  STD_TORCH_CHECK(name == "quick", "activation: got '", name, "', expected identity, none, tanh or quick");
-  return Activation::quick;
-}
 
 inline DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -38,6 +29,10 @@ inline ScalarType accumulator_of(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+inline int64_t accumulator_bytes(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? sizeof(double) : sizeof(float);
+}
+
 inline int64_t channels_of(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x: expected (..., channels)");
   return x.size(x.dim() - 1);
@@ -47,6 +42,7 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && (!a.is_cuda() || a.get_device_index() == b.get_device_index());
 }
 
+// The tensor in contiguous memory, after a check that it has the shape, dtype and device of x.
 inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
   const auto sizes = tensor.sizes(), expected = x.sizes();
   STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
@@ -56,22 +52,18 @@ inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tens
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Weight or bias.
+inline std::optional<Tensor> contiguous_like(const char* name, const std::optional<Tensor>& tensor, const Tensor& x) {
+  return tensor.has_value() ? std::optional(contiguous_like(name, *tensor, x)) : std::nullopt;
+}
+
+// Checks a weight or a bias of the channels of x.
 inline void check_parameter(const char* name, const Tensor& tensor, const Tensor& x) {
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == channels_of(x), name, ": expected (channels,)");
   STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
 }
 
-inline void check_statistics(const Tensor& mean, const Tensor& rstd, const Tensor& h) {
-  for (const Tensor& statistic : {mean, rstd}) {
-    STD_TORCH_CHECK(statistic.numel() == h.numel() / channels_of(h) && statistic.scalar_type() == accumulator_of(h) &&
-                        statistic.is_contiguous() && same_device(statistic, h),
-                    "mean and rstd: expected one accumulator per row");
-  }
-}
-
-// Uninitialised, contiguous, on the device of `like`; without the search for the operator by its name that
-// torch::stable::empty makes.
+// A new tensor, uninitialized and contiguous, on the device of `like`; without the search for the operator by its name
+// that torch::stable::empty makes.
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i > 1; i--) strides[i - 2] = strides[i - 1] * std::max<int64_t>(1, sizes[i - 1]);
@@ -84,11 +76,5 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
                                                          device_index, &handle));
   return Tensor(handle);
 }
-
-// What a LayerNorm writes.
-struct Normalised {
-  Tensor out;
-  std::optional<Tensor> h, mean, rstd;
-};
 
 }  // namespace cvt_kernels

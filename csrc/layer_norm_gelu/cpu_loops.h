@@ -1,14 +1,16 @@
-// What the operators (layer_norm_gelu.cpp) ask of the loops (layer_norm_gelu_simd.cpp).
+// The interface between the operators on the CPU (cpu_operators.cpp) and their loops (cpu_loops.cpp).
 //
 // Activations are `channels` adjacent values per row. `weight`, `bias`, `mean`, `rstd` and the sums are in the
-// accumulator's type (half.h); everything else is in the type of the call.
+// accumulator's type (common/half.h); everything else is in the type of the call.
 #pragma once
 
 #include <cstdint>
 
-#include "half.h"
+#include "common/half.h"
+#include "common/instruction_sets.h"
+#include "layer_norm_gelu/activation.h"
 
-namespace cvt_kernels {
+namespace cvt_kernels::layer_norm_gelu {
 
 struct LayerNormForward {
   const void* x;
@@ -62,11 +64,6 @@ struct Kernels {
   void (*gelu_backward)(DType, Activation, const GeluBackward&, int64_t begin, int64_t end, void* sums);
 };
 
-extern const Kernels kernels_plain;
-#ifdef __x86_64__
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-extern const Kernels kernels_avx512_bf16;
-#endif
+DECLARE_KERNEL_TABLES;
 
-}  // namespace cvt_kernels
+}  // namespace cvt_kernels::layer_norm_gelu

@@ -1,12 +1,13 @@
-// The loops of attention on the CPU, compiled as layer_norm_gelu_simd.cpp is.
+// The loops of attention on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the table
+// it fills; it includes nothing whose code the linker could merge between them.
 //
 // K and V of a head are packed once, into the panels that the products read from end to end. A tile of queries then goes
 // through the keys block by block: scores, softmax with a running maximum (Milakov and Gimelshein 2018), product with V.
 // A tile's scores and a panel fit L1, K and V of CvT's heads L2.
 
-#include "attention.h"
+#include "attention/cpu_loops.h"
 
-#include "vector.h"
+#include "common/vector.h"
 
 namespace cvt_kernels::attention {
 namespace {
@@ -17,13 +18,13 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-// Two neighbouring bfloat16, the first in the low half.
+// Two neighboring bfloat16, the first in the low half.
 using Pair = uint32_t;
 
 template <class T>
 constexpr bool kPaired = kPairs && std::is_same_v<T, BFloat16>;
 
-// What the products multiply: numbers in the accumulator's type, or pairs where there is an instruction for them.
+// The operands of the products: numbers in the accumulator's type, or pairs where there is an instruction for them.
 template <class T>
 using Factor = std::conditional_t<kPaired<T>, Pair, Accumulator<T>>;
 
@@ -31,7 +32,7 @@ using Factor = std::conditional_t<kPaired<T>, Pair, Accumulator<T>>;
 template <class T>
 constexpr int kDepth = kPaired<T> ? 2 : 1;
 
-// Of a product, which is kept in 24 of 32 registers, or 12 of 16.
+// The rows of a product, which is kept in 24 of 32 registers, or 12 of 16.
 constexpr int kRows = kVectorBytes == 64 ? 12 : 6;
 static_assert(kTile % kRows == 0);
 
@@ -88,7 +89,7 @@ VECTOR_INLINE void for_panels(int64_t size, F f) {
   if (start < size) f(start, std::integral_constant<int, 1>{});
 }
 
-// A row of numbers as factors that lie side by side.
+// Packs a row of numbers as factors that lie side by side.
 template <class T>
 void pack_row(const T* row, int64_t size, Factor<T>* out) {
   if constexpr (kPaired<T>) {
@@ -101,7 +102,7 @@ void pack_row(const T* row, int64_t size, Factor<T>* out) {
   }
 }
 
-// Keys (keys, head_dim) as panels (depth, keys of the panel); what is beyond the last key is 0.
+// Packs keys (keys, head_dim) as panels (depth, keys of the panel), with zeros beyond the last key.
 template <class T>
 void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
   const int64_t depth = ceil_div(head_dim, kDepth<T>);
@@ -119,7 +120,7 @@ void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Facto
   });
 }
 
-// Values (keys, head_dim) as panels (depth, channels of the panel).
+// Packs values (keys, head_dim) as panels (depth, channels of the panel).
 template <class T>
 void pack_values(const T* v, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
   const int64_t depth = ceil_div(keys, kDepth<T>);
@@ -158,12 +159,12 @@ VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
 
 template <class A>
 VECTOR_INLINE A largest(Vector<A> x) {
-  A found = x.v[0];
-  for (int i = 1; i < x.lanes; i++) found = x.v[i] > found ? x.v[i] : found;
-  return found;
+  A result = x.v[0];
+  for (int i = 1; i < x.lanes; i++) result = x.v[i] > result ? x.v[i] : result;
+  return result;
 }
 
-// Scratch of one thread.
+// The memory of one thread, divided into parts.
 template <class T, class A = Accumulator<T>, class P = Factor<T>>
 struct Scratch {
   P *k, *v, *q, *probabilities;
@@ -176,8 +177,8 @@ struct Running {
   A top, sum;
 };
 
-// Scores to probabilities that are not yet divided by their sum. Returns what the sums of earlier blocks have to be
-// multiplied by. The difference comes before the scale, so that what matters most is rounded least.
+// Turns scores into probabilities that are not yet divided by their sum. Returns the factor for the sums of earlier
+// blocks. The difference comes before the scale, so that the largest probabilities are rounded least.
 template <class T, class A = Accumulator<T>>
 VECTOR_INLINE A soften(const A* scores, Factor<T>* probabilities, int64_t keys, A scale, bool first,
                        Running<A>& running) {
@@ -204,7 +205,7 @@ VECTOR_INLINE A soften(const A* scores, Factor<T>* probabilities, int64_t keys, 
   return factor;
 }
 
-// The queries of a tile through all keys of their head.
+// Takes the queries of a tile through all keys of their head.
 template <class T, class A = Accumulator<T>>
 void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scratch, T* out) {
   using F = Vector<A>;
@@ -258,41 +259,57 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
   }
 }
 
-// Elements of the parts of scratch, in the order of Scratch.
+// The number of elements of each part of Scratch.
+struct ScratchSizes {
+  int64_t k, v, q, probabilities, scores, out;
+};
+
+template <class T, class A = Accumulator<T>>
+ScratchSizes sizes_of(const Forward& call) {
+  return {
+      .k = round_up(call.keys, kPanel<A>) * ceil_div(call.head_dim, kDepth<T>),
+      .v = ceil_div(call.keys, kDepth<T>) * round_up(call.head_dim, kPanel<A>),
+      .q = kTile * kQueryStride,
+      .probabilities = kPaired<T> ? kTile * kScoreStride : 0,  // else they take the place of the scores
+      .scores = kTile * kScoreStride,
+      .out = kTile * kQueryStride,
+  };
+}
+
+// The bytes of a part of scratch with this many elements.
 template <class T>
-void sizes_of(const Forward& call, int64_t (&sizes)[6]) {
-  using A = Accumulator<T>;
-  sizes[0] = round_up(call.keys, kPanel<A>) * ceil_div(call.head_dim, kDepth<T>);
-  sizes[1] = ceil_div(call.keys, kDepth<T>) * round_up(call.head_dim, kPanel<A>);
-  sizes[2] = sizes[5] = kTile * kQueryStride;
-  sizes[3] = kPaired<T> ? kTile * kScoreStride : 0;  // else they take the place of the scores
-  sizes[4] = kTile * kScoreStride;
+int64_t part_bytes(int64_t size) {
+  static_assert(sizeof(Factor<T>) == sizeof(Accumulator<T>));
+  return round_up(size * sizeof(Accumulator<T>), kAlignment);
 }
 
 template <class T>
 int64_t scratch_bytes(const Forward& call) {
-  int64_t sizes[6], total = 0;
-  sizes_of<T>(call, sizes);
-  for (const int64_t size : sizes) total += round_up(size * sizeof(Accumulator<T>), kAlignment);
+  const ScratchSizes sizes = sizes_of<T>(call);
+  int64_t total = 0;
+  for (const int64_t size : {sizes.k, sizes.v, sizes.q, sizes.probabilities, sizes.scores, sizes.out}) {
+    total += part_bytes<T>(size);
+  }
   return total;
 }
 
-template <class T>
+template <class T, class A = Accumulator<T>, class P = Factor<T>>
 Scratch<T> divide(const Forward& call, void* memory) {
-  using A = Accumulator<T>;
-  static_assert(sizeof(Factor<T>) == sizeof(A));
-  int64_t sizes[6];
-  sizes_of<T>(call, sizes);
-  char* parts[6];
+  const ScratchSizes sizes = sizes_of<T>(call);
   char* next = static_cast<char*>(memory);
-  for (int i = 0; i < 6; i++) {
-    parts[i] = next;
-    next += round_up(sizes[i] * sizeof(A), kAlignment);
-  }
-  using P = Factor<T>;
-  return {reinterpret_cast<P*>(parts[0]), reinterpret_cast<P*>(parts[1]), reinterpret_cast<P*>(parts[2]),
-          reinterpret_cast<P*>(kPaired<T> ? parts[3] : parts[4]), reinterpret_cast<A*>(parts[4]),
-          reinterpret_cast<A*>(parts[5])};
+  const auto take = [&](int64_t size) {
+    char* part = next;
+    next += part_bytes<T>(size);
+    return part;
+  };
+  Scratch<T> scratch;
+  scratch.k = reinterpret_cast<P*>(take(sizes.k));
+  scratch.v = reinterpret_cast<P*>(take(sizes.v));
+  scratch.q = reinterpret_cast<P*>(take(sizes.q));
+  scratch.probabilities = reinterpret_cast<P*>(take(sizes.probabilities));
+  scratch.scores = reinterpret_cast<A*>(take(sizes.scores));
+  scratch.out = reinterpret_cast<A*>(take(sizes.out));
+  return scratch;
 }
 
 template <class T>

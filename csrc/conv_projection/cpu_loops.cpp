@@ -2,14 +2,14 @@
 // table it fills; it includes nothing whose code the linker could merge between them.
 //
 // Every row of x is read once, converted, and laid down in a ring of rows that stays in L1: vectors of channels one
-// after the other, each with all its columns, so that neighbouring pixels lie at constant distances. Zeros around the
+// after the other, each with all its columns, so that neighboring pixels lie at constant distances. Zeros around the
 // rows are the padding. As soon as a row is there, each branch makes the output row of which it is the last.
 
-#include "conv_projection.h"
+#include "conv_projection/cpu_loops.h"
 
 #include <utility>
 
-#include "vector.h"
+#include "common/vector.h"
 
 namespace cvt_kernels::conv_projection {
 namespace {
@@ -28,8 +28,9 @@ VECTOR_INLINE void unroll(F f) {
 template <class T>
 constexpr int kLanes = VectorOf<T>::lanes;
 
-// What a branch does to a vector of channels: `kernel`² taps, then the mean, the scale γ / sqrt(variance + eps) and the
-// shift β. The mean is subtracted on its own: a shift that held it would cancel where the mean is many deviations.
+// Packs the parameters of a branch for each vector of channels: `kernel`² taps, then the mean, the scale
+// γ / sqrt(variance + eps) and the shift β. The mean is subtracted on its own: a shift that held it would cancel where the
+// mean is many deviations.
 template <class T, class A = Accumulator<T>>
 void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
   const int64_t taps = branch.kernel * branch.kernel;
@@ -55,20 +56,20 @@ void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
 }
 
 template <int n, class T, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void normalise(const Vector<A>* sums, const A* norm, T* out, int64_t pitch, Lanes lanes) {
+VECTOR_INLINE void normalize(const Vector<A>* sums, const A* norm, T* out, int64_t pitch, Lanes lanes) {
   constexpr int L = kLanes<T>;
   const auto mean = load(norm, Whole{}), scale = load(norm + L, Whole{}), shift = load(norm + 2 * L, Whole{});
   unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, (sums[j] - mean) * scale + shift, lanes); });
 }
 
-// Sizes that are known to the compiler, or 0 where only the branch knows.
+// The sizes of a branch that are known to the compiler, or 0 where only the branch knows.
 template <int kernel, int stride>
 struct Shape {};
 
-// n neighbouring outputs of a vector of channels.
+// Computes n neighboring outputs of a vector of channels.
 template <int n, class T, int kernel, int stride, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const* rows, int64_t offset, int64_t column, const A* packed,
-                           T* out, int64_t pitch, Lanes lanes) {
+VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const* rows, int64_t offset, int64_t column,
+                           const A* packed, T* out, int64_t pitch, Lanes lanes) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
   F sums[n];
@@ -85,12 +86,12 @@ VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const*
       });
     });
   });
-  normalise<n>(sums, packed + kernel * kernel * L, out, pitch, lanes);
+  normalize<n>(sums, packed + kernel * kernel * L, out, pitch, lanes);
 }
 
 template <int n, class T, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* rows, int64_t offset, int64_t column, const A* packed,
-                           T* out, int64_t pitch, Lanes lanes) {
+VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* rows, int64_t offset, int64_t column,
+                           const A* packed, T* out, int64_t pitch, Lanes lanes) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
   const int64_t step = branch.stride * L;
@@ -103,10 +104,10 @@ VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* ro
       unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = sums[j] + tap * load(pixels + j * step, Whole{}); });
     }
   }
-  normalise<n>(sums, packed, out, pitch, lanes);
+  normalize<n>(sums, packed, out, pitch, lanes);
 }
 
-// A row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
+// Computes a row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
 template <class T, class S, class A = Accumulator<T>>
 void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane, const A* packed, int64_t size, T* out,
               int64_t pitch) {
@@ -123,7 +124,7 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
       if (c < size) outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Part{size - c});
     }
   };
-#ifndef __SANITIZE_ADDRESS__  // whose checks in these would take a minute to compile
+#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
   advance(std::integral_constant<int, 8>{});
   advance(std::integral_constant<int, 4>{});
 #endif
@@ -131,12 +132,13 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
   advance(std::integral_constant<int, 1>{});
 }
 
-// Channels of the block that begins at `first`.
+// The number of channels of the block that begins at `first`.
 int64_t block_size(const Projection& call, int64_t first) {
   return call.channels - first < call.block ? call.channels - first : call.block;
 }
 
-// One unit: the rows of x from the first to the last that its outputs need, and the outputs on the way.
+// Serves one unit: reads the rows of x from the first to the last that its outputs need, and computes the outputs on the
+// way.
 template <class T, class A = Accumulator<T>>
 void project_band(const Projection& call, int64_t first, int64_t image, int64_t band, A* zeros, const A* packed) {
   const int64_t size = block_size(call, first), plane = (call.width + 2 * call.margin) * kLanes<T>;
@@ -195,7 +197,7 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
   }
 }
 
-// Blocks of channels outermost: a block's weights serve all images.
+// Serves units with the blocks of channels outermost: a block's weights serve all images.
 template <class T, class A = Accumulator<T>>
 void project_units(const Projection& call, int64_t begin, int64_t end, A* scratch) {
   const int64_t held = (call.held + 1) * row_size(call);

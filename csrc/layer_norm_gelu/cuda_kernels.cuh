@@ -1,5 +1,5 @@
-// LayerNorm and GELU on the GPU: the kernels, without their launches, so that they also compile for the host, where the
-// tests run them (tests/simt.h).
+// The CUDA kernels of LayerNorm and GELU, without their launches, so that they also compile for the host, where the tests
+// run them (tests/csrc/simt.h).
 //
 // Bytes move once: a row is read into registers, reduced there by warp shuffles (across warps, for rows that one warp does
 // not hold, through shared memory) and written. Statistics and sums are float. Sums over rows: each block keeps
@@ -7,11 +7,14 @@
 // sum_over_blocks_kernel adds the blocks', again in fixed order. Nothing is atomic: the same bits every time.
 #pragma once
 
-#include "half.h"
-#include "layer_norm_gelu_cuda.h"
-#include "math.h"
+#include <iterator>
+#include <utility>
 
-namespace cvt_kernels::cuda {
+#include "common/half.h"
+#include "layer_norm_gelu/activation.h"
+#include "layer_norm_gelu/cuda_launches.h"
+
+namespace cvt_kernels::layer_norm_gelu::cuda {
 
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -57,7 +60,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, Half) {
   return bits;
 }
 
-// VECTOR adjacent values as one access of 16 bytes, or a single value.
+// Reads VECTOR adjacent values, by one access of 16 bytes, or a single value.
 template <int VECTOR, class T>
 __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
   if constexpr (VECTOR == 1) {
@@ -83,7 +86,7 @@ __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
   }
 }
 
-// Leaves in `values` what was stored: they are rounded to T.
+// Writes as read() reads, and rounds `values` to what is stored.
 template <int VECTOR, class T>
 __device__ __forceinline__ void write(T* to, float (&values)[VECTOR]) {
   if constexpr (VECTOR == 1) {
@@ -110,7 +113,7 @@ __device__ __forceinline__ void write(T* to, float (&values)[VECTOR]) {
   }
 }
 
-// Adjacent values of weight or bias: `absent` if there is none.
+// Reads adjacent values of weight or bias; they are `absent` if there is none.
 template <int VECTOR, class T>
 __device__ __forceinline__ void read_parameter(float (&values)[VECTOR], const void* from, int channel, bool is_float,
                                                float absent) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ void read_parameter(float (&values)[VECTOR], const vo
   }
 }
 
-// What is read after it is not read before it, by the compiler's choice.
+// Keeps the compiler from moving the reads after it to before it.
 __device__ __forceinline__ void keep_reads_here() {
 #ifdef __CUDA_ARCH__
   asm volatile("" ::: "memory");
@@ -133,7 +136,7 @@ __device__ __forceinline__ void keep_reads_here() {
 
 // Rows in threads -------------------------------------------------------------------------------------------
 
-// Where the vectors of a thread lie in its row: those of adjacent threads are adjacent. Single values are adjacent in the
+// The place of a thread's vectors in its row: those of adjacent threads are adjacent. Single values are adjacent in the
 // thread instead, since the compiler keeps an address for each that it cannot tell from the one before.
 template <int VECTOR, int VECTORS>
 struct Place {
@@ -207,8 +210,8 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
 
 // LayerNorm -------------------------------------------------------------------------------------------------
 
-// As on the CPU, in two passes over the registers. The second also sums the deviations, which exact arithmetic would
-// make 0: where the mean is large and the variance tiny, rounding the mean costs more than all the rest.
+// LayerNorm in two passes over the registers. The second also sums the deviations, which exact arithmetic would make 0:
+// where the mean is large and the variance tiny, rounding the mean costs more than all the rest.
 template <class T, Activation activation, int VECTOR, int VECTORS>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(LayerNormForward call, int lanes) {
   const Place<VECTOR, VECTORS> at(lanes);
@@ -269,7 +272,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(La
   }
 }
 
-// With n = normalised h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
+// With n = normalized h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
 // dx = rstd · (g · weight − mean(g · weight) − n · mean(g · weight · n)) + dh.
 template <class T, Activation activation, int VECTOR, int VECTORS>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
@@ -434,21 +437,6 @@ __global__ void __launch_bounds__(kSumThreads) sum_over_blocks_kernel(SumOverBlo
 
 // From a call to a kernel. launch(kernel, blocks, threads, arguments...) starts it. ---------------------------
 
-template <auto value>
-using Constant = std::integral_constant<decltype(value), value>;
-
-template <bool or_identity, class F>
-void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::identity:
-      if constexpr (or_identity) return f(Constant<Activation::identity>{});
-      return;  // not compiled: the operators refuse it
-    case Activation::none: return f(Constant<Activation::none>{});
-    case Activation::tanh: return f(Constant<Activation::tanh>{});
-    case Activation::quick: return f(Constant<Activation::quick>{});
-  }
-}
-
 template <int vector, const auto& counts, class F>
 void with_count(int vectors, F f) {
   [&]<size_t... i>(std::index_sequence<i...>) {
@@ -463,46 +451,47 @@ void with_layout(const Layout& layout, F f) {
   else with_count<8, kVectors>(layout.vectors, f);
 }
 
+// Calls f with the activation, the elements of a vector and the vectors of a thread as constants, which are the
+// parameters of a kernel's template.
+template <class T, bool or_identity, class F>
+void with_kernel(Activation activation, const Layout& layout, F f) {
+  with_activation<or_identity>(activation, [&](auto kind) {
+    with_layout<T>(layout, [&](auto vector, auto vectors) { f(kind, vector, vectors); });
+  });
+}
+
 template <class T, class Launch>
 void layer_norm(const LayerNormForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_activation<true>(activation, [&](auto f) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) {
-      launch(layer_norm_kernel<T, f.value, vector.value, vectors.value>, blocks_for(layout, call.rows), layout.threads,
-             call, layout.lanes);
-    });
+  with_kernel<T, true>(activation, layout, [&](auto kind, auto vector, auto vectors) {
+    launch(layer_norm_kernel<T, kind.value, vector.value, vectors.value>, blocks_for(layout, call.rows), layout.threads,
+           call, layout.lanes);
   });
 }
 
 template <class T, class Launch>
 void layer_norm_backward(const LayerNormBackward& call, Activation activation, const Layout& layout, int64_t blocks,
                          Launch launch) {
-  with_activation<true>(activation, [&](auto f) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) {
-      launch(layer_norm_backward_kernel<T, f.value, vector.value, vectors.value>, blocks, layout.threads, call,
-             layout.lanes);
-    });
+  with_kernel<T, true>(activation, layout, [&](auto kind, auto vector, auto vectors) {
+    launch(layer_norm_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call,
+           layout.lanes);
   });
 }
 
 template <class T, class Launch>
 void gelu(const GeluForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_activation<false>(activation, [&](auto f) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) {
-      const int64_t rows = (call.size + call.channels - 1) / call.channels;
-      launch(gelu_kernel<T, f.value, vector.value, vectors.value>, blocks_for(layout, rows), layout.threads, call,
-             layout.lanes);
-    });
+  with_kernel<T, false>(activation, layout, [&](auto kind, auto vector, auto vectors) {
+    const int64_t rows = (call.size + call.channels - 1) / call.channels;
+    launch(gelu_kernel<T, kind.value, vector.value, vectors.value>, blocks_for(layout, rows), layout.threads, call,
+           layout.lanes);
   });
 }
 
 template <class T, class Launch>
 void gelu_backward(const GeluBackward& call, Activation activation, const Layout& layout, int64_t blocks,
                    Launch launch) {
-  with_activation<false>(activation, [&](auto f) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) {
-      launch(gelu_backward_kernel<T, f.value, vector.value, vectors.value>, blocks, layout.threads, call,
-             layout.lanes);
-    });
+  with_kernel<T, false>(activation, layout, [&](auto kind, auto vector, auto vectors) {
+    launch(gelu_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call,
+           layout.lanes);
   });
 }
 
@@ -511,4 +500,4 @@ void sum_over_blocks(const SumOverBlocks& call, Launch launch) {
   launch(sum_over_blocks_kernel<T>, (call.channels + kWarp - 1) / kWarp, kSumThreads, call);
 }
 
-}  // namespace cvt_kernels::cuda
+}  // namespace cvt_kernels::layer_norm_gelu::cuda

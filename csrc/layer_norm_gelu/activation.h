@@ -1,106 +1,28 @@
-// Scalar functions of the kernels: GELU, its approximations, their derivatives.
-//
-// In float they are free of branches and library calls and take float or what behaves like it (vector.h); double takes
-// the C library's functions. Everything has internal linkage: the file is compiled for several instruction sets, whose
-// code the linker must not merge.
+// The activations and their derivatives: GELU, its tanh approximation and QuickGELU. They take numbers or vectors and
+// have internal linkage, as the functions of common/scalar.h, on which they build.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
+#include "common/scalar.h"
 
-// A call that is left in a loop costs more than what it does.
-#ifdef __CUDACC__
-#define KERNEL_INLINE __host__ __device__ __forceinline__ static
-#else
-#define KERNEL_INLINE [[gnu::always_inline]] static inline
-#endif
+namespace cvt_kernels::layer_norm_gelu {
 
-namespace cvt_kernels {
-
-// What follows a LayerNorm or a bias: nothing, exact GELU, its tanh approximation, QuickGELU.
+// The function that follows a LayerNorm or a bias: none, exact GELU, its tanh approximation, QuickGELU.
 enum class Activation { identity, none, tanh, quick };
 
-// Of a result in float: as good as float goes, or as a result needs that will be rounded to 16 bits.
-enum class Precision { full, half };
+template <auto value>
+using Constant = std::integral_constant<decltype(value), value>;
 
-KERNEL_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-KERNEL_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-template <class T>
-KERNEL_INLINE T select(bool condition, T yes, T no) {
-  return condition ? yes : no;
-}
-
-// NaN passes.
-template <class T>
-KERNEL_INLINE T at_least(T x, T limit) {
-  return select(x < limit, limit, x);
-}
-
-template <class T>
-KERNEL_INLINE T at_most(T x, T limit) {
-  return select(limit < x, limit, x);
-}
-
-// Not rounded correctly on a GPU, where that would cost more than all the rest of an activation.
-template <class T>
-KERNEL_INLINE T quotient(T x, T y) {
-#ifdef __CUDA_ARCH__
-  if constexpr (std::is_same_v<T, float>) return __fdividef(x, y);
-#endif
-  return x / y;
-}
-
-KERNEL_INLINE double absolute(double x) { return std::fabs(x); }
-
-template <class F>
-KERNEL_INLINE F absolute(F x) {
-  return float_of(bits_of(x) & 0x7fffffffu);
-}
-
-KERNEL_INLINE double power_of_two(double y) { return std::exp2(y); }
-
-// 2^(y + exponent) where -127 ≤ y + exponent ≤ 128: 0 up to -126.5, infinite from 127.5 on. Before rounding, to a
-// relative error of 2.0e-9, or 2.9e-6 for half precision.
-template <Precision precision, int exponent = 0, class F>
-KERNEL_INLINE F power_of_two(F y) {
-#ifdef __CUDA_ARCH__
-  float power;  // to a relative error of 2^-22; what is not normal is 0, before and after the scaling
-  asm("{.reg .f32 t; ex2.approx.ftz.f32 t, %1; mul.ftz.f32 %0, t, %2;}"
-      : "=f"(power)
-      : "f"(y), "f"(float_of((127 + exponent) << 23)));
-  return power;
-#endif
-  constexpr float shifter = 0x1.8p23f + 127 + exponent;  // adding it rounds to an integer, which the low bits hold
-  const F shifted = y + shifter;
-  const F r = y - (shifted - shifter);
-  F p;
-  if constexpr (precision == Precision::full) {
-    p = 0.000153533620f;
-    p = p * r + 0.00133988750f;
-    p = p * r + 0.00961843692f;
-    p = p * r + 0.0555033237f;
-    p = p * r + 0.240226477f;
-    p = p * r + 0.693147182f;
-  } else {
-    p = 0.00958285388f;
-    p = p * r + 0.0559064299f;
-    p = p * r + 0.240240991f;
-    p = p * r + 0.693124175f;
+// Calls f with the activation as a constant, for which f is compiled: all of them, or those that are not the identity.
+template <bool or_identity = true, class F>
+static void with_activation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::identity:
+      if constexpr (or_identity) return f(Constant<Activation::identity>{});
+      return;  // never reached: the operators reject it
+    case Activation::none: return f(Constant<Activation::none>{});
+    case Activation::tanh: return f(Constant<Activation::tanh>{});
+    case Activation::quick: return f(Constant<Activation::quick>{});
   }
-  p = p * r + 1.0f;
-  return p * float_of(bits_of(shifted) << 23);
 }
 
 // The normal distribution function Φ(x) = (1 + erf(x / √2)) / 2.
@@ -182,4 +104,4 @@ KERNEL_INLINE T activation_derivative([[maybe_unused]] T x) {
   }
 }
 
-}  // namespace cvt_kernels
+}  // namespace cvt_kernels::layer_norm_gelu

@@ -1,5 +1,5 @@
 // Vectors as wide as the registers of the instruction set that the file is compiled for, by the vector extension of GCC
-// and Clang: arithmetic, selection, loads and stores with conversion. Internal linkage as in math.h.
+// and Clang: arithmetic, selection, loads and stores with conversion. They have internal linkage, as in scalar.h.
 #pragma once
 
 #ifdef __F16C__
@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "half.h"
+#include "common/half.h"
 
 namespace cvt_kernels {
 namespace {
@@ -23,7 +23,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-#ifdef __SANITIZE_ADDRESS__  // whose checks in every copy would take minutes to compile
+#ifdef __SANITIZE_ADDRESS__  // its checks in every inlined copy would take minutes to compile
 #define VECTOR_INLINE inline
 #define LAMBDA_INLINE
 #else
@@ -31,7 +31,7 @@ constexpr int kVectorBytes = 16;
 #define LAMBDA_INLINE __attribute__((always_inline))
 #endif
 
-// The compiler's type; one by one, since the attribute is lost on the parameter of a template.
+// The compiler's vector types; written one by one, since the attribute is lost on the parameter of a template.
 template <class E, int bytes>
 struct Native;
 template <int bytes>
@@ -102,7 +102,7 @@ VECTOR_INLINE Narrow narrow(Vector<uint32_t> bits) {
 }
 
 #if defined __AVX512BF16__
-// Results below 2^-126 become 0.
+// The 16 bits of x rounded to bfloat16; results below 2^-126 become 0.
 VECTOR_INLINE Narrow narrow_bfloat16(Vector<float> x) {
   return (Narrow)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x.v);
 }
@@ -110,7 +110,7 @@ VECTOR_INLINE Narrow narrow_bfloat16(Vector<float> x) {
 VECTOR_INLINE Narrow narrow_bfloat16(Vector<float> x) { return narrow(bfloat16_of(x)); }
 #endif
 
-// What the compiler makes of the general ones takes twice the instructions, or many times for Half.
+// The general versions compile to twice the instructions of these, for Half to many times as many.
 #if defined __AVX512F__
 VECTOR_INLINE Vector<float> at_least(Vector<float> x, Vector<float> limit) {
   return (Vector<float>::Type)_mm512_maskz_max_ps(0xffff, (__m512)limit.v, (__m512)x.v);
@@ -148,15 +148,15 @@ VECTOR_INLINE Vector<float> widen_half(Narrow bits) { return float_of_half(widen
 VECTOR_INLINE Narrow narrow_half(Vector<float> x) { return narrow(half_of(x)); }
 #endif
 
-// Half of a vector: the lanes from `first` on.
+// Half of the lanes of a vector, from `first` on.
 template <class E, int bytes, int first, int... lane>
 VECTOR_INLINE auto half(typename Native<E, bytes>::Type v, std::integer_sequence<int, lane...>) {
 #if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(v, v, (first + lane)...);
 #else  // through memory, which takes as long as the sum of a short row
-  typename Native<E, bytes / 2>::Type found;
-  std::memcpy(&found, reinterpret_cast<const char*>(&v) + first * sizeof(E), sizeof found);
-  return found;
+  typename Native<E, bytes / 2>::Type result;
+  std::memcpy(&result, reinterpret_cast<const char*>(&v) + first * sizeof(E), sizeof result);
+  return result;
 #endif
 }
 
@@ -179,7 +179,7 @@ VECTOR_INLINE E sum(Vector<E> x) {
   return sum_of_lanes<E>(x.v);
 }
 
-// Which lanes of a vector lie within a row: all, or the first `size`.
+// The lanes of a vector that lie within a row: all, or the first `size`.
 struct Whole {};
 
 struct Part {
@@ -230,7 +230,7 @@ VECTOR_INLINE void store(T* out, VectorOf<T> x, Part part) {
   std::memcpy(out, lanes, part.size * sizeof(T));
 }
 
-// x with `other` in the lanes beyond.
+// x with `other` in the lanes that do not lie within the row.
 template <class E>
 VECTOR_INLINE Vector<E> keep(Vector<E> x, Whole, Vector<E> = E(0)) {
   return x;
@@ -244,7 +244,7 @@ VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part, Vector<E> other = E(0)) {
   return load(lanes, Whole{});
 }
 
-// Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbours apart, so that each may add to a
+// Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbors apart, so that each may add to a
 // sum of its own: one addition after the other would be the longer wait.
 template <int lanes, class F>
 VECTOR_INLINE void for_vectors(int64_t size, F f) {

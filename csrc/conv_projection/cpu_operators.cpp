@@ -1,21 +1,20 @@
-// The projection on the CPU: tensors, threads and the choice of instruction set around the loops.
+// The operator conv_projection_inference on the CPU: tensors, threads and the choice of instruction set around the loops.
 //
 // Results do not depend on the number of threads: every output is a sum of its own, in one order.
-
-#include "conv_projection.h"
 
 #include <algorithm>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 
-#include "cpu.h"
-#include "tensors.h"
+#include "common/cpu.h"
+#include "common/tensors.h"
+#include "conv_projection/cpu_loops.h"
 
 namespace cvt_kernels::conv_projection {
 namespace {
 
-constexpr int64_t kRowBytes = 20480;   // of rows held, which must leave room in L1 for weights and outputs
+constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave room in L1 for weights and outputs
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
 int64_t output_size(int64_t size, const Branch& branch) {
@@ -24,6 +23,7 @@ int64_t output_size(int64_t size, const Branch& branch) {
   return slack / branch.stride + 1;
 }
 
+// Cuts the work into units, for accumulators of `bytes`.
 void plan(Projection& call, int64_t bytes) {
   call.margin = 0;
   call.held = 1;
@@ -39,15 +39,27 @@ void plan(Projection& call, int64_t bytes) {
   call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
 }
 
-// A branch with its output. What it points to besides is kept in `alive`.
-Branch make_branch(const Projection& call, const Tensor& x, const Tensor& weight, const std::optional<Tensor>* norms,
-                   const int64_t* geometry, double eps, std::vector<Tensor>& outs, std::vector<Tensor>& alive) {
+// The arguments of one branch.
+struct BranchArguments {
+  const Tensor& weight;
+  const std::optional<Tensor>& scale;
+  const std::optional<Tensor>& shift;
+  const std::optional<Tensor>& mean;
+  const std::optional<Tensor>& variance;
+  int64_t stride, padding, dilation;
+  double eps;
+};
+
+// Makes a branch and its output, which is appended to `outs`. All else that it points to is kept in `alive`.
+Branch make_branch(const Projection& call, const Tensor& x, const BranchArguments& arguments,
+                   std::vector<Tensor>& outs, std::vector<Tensor>& alive) {
+  const Tensor& weight = arguments.weight;
   STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
                       weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
                   "weights: expected (channels, 1, k, k) in the dtype of x");
   const int64_t kernel = weight.size(3);
   STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
-  STD_TORCH_CHECK(norms[2].has_value() && norms[3].has_value(), "norms: expected a mean and a variance");
+  STD_TORCH_CHECK(arguments.mean.has_value() && arguments.variance.has_value(), "norms: expected a mean and a variance");
   const auto keep = [&](const Tensor& tensor) {
     STD_TORCH_CHECK(same_device(tensor, x), "weights, norms: expected the device of x");
     return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
@@ -55,21 +67,22 @@ Branch make_branch(const Projection& call, const Tensor& x, const Tensor& weight
   const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) -> const void* {
     if (!tensor.has_value()) return nullptr;
     check_parameter(name, *tensor, x);
-    STD_TORCH_CHECK(tensor->scalar_type() == norms[2]->scalar_type(), "norms: expected one dtype for each of the weights");
+    STD_TORCH_CHECK(tensor->scalar_type() == arguments.mean->scalar_type(),
+                    "norms: expected one dtype for each of the weights");
     return keep(*tensor);
   };
   Branch branch{
       .weight = keep(weight),
-      .scale = norm("scale", norms[0]),
-      .shift = norm("shift", norms[1]),
-      .mean = norm("mean", norms[2]),
-      .variance = norm("variance", norms[3]),
-      .norm = dtype_of(*norms[2]),
-      .eps = eps,
+      .scale = norm("scale", arguments.scale),
+      .shift = norm("shift", arguments.shift),
+      .mean = norm("mean", arguments.mean),
+      .variance = norm("variance", arguments.variance),
+      .norm = dtype_of(*arguments.mean),
+      .eps = arguments.eps,
       .kernel = kernel,
-      .stride = geometry[0],
-      .padding = geometry[1],
-      .dilation = geometry[2],
+      .stride = arguments.stride,
+      .padding = arguments.padding,
+      .dilation = arguments.dilation,
       .height = 0,
       .width = 0,
       .out = nullptr,
@@ -116,17 +129,27 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   std::vector<Tensor> outs, alive;
   std::vector<Branch> branches;
   for (size_t i = 0; i < count; i++) {
-    branches.push_back(make_branch(call, x, weights[i], &norms[4 * i], &geometry[3 * i], eps[i], outs, alive));
+    const BranchArguments arguments{
+        .weight = weights[i],
+        .scale = norms[4 * i],
+        .shift = norms[4 * i + 1],
+        .mean = norms[4 * i + 2],
+        .variance = norms[4 * i + 3],
+        .stride = geometry[3 * i],
+        .padding = geometry[3 * i + 1],
+        .dilation = geometry[3 * i + 2],
+        .eps = eps[i],
+    };
+    branches.push_back(make_branch(call, x, arguments, outs, alive));
   }
   call.branches = branches.data();
-  const int64_t bytes = dtype == DType::float64 ? sizeof(double) : sizeof(float);
+  const int64_t bytes = accumulator_bytes(x);
   plan(call, bytes);
   int64_t size = (call.held + 1) * row_size(call);
   for (const Branch& branch : branches) size += packed_size(call, branch);
   const int64_t units = (channels + call.block - 1) / call.block * call.batch * call.bands;
-  torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
-    const Scratch scratch = make_scratch(size * bytes);
-    loops.project(dtype, call, begin, end, scratch.get());
+  parallel_for_with_scratch(units, 1, size * bytes, [&](int64_t begin, int64_t end, void* scratch) {
+    loops.project(dtype, call, begin, end, scratch);
   });
   return outs;
 }

@@ -1,4 +1,5 @@
-// What the operators (layer_norm_gelu_cuda.cpp) ask of the CUDA kernels (layer_norm_gelu.cuh) and their launches (.cu).
+// The interface between the operators on the GPU (cuda_operators.cpp) and the launches (cuda_launches.cu) of the CUDA
+// kernels (cuda_kernels.cuh): the arguments of a call, and the layout of its rows in threads.
 //
 // A row of `channels` adjacent values belongs to `lanes` adjacent threads, which hold it in registers: rows of CvT are
 // short, and several fit a warp. Plain C++: no header of CUDA is needed to read it.
@@ -8,18 +9,19 @@
 #include <cstdint>
 #include <iterator>
 
-#include "layer_norm_gelu.h"
+#include "common/half.h"
+#include "layer_norm_gelu/activation.h"
 
-namespace cvt_kernels::cuda {
+namespace cvt_kernels::layer_norm_gelu::cuda {
 
 constexpr int kMaxChannels = 8192;
 
-// Threads of a block, at most. A thread holds up to 32 values of a row, 16 where it reads them one by one.
+// The most threads of a block. A thread holds up to 32 values of a row, 16 where it reads them one by one.
 template <int vector>
 inline constexpr int kMaxThreadsOf = vector == 1 ? 512 : 256;
 inline constexpr int kMaxThreads = 512;
 
-// How rows lie in threads.
+// The layout of rows in threads.
 struct Layout {
   int vector;   // elements of one load: 16 bytes, or 1 where the rows are not aligned to that
   int vectors;  // of a thread
@@ -86,7 +88,8 @@ struct SumOverBlocks {
   bool float_parameters;
 };
 
-// Vectors of a thread that the kernels are compiled for: what the widths of CvT need, and one more for what is left.
+// The counts of vectors of a thread that the kernels are compiled for: those that the widths of CvT need, and one more
+// for all other widths.
 inline constexpr int kVectors[] = {1, 3, 4};          // of 8 elements of 16 bits
 inline constexpr int kFloatVectors[] = {2, 4, 6, 8};  // of 4 elements of 32 bits
 inline constexpr int kScalars[] = {16};
@@ -121,16 +124,16 @@ inline Layout flat_layout(DType dtype, bool aligned, bool backward) {
 
 inline int width_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
 
-// Rows that a block works on at a time.
+// The number of rows that a block works on at a time.
 inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
 
-// Blocks that cover all rows at once: without sums over rows, each thread has one row.
+// The number of blocks that cover all rows at once: without sums over rows, each thread has one row.
 inline int64_t blocks_for(const Layout& layout, int64_t rows) {
   return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
 }
 
-// Blocks that stay, with sums over rows: as many as the registers hold on sm_80 and sm_90 (docs/kernels.md; sm_100 holds
-// one less of some), each of 128 threads or the equivalent.
+// The number of blocks that stay and walk over the rows, for sums over them: as many as the registers hold on sm_80 and
+// sm_90 (docs/kernels.md; sm_100 holds one less of some), each of 128 threads or the equivalent.
 inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiprocessors) {
   const int elements = layout.vector * layout.vectors;
   const int threads = 128 * (6 - (elements + 7) / 8);
@@ -152,4 +155,4 @@ extern const Kernels kernels_float32;
 extern const Kernels kernels_bfloat16;
 extern const Kernels kernels_float16;
 
-}  // namespace cvt_kernels::cuda
+}  // namespace cvt_kernels::layer_norm_gelu::cuda

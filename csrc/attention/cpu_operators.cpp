@@ -1,28 +1,22 @@
-// Attention on the CPU: tensors, threads and the choice of instruction set around the loops.
+// The operator attention_inference on the CPU: tensors, threads and the choice of instruction set around the loops.
 //
 // Every tile of queries is computed in the same way whichever thread takes it, so results do not depend on their number.
-
-#include "attention.h"
 
 #include <algorithm>
 
 #include <torch/csrc/stable/library.h>
 
-#include "cpu.h"
-#include "tensors.h"
+#include "attention/cpu_loops.h"
+#include "common/cpu.h"
+#include "common/tensors.h"
 
 namespace cvt_kernels::attention {
 namespace {
 
 constexpr double kGrain = 1e6;  // multiplications that are worth a thread
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose(KERNEL_TABLES);
-  return chosen;
-}
-
-// (batch, tokens, heads, head_dim) whose channels are adjacent.
-Tensor adjacent(const Tensor& tensor) {
+// The tensor (batch, tokens, heads, head_dim), copied if its channels are not adjacent.
+Tensor with_adjacent_channels(const Tensor& tensor) {
   return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
 }
 
@@ -39,11 +33,14 @@ void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t toke
 }
 
 Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+  static const Kernels& loops = choose(KERNEL_TABLES);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.size(1) > 0, "q and k: expected (batch, tokens, heads, head_dim)");
   STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q: expected up to ", kMaxHeadDim, " channels per head");
   check("k", k, q, k.size(1));
   check("v", v, q, k.size(1));
-  const Tensor queries = adjacent(q), keys = adjacent(k), values = adjacent(v);
+  const Tensor queries = with_adjacent_channels(q);
+  const Tensor keys = with_adjacent_channels(k);
+  const Tensor values = with_adjacent_channels(v);
   const Tensor out = empty(q.sizes(), q.scalar_type(), q);
   const Forward call{
       .q = strided(queries),
@@ -57,15 +54,13 @@ Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, do
       .scale = scale,
       .out = out.mutable_data_ptr(),
   };
-  const Kernels& loops = kernels();
   const DType dtype = dtype_of(q);
   const int64_t bytes = loops.scratch_bytes(dtype, call);
   const double work = 2.0 * kTile * call.keys * call.head_dim;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   const int64_t tiles = call.batch * call.heads * tiles_of(call.queries);
-  torch::stable::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
-    const Scratch scratch = make_scratch(bytes);
-    loops.forward(dtype, call, begin, end, scratch.get());
+  parallel_for_with_scratch(tiles, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
+    loops.forward(dtype, call, begin, end, scratch);
   });
   return out;
 }

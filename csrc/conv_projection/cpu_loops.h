@@ -1,4 +1,4 @@
-// What the operator (conv_projection.cpp) asks of the loops (conv_projection_simd.cpp).
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
 //
 // An output is BatchNorm(depthwise convolution of x) by the running statistics. Activations are tokens, `channels`
 // adjacent values each: a class token or none, then the pixels of an image row by row.
@@ -6,11 +6,12 @@
 
 #include <cstdint>
 
-#include "half.h"
+#include "common/half.h"
+#include "common/instruction_sets.h"
 
 namespace cvt_kernels::conv_projection {
 
-constexpr int kMaxKernel = 16;        // taps of a convolution, in either direction
+constexpr int kMaxKernel = 16;        // the most taps of a convolution in either direction
 constexpr int64_t kChannelStep = 16;  // a multiple of the lanes of every instruction set
 
 // A convolution and its BatchNorm.
@@ -51,11 +52,6 @@ struct Kernels {
   void (*project)(DType, const Projection&, int64_t begin, int64_t end, void* scratch);
 };
 
-extern const Kernels kernels_plain;
-#ifdef __x86_64__
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-extern const Kernels kernels_avx512_bf16;
-#endif
+DECLARE_KERNEL_TABLES;
 
 }  // namespace cvt_kernels::conv_projection

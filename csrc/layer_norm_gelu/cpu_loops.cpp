@@ -1,11 +1,11 @@
 // The loops of LayerNorm and GELU on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming
 // the table it fills; it includes nothing whose code the linker could merge between them.
 
-#include "layer_norm_gelu.h"
+#include "layer_norm_gelu/cpu_loops.h"
 
-#include "vector.h"
+#include "common/vector.h"
 
-namespace cvt_kernels {
+namespace cvt_kernels::layer_norm_gelu {
 namespace {
 
 template <class T>
@@ -55,8 +55,8 @@ const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* 
   }
 }
 
-// Of a row: mean = origin + shift, where the origin lies near by. Where the mean is large and the variance tiny,
-// rounding their sum would cost more than all the rest.
+// The variance and the mean of a row: mean = origin + shift, where the origin lies near by. Where the mean is large and
+// the variance tiny, rounding their sum would cost more than all the rest.
 template <class A>
 struct Statistics {
   A origin, shift, variance;
@@ -76,17 +76,17 @@ VECTOR_INLINE Statistics<A> moments(const A* x, int64_t channels, A origin) {
   return {origin, shift, sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / n - shift * shift};
 }
 
-// In one pass around the mean of the first few values. In the rare row where they lie so far from the others that the
-// variance loses digits, again around its mean.
+// Takes the moments in one pass around the mean of the first few values. In the rare row where they lie so far from the
+// others that the variance loses digits, it takes them again around its mean.
 template <class A>
 VECTOR_INLINE Statistics<A> statistics(const A* x, int64_t channels) {
   constexpr int lanes = Vector<A>::lanes;
   const A first = channels < lanes ? sum(load(x, Part{channels})) / static_cast<A>(channels)
                                    : sum(load(x, Whole{})) / lanes;
-  Statistics<A> found = moments(x, channels, first);
-  if (found.shift * found.shift > 4 * found.variance) found = moments(x, channels, found.origin + found.shift);
-  if (found.variance < 0) found.variance = 0;
-  return found;
+  Statistics<A> result = moments(x, channels, first);
+  if (result.shift * result.shift > 4 * result.variance) result = moments(x, channels, result.origin + result.shift);
+  if (result.variance < 0) result.variance = 0;
+  return result;
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
@@ -97,22 +97,22 @@ void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A
   for (int64_t row = begin; row < end; row++) {
     const int64_t offset = row * call.channels;
     const A* x = read<T>(call, offset, scratch);
-    const Statistics<A> found = statistics(x, call.channels);
-    const A rstd = 1 / std::sqrt(found.variance + static_cast<A>(call.eps));
-    const F origin = found.origin, scale = rstd, shift = -found.shift * rstd;
+    const Statistics<A> of_row = statistics(x, call.channels);
+    const A rstd = 1 / std::sqrt(of_row.variance + static_cast<A>(call.eps));
+    const F origin = of_row.origin, scale = rstd, shift = -of_row.shift * rstd;
     T* out = static_cast<T*>(call.out) + offset;
     for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       const F normal = (load(x + c, lanes) - origin) * scale + shift;
       store(out + c, activated<T, activation>(normal * load(weight + c, lanes) + load(bias + c, lanes)), lanes);
     });
     if (call.mean != nullptr) {
-      static_cast<A*>(call.mean)[row] = found.origin + found.shift;
+      static_cast<A*>(call.mean)[row] = of_row.origin + of_row.shift;
       static_cast<A*>(call.rstd)[row] = rstd;
     }
   }
 }
 
-// With n = normalised h and g = dout · activation'(n · weight + bias) · weight:
+// With n = normalized h and g = dout · activation'(n · weight + bias) · weight:
 // dx = rstd · (g − mean(g) − n · mean(g · n)) + dh.
 template <class T, Activation activation, class A = Accumulator<T>>
 void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* dweight, A* scratch) {
@@ -207,22 +207,11 @@ void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A*
 
 // From the types of a call to those of a template ----------------------------------------------------------
 
-template <Activation activation>
-using Constant = std::integral_constant<Activation, activation>;
-
-template <class T, class F>
-void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::identity: return f(T{}, Constant<Activation::identity>{});
-    case Activation::none: return f(T{}, Constant<Activation::none>{});
-    case Activation::tanh: return f(T{}, Constant<Activation::tanh>{});
-    case Activation::quick: return f(T{}, Constant<Activation::quick>{});
-  }
-}
-
 template <class F>
 void with_types(DType dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto type) { with_activation<decltype(type)>(activation, f); });
+  with_type(dtype, [&](auto type) {
+    with_activation(activation, [&](auto constant) { f(type, constant); });
+  });
 }
 
 void layer_norm(DType dtype, Activation activation, const LayerNormForward& call, int64_t begin, int64_t end,
@@ -260,4 +249,4 @@ void gelu_backward(DType dtype, Activation activation, const GeluBackward& call,
 
 const Kernels KERNELS{layer_norm, layer_norm_backward, gelu, gelu_backward};
 
-}  // namespace cvt_kernels
+}  // namespace cvt_kernels::layer_norm_gelu

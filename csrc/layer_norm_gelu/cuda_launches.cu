@@ -1,11 +1,11 @@
-// Launches of the CUDA kernels. setup.py compiles this file once per dtype, with KERNELS naming the table it fills and
+// The launches of the CUDA kernels. setup.py compiles this file once per dtype, with KERNELS naming the table it fills and
 // TYPE the elements; it includes nothing of torch.
 
 #include <cuda_runtime.h>
 
-#include "layer_norm_gelu.cuh"
+#include "layer_norm_gelu/cuda_kernels.cuh"
 
-namespace cvt_kernels::cuda {
+namespace cvt_kernels::layer_norm_gelu::cuda {
 namespace {
 
 // Starts kernels on a stream and keeps the first error.
@@ -55,4 +55,4 @@ const Kernels KERNELS{
     },
 };
 
-}  // namespace cvt_kernels::cuda
+}  // namespace cvt_kernels::layer_norm_gelu::cuda

@@ -1,10 +1,10 @@
-// Storage types of 16 bits and what the kernels compute them in. Conversions take a number or a vector (vector.h);
-// internal linkage as in math.h.
+// The types of elements, the two of 16 bits among them, and the types that the kernels compute them in. Conversions take
+// a number or a vector (vector.h) and have internal linkage, as the functions of scalar.h.
 #pragma once
 
 #include <type_traits>
 
-#include "math.h"
+#include "common/scalar.h"
 
 namespace cvt_kernels {
 
@@ -29,11 +29,11 @@ static void with_type(DType dtype, F f) {
   }
 }
 
-// Sums and statistics: double for double, else float.
+// The type of sums and statistics: double for double, else float.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// To and from the 16 bits, which lie in the low half of `bits`; to nearest, ties to even.
+// Conversions from the 16 bits and to them, which lie in the low half of `bits`: to nearest, ties to even.
 
 template <class U>
 KERNEL_INLINE auto float_of_bfloat16(U bits) {

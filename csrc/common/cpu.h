@@ -1,5 +1,5 @@
-// Which of the loops, compiled once per instruction set, serve this CPU, and memory for them. For the operators only: the
-// loops themselves must not include it, since the linker would merge what they share.
+// The choice of the loops, which are compiled once per instruction set, and threads and memory for them. For the operators
+// only: the loops themselves must not include it, since the linker would merge what they share.
 #pragma once
 
 #include <cstdlib>
@@ -8,12 +8,13 @@
 #include <string>
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "common/instruction_sets.h"
 
 namespace cvt_kernels {
 
-enum class InstructionSet { plain, avx2, avx512, avx512_bf16 };
-
-// The latest that this CPU has, or the one that CVT_KERNELS_CPU asks for.
+// The latest instruction set that this CPU has, or the one that CVT_KERNELS_CPU asks for.
 inline InstructionSet find_instruction_set() {
   const char* requested = std::getenv("CVT_KERNELS_CPU");
   const std::string name = requested == nullptr ? "" : requested;
@@ -32,7 +33,7 @@ inline InstructionSet find_instruction_set() {
   return InstructionSet::plain;
 }
 
-// Tables of loops, in the order of InstructionSet; only the first where there is no x86-64.
+// The table for this CPU among KERNEL_TABLES.
 template <class Kernels, int count>
 const Kernels& choose(const Kernels* const (&tables)[count]) {
   return *tables[static_cast<int>(find_instruction_set())];
@@ -44,15 +45,14 @@ struct FreeScratch {
   void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
 };
 
-// For one thread, aligned as vectors like it.
-using Scratch = std::unique_ptr<void, FreeScratch>;
-
-inline Scratch make_scratch(int64_t bytes) { return Scratch(::operator new(bytes, kCacheLine)); }
-
-#ifdef __x86_64__
-#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}
-#else
-#define KERNEL_TABLES {&kernels_plain}
-#endif
+// Calls f(begin, end, scratch) for parts of 0 to `size` in several threads, each part of at least `grain` and with
+// `bytes` of memory of its own, aligned to a line of the cache.
+template <class F>
+void parallel_for_with_scratch(int64_t size, int64_t grain, int64_t bytes, const F& f) {
+  torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<void, FreeScratch> scratch(::operator new(bytes, kCacheLine));
+    f(begin, end, scratch.get());
+  });
+}
 
 }  // namespace cvt_kernels

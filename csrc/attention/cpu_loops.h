@@ -1,13 +1,14 @@
-// What the operator (attention.cpp) asks of the loops (attention_simd.cpp).
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
 #pragma once
 
 #include <cstdint>
 
-#include "half.h"
+#include "common/half.h"
+#include "common/instruction_sets.h"
 
 namespace cvt_kernels::attention {
 
-// Of q (batch, queries, heads, head_dim), k or v: steps between neighbours in elements; channels are adjacent.
+// q (batch, queries, heads, head_dim), k or v, with the steps between neighbors in elements; channels are adjacent.
 struct Strided {
   const void* data;
   int64_t batch, token, head;
@@ -24,7 +25,7 @@ struct Forward {
 constexpr int64_t kTile = 24;       // queries that share what is read of k and v
 constexpr int64_t kKeyBlock = 256;  // keys whose scores are taken together
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kAlignment = 64;  // bytes, of the parts of scratch
+constexpr int64_t kAlignment = 64;  // of the parts of scratch, in bytes
 
 static inline int64_t tiles_of(int64_t queries) { return (queries + kTile - 1) / kTile; }
 
@@ -35,11 +36,6 @@ struct Kernels {
   int64_t (*scratch_bytes)(DType, const Forward&);
 };
 
-extern const Kernels kernels_plain;
-#ifdef __x86_64__
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-extern const Kernels kernels_avx512_bf16;
-#endif
+DECLARE_KERNEL_TABLES;
 
 }  // namespace cvt_kernels::attention

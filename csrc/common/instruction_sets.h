@@ -1,0 +1,19 @@
+// The instruction sets that the loops of the CPU are compiled for. Each gives a table `kernels_<name>` of a family's
+// Kernels; the operators choose one of them (cpu.h).
+#pragma once
+
+namespace cvt_kernels {
+
+enum class InstructionSet { plain, avx2, avx512, avx512_bf16 };
+
+// DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
+// InstructionSet. Where there is no x86-64, there is only the first.
+#ifdef __x86_64__
+#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
+#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}
+#else
+#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain
+#define KERNEL_TABLES {&kernels_plain}
+#endif
+
+}  // namespace cvt_kernels

@@ -1,0 +1,221 @@
+// LayerNorm and GELU on the CPU: parameters, threads and the choice of instruction set around the loops.
+//
+// Results do not depend on the number of threads: rows are independent, and sums over rows are taken in chunks that
+// depend on the shape alone, then added in order.
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "common/cpu.h"
+#include "layer_norm_gelu/cpu_loops.h"
+#include "layer_norm_gelu/operators.h"
+
+namespace cvt_kernels::layer_norm_gelu {
+namespace {
+
+constexpr int64_t kGrain = 16384;         // elements that are worth a thread
+constexpr int64_t kBlock = 4096;          // elements of a gelu without bias that are taken together
+constexpr int64_t kChunks = 128;          // the most partial sums over rows
+constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
+constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
+
+// A weight or bias in the accumulator's type; filled with `absent` if there is none.
+class Parameter {
+ public:
+  Parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
+    const int64_t channels = channels_of(x);
+    if (!tensor.has_value()) {
+      copy(x, channels, [=](int64_t) { return absent; });
+      return;
+    }
+    check_parameter(name, *tensor, x);
+    if (tensor->scalar_type() == accumulator_of(x) && tensor->is_contiguous()) {
+      tensor_ = tensor;
+      return;
+    }
+    const int64_t stride = tensor->stride(0);
+    with_type(dtype_of(*tensor), [&](auto type) {
+      const auto* values = static_cast<const decltype(type)*>(tensor->const_data_ptr());
+      copy(x, channels, [=](int64_t c) { return load(values + c * stride); });
+    });
+  }
+
+  const void* data() const { return tensor_.has_value() ? tensor_->const_data_ptr() : copy_.data(); }
+
+ private:
+  template <class F>
+  void copy(const Tensor& x, int64_t channels, const F& value) {
+    copy_.resize(channels);
+    if (accumulator_of(x) == ScalarType::Double) {
+      for (int64_t c = 0; c < channels; c++) copy_[c] = value(c);
+    } else {
+      float* out = reinterpret_cast<float*>(copy_.data());
+      for (int64_t c = 0; c < channels; c++) out[c] = static_cast<float>(value(c));
+    }
+  }
+
+  std::optional<Tensor> tensor_;
+  std::vector<double> copy_;
+};
+
+// The gradient of a parameter, in its type, from the sums over the rows.
+Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const void* sums) {
+  if (!parameter.has_value()) return no_gradient(x);
+  const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type(), x);
+  const int64_t channels = parameter->size(0);
+  with_type(dtype_of(x), [&](auto type) {
+    const auto* totals = static_cast<const Accumulator<decltype(type)>*>(sums);
+    with_type(dtype_of(*parameter), [&](auto stored) {
+      using T = decltype(stored);
+      T* out = static_cast<T*>(gradient.mutable_data_ptr());
+      for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals[c]));
+    });
+  });
+  return gradient;
+}
+
+template <class F>
+void for_rows(int64_t rows, int64_t channels, const F& f) {
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / channels), f);
+}
+
+// Calls f(begin, end) for the same blocks of a flat tensor, however many threads share them.
+template <class F>
+void for_blocks(int64_t size, const F& f) {
+  torch::stable::parallel_for(0, (size + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++) f(block * kBlock, std::min(size, (block + 1) * kBlock));
+  });
+}
+
+template <class A>
+void add_partial_sums(A* sums, int64_t chunks, int64_t size) {
+  for (int64_t chunk = 1; chunk < chunks; chunk++) {
+    for (int64_t i = 0; i < size; i++) sums[i] += sums[chunk * size + i];
+  }
+}
+
+using Sums = std::unique_ptr<char[]>;
+
+// Calls f(begin, end, sums) for chunks of rows, each with `size` zeroed accumulators to add to. Returns their totals.
+template <class F>
+Sums sum_over_rows(const Tensor& x, int64_t rows, int64_t channels, int64_t size, const F& f) {
+  const int64_t chunk_rows =
+      std::max({kChunkRows, (rows + kChunks - 1) / kChunks, (kChunkElements + channels - 1) / channels});
+  const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
+  const int64_t bytes = size * accumulator_bytes(x);
+  Sums sums(new char[chunks * bytes]);
+  const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
+  torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+      char* partial = sums.get() + chunk * bytes;
+      std::fill_n(partial, bytes, 0);
+      f(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), partial);
+    }
+  });
+  if (accumulator_of(x) == ScalarType::Double) add_partial_sums(reinterpret_cast<double*>(sums.get()), chunks, size);
+  else add_partial_sums(reinterpret_cast<float*>(sums.get()), chunks, size);
+  return sums;
+}
+
+class Cpu {
+ public:
+  explicit Cpu(const Tensor& x) : dtype_(dtype_of(x)) {}
+
+  void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
+                  Activation activation) const {
+    const Tensor& x = tensors.x;
+    const int64_t channels = channels_of(x);
+    const Parameter weight("weight", parameters.weight, x, 1), bias("bias", parameters.bias, x, 0);
+    const LayerNormForward call{
+        .x = x.const_data_ptr(),
+        .residual = const_data_of(tensors.residual),
+        .weight = weight.data(),
+        .bias = bias.data(),
+        .eps = eps,
+        .channels = channels,
+        .h = mutable_data_of(tensors.h),
+        .out = tensors.out.mutable_data_ptr(),
+        .mean = mutable_data_of(tensors.mean),
+        .rstd = mutable_data_of(tensors.rstd),
+    };
+    for_rows(x.numel() / channels, channels, [&](int64_t begin, int64_t end) {
+      std::vector<double> scratch(channels);
+      loops_.layer_norm(dtype_, activation, call, begin, end, scratch.data());
+    });
+  }
+
+  ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
+                                         Activation activation) const {
+    const Tensor& h = tensors.h;
+    const int64_t channels = channels_of(h);
+    const Parameter weight("weight", parameters.weight, h, 1), bias("bias", parameters.bias, h, 0);
+    const LayerNormBackward call{
+        .dout = tensors.dout.const_data_ptr(),
+        .dh = const_data_of(tensors.dh),
+        .h = h.const_data_ptr(),
+        .mean = tensors.mean.const_data_ptr(),
+        .rstd = tensors.rstd.const_data_ptr(),
+        .weight = weight.data(),
+        .bias = bias.data(),
+        .channels = channels,
+        .dx = tensors.dx.mutable_data_ptr(),
+    };
+    const int64_t rows = h.numel() / channels;
+    const Sums sums = sum_over_rows(h, rows, channels, 2 * channels, [&](int64_t begin, int64_t end, void* partial) {
+      std::vector<double> scratch(channels);
+      loops_.layer_norm_backward(dtype_, activation, call, begin, end, partial, scratch.data());
+    });
+    const char* dweight = sums.get();
+    const char* dbias = dweight + channels * accumulator_bytes(h);
+    return {gradient_of(parameters.weight, h, dweight), gradient_of(parameters.bias, h, dbias)};
+  }
+
+  void gelu(const GeluTensors& tensors, const std::optional<Tensor>& bias, Activation activation) const {
+    const Tensor& x = tensors.x;
+    GeluForward call{x.const_data_ptr(), nullptr, 1, tensors.out.mutable_data_ptr()};
+    const auto run = [&](int64_t begin, int64_t end) { loops_.gelu(dtype_, activation, call, begin, end); };
+    if (!bias.has_value()) return for_blocks(x.numel(), run);
+    const Parameter shift("bias", bias, x, 0);
+    call.bias = shift.data();
+    call.channels = channels_of(x);
+    for_rows(x.numel() / call.channels, call.channels, run);
+  }
+
+  Tensor gelu_backward(const GeluBackwardTensors& tensors, const std::optional<Tensor>& bias,
+                       Activation activation) const {
+    const Tensor& x = tensors.x;
+    GeluBackward call{tensors.dout.const_data_ptr(), x.const_data_ptr(), nullptr, 1, tensors.dx.mutable_data_ptr()};
+    if (!bias.has_value()) {
+      for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
+        loops_.gelu_backward(dtype_, activation, call, begin, end, nullptr);
+      });
+      return no_gradient(x);
+    }
+    const Parameter shift("bias", bias, x, 0);
+    call.bias = shift.data();
+    call.channels = channels_of(x);
+    const int64_t channels = call.channels, rows = x.numel() / channels;
+    const Sums sums = sum_over_rows(x, rows, channels, channels, [&](int64_t begin, int64_t end, void* partial) {
+      loops_.gelu_backward(dtype_, activation, call, begin, end, partial);
+    });
+    return gradient_of(bias, x, sums.get());
+  }
+
+ private:
+  static const Kernels& loops() {
+    static const Kernels& chosen = choose(KERNEL_TABLES);
+    return chosen;
+  }
+
+  const Kernels& loops_ = loops();
+  const DType dtype_;
+};
+
+}  // namespace
+}  // namespace cvt_kernels::layer_norm_gelu
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  using namespace cvt_kernels::layer_norm_gelu;
+  register_operators<Cpu>(m);
+}

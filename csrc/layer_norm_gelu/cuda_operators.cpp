@@ -1,0 +1,244 @@
+// LayerNorm and GELU on the GPU: parameters, devices and streams around the kernels. As the CUDA half of the extension
+// knows nothing of torch's own CUDA code, one binary serves torch with CUDA, of whatever version, and without.
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include "layer_norm_gelu/cuda_launches.h"
+#include "layer_norm_gelu/operators.h"
+
+namespace cvt_kernels::layer_norm_gelu::cuda {
+namespace {
+
+using GetStream = AOTITorchError (*)(int32_t device, void** stream);
+
+// Finds a function of torch's stable interface that only builds of torch with CUDA have.
+GetStream find_get_stream() {
+  void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+  STD_TORCH_CHECK(symbol != nullptr, "torch has no aoti_torch_get_current_cuda_stream: is it a build with CUDA?");
+  return reinterpret_cast<GetStream>(symbol);
+}
+
+void* current_stream(int32_t device) {
+  static const GetStream get_stream = find_get_stream();
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(get_stream(device, &stream));
+  return stream;
+}
+
+int channels_for_kernels(const Tensor& x) {
+  const int64_t channels = channels_of(x);
+  STD_TORCH_CHECK(channels <= kMaxChannels, "x: got ", channels, " channels, expected up to ", kMaxChannels);
+  return static_cast<int>(channels);
+}
+
+// Says whether every load of 16 bytes lies on a multiple of 16.
+bool is_aligned(const Tensor& x, int64_t elements, std::initializer_list<const void*> pointers) {
+  const bool whole = elements * static_cast<int64_t>(x.element_size()) % 16 == 0;
+  return whole && std::all_of(pointers.begin(), pointers.end(),
+                              [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; });
+}
+
+// Weight and bias as the kernels take them: contiguous, and either both float or both of the type of x.
+class KernelParameters {
+ public:
+  KernelParameters(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& x) {
+    for (const auto* parameter : {&weight, &bias}) {
+      is_float_ |= parameter->has_value() && (*parameter)->scalar_type() != x.scalar_type();
+    }
+    const ScalarType type = is_float_ ? ScalarType::Float : x.scalar_type();
+    weight_ = convert("weight", weight, x, type);
+    bias_ = convert("bias", bias, x, type);
+  }
+  const void* weight() const { return weight_.has_value() ? weight_->const_data_ptr() : nullptr; }
+  const void* bias() const { return bias_.has_value() ? bias_->const_data_ptr() : nullptr; }
+  bool is_float() const { return is_float_; }
+
+ private:
+  static std::optional<Tensor> convert(const char* name, const std::optional<Tensor>& tensor, const Tensor& x,
+                                       ScalarType type) {
+    if (!tensor.has_value()) return std::nullopt;
+    check_parameter(name, *tensor, x);
+    return torch::stable::contiguous(tensor->scalar_type() == type ? *tensor : torch::stable::to(*tensor, type));
+  }
+
+  std::optional<Tensor> weight_, bias_;
+  bool is_float_ = false;
+};
+
+// A call on the device of x and its current stream.
+class Gpu {
+ public:
+  explicit Gpu(const Tensor& x)
+      : guard_(x.get_device_index()), stream_(current_stream(x.get_device_index())), dtype_(dtype_of(x)) {
+    STD_TORCH_CHECK(dtype_ != DType::float64, "x: there are no CUDA kernels for float64");
+  }
+
+  void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
+                  Activation activation) const {
+    const Tensor& x = tensors.x;
+    const int channels = channels_for_kernels(x);
+    const KernelParameters converted(parameters.weight, parameters.bias, x);
+    const LayerNormForward call{
+        .x = x.const_data_ptr(),
+        .residual = const_data_of(tensors.residual),
+        .weight = converted.weight(),
+        .bias = converted.bias(),
+        .h = mutable_data_of(tensors.h),
+        .out = tensors.out.mutable_data_ptr(),
+        .mean = static_cast<float*>(mutable_data_of(tensors.mean)),
+        .rstd = static_cast<float*>(mutable_data_of(tensors.rstd)),
+        .rows = x.numel() / channels,
+        .eps = static_cast<float>(eps),
+        .channels = channels,
+        .float_parameters = converted.is_float(),
+    };
+    const bool aligned = is_aligned(x, channels, {call.x, call.residual, call.weight, call.bias, call.h, call.out});
+    check(kernels().layer_norm(call, activation, layout_of(dtype_, channels, aligned), stream_));
+  }
+
+  ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
+                                         Activation activation) const {
+    const Tensor& h = tensors.h;
+    const int channels = channels_for_kernels(h);
+    const KernelParameters converted(parameters.weight, parameters.bias, h);
+    LayerNormBackward call{
+        .dout = tensors.dout.const_data_ptr(),
+        .dh = const_data_of(tensors.dh),
+        .h = h.const_data_ptr(),
+        .weight = converted.weight(),
+        .bias = converted.bias(),
+        .mean = static_cast<const float*>(tensors.mean.const_data_ptr()),
+        .rstd = static_cast<const float*>(tensors.rstd.const_data_ptr()),
+        .dx = tensors.dx.mutable_data_ptr(),
+        .sums = nullptr,
+        .rows = h.numel() / channels,
+        .channels = channels,
+        .float_parameters = converted.is_float(),
+    };
+    const bool aligned = is_aligned(h, channels, {call.dout, call.dh, call.h, call.weight, call.bias, call.dx});
+    const Layout layout = layout_of(dtype_, channels, aligned);
+    const int64_t blocks = resident_blocks(layout, call.rows, multiprocessors());
+    const Tensor sums = empty({blocks, 2 * channels}, ScalarType::Float, h);
+    call.sums = static_cast<float*>(sums.mutable_data_ptr());
+    check(kernels().layer_norm_backward(call, activation, layout, blocks, stream_));
+    return {gradient_of(parameters.weight, h, sums, 0), gradient_of(parameters.bias, h, sums, 1)};
+  }
+
+  void gelu(const GeluTensors& tensors, const std::optional<Tensor>& bias, Activation activation) const {
+    check_is_gelu(activation);
+    const Tensor& x = tensors.x;
+    const KernelParameters converted(std::nullopt, bias, x);
+    GeluForward call{
+        .x = x.const_data_ptr(),
+        .bias = converted.bias(),
+        .out = tensors.out.mutable_data_ptr(),
+        .size = x.numel(),
+        .channels = 0,
+        .float_parameters = converted.is_float(),
+    };
+    Layout layout;
+    if (bias.has_value()) {
+      call.channels = channels_for_kernels(x);
+      layout = layout_of(dtype_, call.channels, is_aligned(x, call.channels, {call.x, call.bias, call.out}));
+    } else {
+      layout = flat_layout(dtype_, is_aligned(x, call.size, {call.x, call.out}), false);
+      call.channels = width_of(layout);
+    }
+    check(kernels().gelu(call, activation, layout, stream_));
+  }
+
+  Tensor gelu_backward(const GeluBackwardTensors& tensors, const std::optional<Tensor>& bias,
+                       Activation activation) const {
+    check_is_gelu(activation);
+    const Tensor& x = tensors.x;
+    const KernelParameters converted(std::nullopt, bias, x);
+    GeluBackward call{
+        .dout = tensors.dout.const_data_ptr(),
+        .x = x.const_data_ptr(),
+        .bias = converted.bias(),
+        .dx = tensors.dx.mutable_data_ptr(),
+        .sums = nullptr,
+        .size = x.numel(),
+        .channels = 0,
+        .float_parameters = converted.is_float(),
+    };
+    const auto run = [&](const Layout& layout, int64_t blocks) {
+      check(kernels().gelu_backward(call, activation, layout, blocks, stream_));
+    };
+    if (!bias.has_value()) {
+      const Layout layout = flat_layout(dtype_, is_aligned(x, call.size, {call.dout, call.x, call.dx}), true);
+      call.channels = width_of(layout);
+      run(layout, (call.size + call.channels - 1) / call.channels);
+      return no_gradient(x);
+    }
+    call.channels = channels_for_kernels(x);
+    const bool aligned = is_aligned(x, call.channels, {call.dout, call.x, call.bias, call.dx});
+    const Layout layout = layout_of(dtype_, call.channels, aligned);
+    const int64_t blocks = resident_blocks(layout, call.size / call.channels, multiprocessors());
+    const Tensor sums = empty({blocks, call.channels}, ScalarType::Float, x);
+    call.sums = static_cast<float*>(sums.mutable_data_ptr());
+    run(layout, blocks);
+    return gradient_of(bias, x, sums, 0);
+  }
+
+ private:
+  const Kernels& kernels() const {
+    switch (dtype_) {
+      case DType::bfloat16: return kernels_bfloat16;
+      case DType::float16: return kernels_float16;
+      default: return kernels_float32;
+    }
+  }
+
+  int multiprocessors() const {
+    int count = 0;
+    check(kernels().multiprocessors(&count));
+    return count;
+  }
+
+  static void check(const char* error) {
+    STD_TORCH_CHECK(error == nullptr, "cvt_kernels: a CUDA kernel did not start: ", error);
+  }
+
+  // Without LayerNorm there are no kernels for the identity.
+  static void check_is_gelu(Activation activation) {
+    STD_TORCH_CHECK(activation != Activation::identity, "activation: got 'identity', expected none, tanh or quick");
+  }
+
+  // The gradient of a parameter, in its type, from the sums of the blocks, of which each block has one row.
+  Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const Tensor& sums, int64_t index) const {
+    if (!parameter.has_value()) return no_gradient(x);
+    const int64_t channels = channels_of(x);
+    const bool same = parameter->scalar_type() == x.scalar_type();
+    const Tensor gradient = empty({channels}, same ? x.scalar_type() : ScalarType::Float, x);
+    const SumOverBlocks call{
+        .sums = static_cast<const float*>(sums.const_data_ptr()) + index * channels,
+        .out = gradient.mutable_data_ptr(),
+        .stride = sums.size(1),
+        .blocks = static_cast<int>(sums.size(0)),
+        .channels = static_cast<int>(channels),
+        .float_parameters = !same,
+    };
+    check(kernels().sum_over_blocks(call, stream_));
+    if (parameter->scalar_type() == gradient.scalar_type()) return gradient;
+    return torch::stable::to(gradient, parameter->scalar_type());
+  }
+
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_;
+  const DType dtype_;
+};
+
+}  // namespace
+}  // namespace cvt_kernels::layer_norm_gelu::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CUDA, m) {
+  using namespace cvt_kernels::layer_norm_gelu;
+  register_operators<cuda::Gpu>(m);
+}

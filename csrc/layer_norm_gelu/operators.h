@@ -1,0 +1,195 @@
+// The operators of LayerNorm and GELU, written once for the CPU and the GPU: checks of the arguments, the tensors that
+// they make, and their registration. The schemas and what they compute stand in module.cpp.
+//
+// A device (cpu_operators.cpp, cuda_operators.cpp) is a class that is made for one call, from its first tensor, and has
+//   void layer_norm(const LayerNormTensors&, const Parameters&, double eps, Activation) const
+//   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors&, const Parameters&, Activation) const
+//   void gelu(const GeluTensors&, const std::optional<Tensor>& bias, Activation) const
+//   Tensor gelu_backward(const GeluBackwardTensors&, const std::optional<Tensor>& bias, Activation) const
+#pragma once
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/tensors.h"
+#include "layer_norm_gelu/activation.h"
+
+namespace cvt_kernels::layer_norm_gelu {
+
+// The weight and bias of a LayerNorm as they come from the caller.
+struct Parameters {
+  const std::optional<Tensor>& weight;
+  const std::optional<Tensor>& bias;
+};
+
+// The gradients of the two, in their types; empty for a parameter that is absent.
+struct ParameterGradients {
+  Tensor weight, bias;
+};
+
+// The tensors below are contiguous.
+
+struct LayerNormTensors {
+  Tensor x;
+  std::optional<Tensor> residual;
+  std::optional<Tensor> h;  // x + residual; made only if there is a residual
+  Tensor out;
+  std::optional<Tensor> mean, rstd;
+};
+
+struct LayerNormBackwardTensors {
+  Tensor dout;
+  std::optional<Tensor> dh;  // added to dx
+  Tensor h;
+  const Tensor& mean;
+  const Tensor& rstd;
+  Tensor dx;
+};
+
+struct GeluTensors {
+  Tensor x, out;
+};
+
+struct GeluBackwardTensors {
+  Tensor dout, x, dx;
+};
+
+inline Activation activation_of(const std::string& name) {
+  if (name == "identity") return Activation::identity;
+  if (name == "none") return Activation::none;
+  if (name == "tanh") return Activation::tanh;
+  STD_TORCH_CHECK(name == "quick", "activation: got '", name, "', expected identity, none, tanh or quick");
+  return Activation::quick;
+}
+
+inline void check_statistics(const Tensor& mean, const Tensor& rstd, const Tensor& h) {
+  for (const Tensor& statistic : {mean, rstd}) {
+    STD_TORCH_CHECK(statistic.numel() == h.numel() / channels_of(h) && statistic.scalar_type() == accumulator_of(h) &&
+                        statistic.is_contiguous() && same_device(statistic, h),
+                    "mean and rstd: expected one accumulator per row");
+  }
+}
+
+inline Tensor uninitialized_like(const Tensor& x) { return empty(x.sizes(), x.scalar_type(), x); }
+
+// The gradient of an absent parameter.
+inline Tensor no_gradient(const Tensor& x) { return empty({0}, accumulator_of(x), x); }
+
+// The address of a tensor's elements; null without a tensor.
+inline const void* const_data_of(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
+}
+
+inline void* mutable_data_of(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr;
+}
+
+template <class Device>
+LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& residual, const Parameters& parameters,
+                           double eps, Activation activation, bool with_statistics) {
+  const Device device(input);
+  channels_of(input);  // rejects a tensor that has no rows
+  const Tensor x = contiguous_like("x", input, input);
+  const auto sizes = x.sizes();
+  const auto statistic = [&]() -> std::optional<Tensor> {
+    if (!with_statistics) return std::nullopt;
+    return empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x), x);
+  };
+  const LayerNormTensors tensors{
+      .x = x,
+      .residual = contiguous_like("residual", residual, x),
+      .h = residual.has_value() ? std::optional(uninitialized_like(x)) : std::nullopt,
+      .out = uninitialized_like(x),
+      .mean = statistic(),
+      .rstd = statistic(),
+  };
+  device.layer_norm(tensors, parameters, eps, activation);
+  return tensors;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps,
+                                              const std::string& activation) {
+  const auto made = normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), true);
+  return {made.out, *made.mean, *made.rstd};
+}
+
+template <class Device>
+Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            double eps, const std::string& activation) {
+  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), false).out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                                          const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& bias, double eps) {
+  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, true);
+  return {*made.h, made.out, *made.mean, *made.rstd};
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> add_layer_norm_inference(const Tensor& x, const Tensor& residual,
+                                                    const std::optional<Tensor>& weight,
+                                                    const std::optional<Tensor>& bias, double eps) {
+  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, false);
+  return {*made.h, made.out};
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const std::optional<Tensor>& dh,
+                                                       const Tensor& h, const Tensor& mean, const Tensor& rstd,
+                                                       const std::optional<Tensor>& weight,
+                                                       const std::optional<Tensor>& bias,
+                                                       const std::string& activation) {
+  const Device device(h);
+  check_statistics(mean, rstd, h);
+  const LayerNormBackwardTensors tensors{
+      .dout = contiguous_like("dout", dout, h),
+      .dh = contiguous_like("dh", dh, h),
+      .h = contiguous_like("h", h, h),
+      .mean = mean,
+      .rstd = rstd,
+      .dx = uninitialized_like(h),
+  };
+  const auto gradients = device.layer_norm_backward(tensors, {weight, bias}, activation_of(activation));
+  return {tensors.dx, gradients.weight, gradients.bias};
+}
+
+template <class Device>
+Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::string& activation) {
+  const Device device(input);
+  const GeluTensors tensors{.x = contiguous_like("x", input, input), .out = uninitialized_like(input)};
+  device.gelu(tensors, bias, activation_of(activation));
+  return tensors.out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input, const std::optional<Tensor>& bias,
+                                         const std::string& activation) {
+  const Device device(input);
+  const GeluBackwardTensors tensors{
+      .dout = contiguous_like("dout", dout, input),
+      .x = contiguous_like("x", input, input),
+      .dx = uninitialized_like(input),
+  };
+  const Tensor dbias = device.gelu_backward(tensors, bias, activation_of(activation));
+  return {tensors.dx, dbias};
+}
+
+template <class Device>
+void register_operators(auto& library) {
+  library.impl("layer_norm", TORCH_BOX(&layer_norm<Device>));
+  library.impl("layer_norm_inference", TORCH_BOX(&layer_norm_inference<Device>));
+  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm<Device>));
+  library.impl("add_layer_norm_inference", TORCH_BOX(&add_layer_norm_inference<Device>));
+  library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward<Device>));
+  library.impl("gelu", TORCH_BOX(&gelu<Device>));
+  library.impl("gelu_backward", TORCH_BOX(&gelu_backward<Device>));
+}
+
+}  // namespace cvt_kernels::layer_norm_gelu
