@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include <torch/csrc/stable/library.h>
 
@@ -92,17 +93,16 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
                            double eps, Activation activation, bool with_statistics) {
   const Device device(input);
   channels_of(input);  // rejects a tensor that has no rows
-  const Tensor x = contiguous_like("x", input, input);
-  const auto sizes = x.sizes();
+  const auto sizes = input.sizes();
   const auto statistic = [&]() -> std::optional<Tensor> {
     if (!with_statistics) return std::nullopt;
-    return empty(sizes.slice(0, sizes.size() - 1), accumulator_of(x), x);
+    return empty(sizes.slice(0, sizes.size() - 1), accumulator_of(input), input);
   };
   const LayerNormTensors tensors{
-      .x = x,
-      .residual = contiguous_like("residual", residual, x),
-      .h = residual.has_value() ? std::optional(uninitialized_like(x)) : std::nullopt,
-      .out = uninitialized_like(x),
+      .x = contiguous_like("x", input, input),
+      .residual = contiguous_like("residual", residual, input),
+      .h = residual.has_value() ? std::optional(uninitialized_like(input)) : std::nullopt,
+      .out = uninitialized_like(input),
       .mean = statistic(),
       .rstd = statistic(),
   };
@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const
       .rstd = rstd,
       .dx = uninitialized_like(h),
   };
-  const auto gradients = device.layer_norm_backward(tensors, {weight, bias}, activation_of(activation));
-  return {tensors.dx, gradients.weight, gradients.bias};
+  auto gradients = device.layer_norm_backward(tensors, {weight, bias}, activation_of(activation));
+  return {tensors.dx, std::move(gradients.weight), std::move(gradients.bias)};
 }
 
 template <class Device>
@@ -177,8 +177,7 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
       .x = contiguous_like("x", input, input),
       .dx = uninitialized_like(input),
   };
-  const Tensor dbias = device.gelu_backward(tensors, bias, activation_of(activation));
-  return {tensors.dx, dbias};
+  return {tensors.dx, device.gelu_backward(tensors, bias, activation_of(activation))};
 }
 
 template <class Device>
