@@ -35,8 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
     For inference on a CPU it takes the fastest of PyTorch's primitives on this machine, see
-    :func:`linear_primitives`, whose results may differ from those of ``F.linear`` in the last bits. Everywhere
-    else, under ``torch.use_deterministic_algorithms`` and with ``use_backend("reference")`` it is ``F.linear``.
+    :func:`linear_primitives`; its results may differ from those of ``F.linear`` in the last bits. Everywhere
+    else it is ``F.linear``, as under ``torch.use_deterministic_algorithms`` and ``use_backend("reference")``.
 
     Args:
         x: ``(..., inputs)``.
