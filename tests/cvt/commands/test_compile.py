@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from cvt import config
 from cvt.commands.compile import cuda_kernels, gpus, launches, machine_code, page
 from cvt.commands.compile.report import SCHEMA
 from cvt.commands.compile.resources import Resources
-from cvt.commands.compile.triton_kernels import TritonKernel
-from cvt_kernels.machine import Chip, load_extension
+from cvt.commands.compile.triton_kernels import TritonKernel, specialize
+from cvt_kernels.machine import Chip, Launch, load_extension
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -42,12 +44,12 @@ def compile_ahead(tmp_path):
 
 def assert_flawless(rows):
     for row in rows:
-        found = row["resources"]
+        resources = row["resources"]
         assert row["flaws"] == []
-        assert (found["stack"], found["spill_loads"], found["spill_stores"]) == (0, {}, {}), row
-        assert 0 < found["registers"] <= 255
-        assert found["static_shared"] + found["dynamic_shared"] <= 99 * 1024
-        assert 0 < found["occupancy"] <= 1
+        assert (resources["stack"], resources["spill_loads"], resources["spill_stores"]) == (0, {}, {}), row
+        assert 0 < resources["registers"] <= 255
+        assert resources["static_shared"] + resources["dynamic_shared"] <= 99 * 1024
+        assert 0 < resources["occupancy"] <= 1
 
 
 def assert_documented(rows):
@@ -63,10 +65,10 @@ def assert_documented(rows):
     for row in rows:
         cell = cells[row["operator"], page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
         registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
-        found = row["resources"]
-        assert found["registers"] <= registers
-        assert found["static_shared"] + found["dynamic_shared"] <= (shared + 0.05) * 1024
-        assert found["occupancy"] * 100 >= occupancy - 0.5
+        resources = row["resources"]
+        assert resources["registers"] <= registers
+        assert resources["static_shared"] + resources["dynamic_shared"] <= (shared + 0.05) * 1024
+        assert resources["occupancy"] * 100 >= occupancy - 0.5
 
 
 def split_cells(table):
@@ -224,6 +226,24 @@ def test_what_does_not_compile_is_named():
     kernel = TritonKernel(90, launch.kernel.fn.__module__, launch.kernel.__name__, {}, {}, {}, {})
     with pytest.raises(RuntimeError, match=r"^_attention_bwd_kernel does not compile for sm_90: "):
         kernel.examine()
+
+
+def test_arguments_are_specialized_as_triton_does():
+    class Grid(NamedTuple):
+        height: int
+        width: int
+
+    arguments = {"x": torch.empty(8, device="meta"), "grid": Grid(32, 1), "n": 2**40 + 1, "eps": 1e-5, "K": 3}
+    parameters = [SimpleNamespace(name=name, is_constexpr=name == "K") for name in arguments]
+    kernel = SimpleNamespace(params=parameters, __module__="module", __name__="name")
+    specialized = specialize(Launch(kernel, (1,), arguments, {"num_warps": 4}), 90)
+    divisible = [["tt.divisibility", 16]]
+    signature = {"x": "*fp32", "grid": Grid("i32", "constexpr"), "n": "i64", "eps": "fp32", "K": "constexpr"}
+    assert isinstance(specialized.signature["grid"], Grid)
+    assert specialized == TritonKernel(
+        90, "module", "name", signature, {(1, 1): 1, (4,): 3}, {(0,): divisible, (1, 0): divisible},
+        {"num_warps": 4},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("model", launches.MODELS)
