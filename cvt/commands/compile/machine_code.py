@@ -67,8 +67,8 @@ def _disassemble(cubin: bytes) -> dict[str, MachineCode]:
         path.write_bytes(cubin)
         usage = run_tool("cuobjdump", "-res-usage", path)
         text = run_tool("nvdisasm", "-c", path)
-    # nvdisasm writes a line //---- .text.NAME ---- above each function.
-    parts = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.MULTILINE)
+    # nvdisasm writes a line //---- .text.NAME ---- above each function, and pads short names.
+    parts = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)
     counts = {
         name: Counter(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code))
         for name, code in zip(parts[1::2], parts[2::2], strict=True)

@@ -300,6 +300,23 @@ def test_access_bytes(instruction, width):
     assert machine_code.access_bytes(instruction) == width
 
 
+def test_disassembly(monkeypatch):
+    outputs = {
+        "cuobjdump": " Function k:\n  REG:8 STACK:0 SHARED:16 LOCAL:4 CONSTANT[0]:560\n"
+        " Function _a_kernel_of_many_words:\n  REG:255 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:560\n",
+        "nvdisasm": "//--------------------- .text.k                   --------------------------\n"
+        "        /*0000*/                   LDC R1, c[0x0][0x28] ;\n"
+        "        /*0010*/              @!P0 LDG.E.128 R4, [R2.64] ;\n"
+        "//--------------------- .text._a_kernel_of_many_words --------------------------\n"
+        "        /*0000*/               @UP0 EXIT ;\n",
+    }
+    monkeypatch.setattr(machine_code, "run_tool", lambda name, *arguments: outputs[name])
+    assert machine_code._disassemble(b"") == {
+        "k": machine_code.MachineCode(8, 0, 16, 4, {"LDC": 1, "LDG.E.128": 1}),
+        "_a_kernel_of_many_words": machine_code.MachineCode(255, 8, 0, 0, {"EXIT": 1}),
+    }
+
+
 def test_what_was_read_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     code = {"kernel": machine_code.MachineCode(32, 0, 1024, 0, {"LDG.E.128": 2})}
