@@ -124,7 +124,7 @@ def results(call, leaves, douts=None):
 
 
 def served(call, leaves, douts=None):
-    """:func:`results`; skips the test if the backend why_unsupported such a call."""
+    """:func:`results`; skips the test if the backend refuses such a call."""
     try:
         return results(call, leaves, douts)
     except ck.BackendUnavailable as error:

@@ -35,7 +35,7 @@ class ExtensionError(ImportError):
 
 
 class Machine(NamedTuple):
-    """What this machine has; every field is ready to print."""
+    """The facts of this machine, each ready to print."""
 
     python: str
     torch: str
@@ -48,7 +48,7 @@ class Machine(NamedTuple):
 
 @functools.cache
 def facts() -> Machine:
-    """Looks at this machine once, on first use. Starts ``nvcc --version`` but no CUDA context."""
+    """Looks at this machine, once; starts ``nvcc --version`` but no CUDA context."""
     return Machine(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
@@ -61,7 +61,7 @@ def facts() -> Machine:
 
 
 def why_triton_unavailable(device_type: str) -> str | None:
-    """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
+    """Says why this machine cannot run Triton kernels; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if not torch.cuda.is_available() and not INTERPRETING:
@@ -70,7 +70,7 @@ def why_triton_unavailable(device_type: str) -> str | None:
 
 
 def why_native_unavailable(device_type: str) -> str | None:
-    """Why there are no native kernels for a type of device, or None; ``missing`` of their implementations.
+    """Says why this machine has no native kernels for a type of device; None if it has them.
 
     Raises:
         ExtensionError: They are installed but do not load.
@@ -89,7 +89,7 @@ def why_native_unavailable(device_type: str) -> str | None:
 
 
 def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str | None:
-    """Why what a CUDA toolkit compiled for some architectures does not run on the GPUs of this machine."""
+    """Says why the GPUs here cannot run kernels of a toolkit for some architectures; None if they can."""
     if torch.version.hip is not None:
         return "the extension has kernels for NVIDIA's GPUs only"
     if not toolkit:
@@ -107,7 +107,7 @@ def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str |
 
 
 def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
-    """Whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU."""
+    """Returns whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU of a compute capability."""
     kind, _, number = architecture.partition("_")
     if not number.isdigit():  # sm_90a and sm_100f are for what they name
         number = number[:-1]
@@ -117,7 +117,7 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def _cuda_driver() -> int:
-    """The major version of CUDA that the driver serves at most; 0 if there is none."""
+    """Returns the newest major version of CUDA that the driver serves; 0 if there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -201,7 +201,12 @@ def _nvcc() -> str:
 
 
 class Chip(NamedTuple):
-    """What launch configurations depend on: compute capability (90 for sm_90), number of multiprocessors."""
+    """The properties of a GPU that launch configurations depend on.
+
+    Attributes:
+        capability: Compute capability, 90 for sm_90.
+        multiprocessors: Number of streaming multiprocessors.
+    """
 
     capability: int
     multiprocessors: int
@@ -233,7 +238,7 @@ _recording: _Recording | None = None
 
 @contextlib.contextmanager
 def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
-    """Within it, launchers of Triton kernels plan for ``chip`` and list their launches, but start nothing."""
+    """Lists a block's launches of Triton kernels, planned for ``chip``, instead of starting them."""
     global _recording
     previous, _recording = _recording, _Recording(chip, [])
     try:
