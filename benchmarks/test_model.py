@@ -11,7 +11,7 @@ import itertools
 import tempfile
 
 import pytest
-import timing
+import suites
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,13 +32,13 @@ MODELS = {
 COMPILED = ("compiled", "max_autotune")
 #: Images on which training is checked at most, lest float32 take more memory than there is.
 CHECKED = 32
-if timing.TINY:
+if suites.TINY:
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 2, 3))
     MODELS = {"small at 64": (small, 64, (2,))}
 
 
 def batches(model, training):
-    if timing.CUDA and not timing.TINY:
+    if suites.CUDA and not suites.TINY:
         return (256, 32) if training else (256, 32, 1)
     return MODELS[model][2][:1] if training else MODELS[model][2]
 
@@ -48,12 +48,12 @@ def names(training):
     theirs = importlib.util.find_spec("transformers") is not None
     found = ["hugging_face", "accelerated"] if theirs else ["reference"]
     found.append("cvt")
-    if timing.CUDA and not training:
+    if suites.CUDA and not training:
         found.append("cvt_graph")
-    if timing.TINY:
+    if suites.TINY:
         return found
     found += ["hugging_face_compiled", "cvt_compiled"] if theirs else ["cvt_compiled"]
-    if timing.CUDA and theirs and not training:
+    if suites.CUDA and theirs and not training:
         found.append("hugging_face_max_autotune")
     return found
 
@@ -64,7 +64,7 @@ def cases():
         (model, mode, batch, dtype, name)
         for model, mode in itertools.product(MODELS, ("inference", "training"))
         for batch, dtype, name in itertools.product(
-            batches(model, mode == "training"), timing.dtypes(), names(mode == "training")
+            batches(model, mode == "training"), suites.dtypes(), names(mode == "training")
         )
     ]
 
@@ -101,10 +101,10 @@ def build(model, name, dtype, training):
     module = copy.deepcopy(ours if name.startswith(("cvt", "reference")) else theirs)
     if training and dtype != torch.float64:
         dtype = torch.float32
-    module = module.to(timing.DEVICE, dtype).train(training)
+    module = module.to(suites.DEVICE, dtype).train(training)
     if name == "accelerated":
         ck.accelerate(module)
-    options = {"freezing": True} if not timing.CUDA and not training else None
+    options = {"freezing": True} if not suites.CUDA and not training else None
     if name.endswith("compiled"):
         return torch.compile(module, dynamic=False, options=options)
     if name.endswith("max_autotune"):
@@ -121,7 +121,7 @@ def infer(module, x):
 def step(module, x, labels, dtype):
     """A training step: the loss, and the gradients of the first and the last parameter."""
     parameters = list(module.parameters())
-    with torch.autocast(timing.DEVICE, dtype, enabled=dtype.itemsize == 2):
+    with torch.autocast(suites.DEVICE, dtype, enabled=dtype.itemsize == 2):
         outputs = module(x)
         loss = F.cross_entropy(getattr(outputs, "logits", outputs), labels)
     gradients = torch.autograd.grad(loss, parameters)
@@ -140,7 +140,7 @@ def operations_per_image(model):
 
 @pytest.fixture(autouse=True)
 def _every_kernel():
-    with timing.every_kernel():
+    with suites.every_kernel():
         yield
     torch.compiler.reset()
 
@@ -159,10 +159,10 @@ def plain(model, batch, dtype, training):
 def inputs(model, batch, dtype, training):
     """Images, and labels to train by."""
     size = MODELS[model][1]
-    few = timing.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
+    few = suites.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
     x = few.repeat(-(-batch // CHECKED), 1, 1, 1)[:batch]  # so that the first are the same in every batch
     if training:
-        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=timing.DEVICE) % 1000
+        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=suites.DEVICE) % 1000
     return x.to(dtype), None
 
 
@@ -174,7 +174,7 @@ def run(module, x, labels, dtype):
 @pytest.mark.parametrize(
     ("model", "mode", "batch", "dtype", "name"),
     cases(),
-    ids=lambda value: timing.short(value) if isinstance(value, torch.dtype) else None,
+    ids=lambda value: suites.short(value) if isinstance(value, torch.dtype) else None,
 )
 def test_model(benchmark, model, mode, batch, dtype, name):
     training = mode == "training"
@@ -189,22 +189,22 @@ def test_model(benchmark, model, mode, batch, dtype, name):
                 found = call() if training else [logits[:few] for logits in call()]
             else:
                 found = run(module, *inputs(model, few, dtype, training), dtype)
-            timing.check(found, *plain(model, few, dtype, training), dtype)
+            suites.check(found, *plain(model, few, dtype, training), dtype)
             facts = {
                 "suite": "model",
                 "case": f"{model}, {mode}",
                 "contender": name,
-                "dtype": timing.short(dtype),
+                "dtype": suites.short(dtype),
                 "batch": batch,
             }
             if not name.startswith("hugging_face"):
-                facts["backends"] = {o: backends.backend_for(o, timing.DEVICE) for o in backends.OPERATORS}
+                facts["backends"] = {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS}
             if name == "cvt_graph":
-                facts["peak_memory_bytes"] = timing.peak_memory(call)  # a replay allocates nothing
-                call = timing.graphed(call)
+                facts["peak_memory_bytes"] = suites.peak_memory(call)  # a replay allocates nothing
+                call = measure.graph_replay(call)
                 assert call is not None, "the forward cannot be captured"
             passes = 3 if training else 1
             operations = passes * batch * operations_per_image(model)
-            timing.measure(benchmark, call, facts, operations=operations, host=True)
+            suites.measure(benchmark, call, facts, operations=operations, host=True)
     except torch.OutOfMemoryError:
         pytest.skip("out of memory")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -187,8 +186,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     with torch.random.fork_rng(devices=cuda):
         records = [run.record() for run in (*runs, oracle)]
         random = _random_difference(*runs) if _random_modules(model) else None
-        evaluation = _time_in_turns([run.evaluate for run in runs], rounds)
-        training = _time_in_turns([run.train for run in runs], rounds)
+        evaluation = _speed([run.evaluate for run in runs], rounds, model)
+        training = _speed([run.train for run in runs], rounds, model)
     rows = coverage(accelerated.eval())
     layers = tuple(_compare(row.path, row.class_name, row.fused, *records) for row in rows)
     whole = _compare("", type(model).__name__, any(layer.fused for layer in layers), *records)
@@ -360,23 +359,11 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
 
 
-def _time_in_turns(functions: list[Callable[[], Any]], rounds: int) -> Speed:
-    """Each after one run that is not timed."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for i in range(rounds + 1):
-        for function, times in zip(functions, seconds, strict=True):
-            _synchronize()
-            start = time.perf_counter()
-            function()
-            _synchronize()
-            if i > 0:
-                times.append(time.perf_counter() - start)
-    return Speed(*map(statistics.median, seconds))
+def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) -> Speed:
+    from .. import measure  # is not needed where nothing is verified
 
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    device = next(model.parameters()).device
+    return Speed(*map(statistics.median, measure.seconds_in_turns(functions, rounds, device)))
 
 
 def _heading(model: nn.Module, inputs: Any) -> str:
