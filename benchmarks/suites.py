@@ -16,12 +16,11 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
-from cvt_kernels import measure as measuring
+from cvt_kernels import backends, machine, measure
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-#: Whether shapes are those of a smoke test, without torch.compile; conftest.py sets it before it imports suites.
+#: Whether shapes are those of a smoke test, without torch.compile; set before the suites are imported.
 TINY = False
 #: The ceilings that were measured in this process: bytes or operations per second.
 CEILINGS: dict[str, float] = {}
@@ -71,7 +70,7 @@ def device_name() -> str:
 
 
 def contenders(operator: str, *others: str) -> list[str]:
-    """Lists ``reference``, ``others``, every backend that runs here and at last, as it takes long, the compiled."""
+    """Lists ``reference``, ``others``, every backend that runs here and, as they take long, compiled ones."""
     names = ["reference", *others]
     for backend in ("native", "triton"):
         # An extension that does not load must not cost the others their rows.
@@ -131,7 +130,7 @@ def _flat(outs):
 
 
 def check(found, same, exact, dtype: torch.dtype) -> None:
-    """Asserts errors of at most three times the reference's in the same dtype and four units in the last place."""
+    """Asserts errors of at most three times the reference's, and four units in the last place besides."""
     for ours, theirs, right in zip(found, same, exact, strict=True):
         allowed = 3 * (theirs.double() - right).abs().max().item()
         allowed += 4 * torch.finfo(dtype).eps * right.abs().max().item()
@@ -141,12 +140,12 @@ def check(found, same, exact, dtype: torch.dtype) -> None:
 # Measuring ------------------------------------------------------------------------------------------------
 
 
-_clock = measuring.DeviceClock()
-#: For ``pytest.mark.benchmark``, of the suites that :func:`measure` an operator.
+_clock = measure.DeviceClock()
+#: For ``pytest.mark.benchmark``, of the suites that :func:`record` an operator.
 TIMER = {"timer": _clock.read} if CUDA else {}
 
 
-def measure(
+def record(
     benchmark,
     call,
     facts: dict[str, Any],
@@ -171,7 +170,7 @@ def measure(
     memory = facts.get("peak_memory_bytes") or peak_memory(call)
     clock, timed = "wall", _waiting(call)
     if CUDA and not host:
-        replay = measuring.graph_replay(call)
+        replay = measure.graph_replay(call)
         clock, timed = ("launches", call) if replay is None else ("graph", replay)
     benchmark.group = f"{facts['suite']}, {facts['case']}, {facts['dtype']}, batch {facts['batch']}, {DEVICE}"
     arm = None if clock == "wall" else _clock.arm
@@ -193,7 +192,7 @@ def _waiting(call):
 
     def run() -> None:
         call()
-        measuring.synchronize(DEVICE)
+        measure.synchronize(DEVICE)
 
     return run
 
@@ -221,7 +220,7 @@ def _rounds(call) -> int:
 def peak_memory(call) -> int:
     """Returns the most bytes of tensors that a call after the first holds at once, beyond those before it."""
     call()
-    return measuring.peak_bytes(call, DEVICE)
+    return measure.peak_bytes(call, DEVICE)
 
 
 # Ceilings -------------------------------------------------------------------------------------------------
@@ -230,13 +229,13 @@ def peak_memory(call) -> int:
 @functools.cache
 def copy_bandwidth() -> float:
     """Measures the bytes per second of a copy, once per process."""
-    CEILINGS["copy"] = measuring.copy_bandwidth(DEVICE, 2**22 if TINY else None)
+    CEILINGS["copy"] = measure.copy_bandwidth(DEVICE, 2**22 if TINY else None)
     return CEILINGS["copy"]
 
 
 @functools.cache
 def product_rate(dtype: str) -> float:
     """Measures the operations per second of a matrix product, once per process."""
-    rate = measuring.product_rate(DEVICE, getattr(torch, dtype), 256 if TINY else None)
+    rate = measure.product_rate(DEVICE, getattr(torch, dtype), 256 if TINY else None)
     CEILINGS[f"matmul_{dtype}"] = rate
     return rate

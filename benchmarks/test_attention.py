@@ -53,7 +53,7 @@ def test_attention(benchmark, stage, direction, dtype, name):
     )
 
     products, tensors = (2, 2) if douts is None else (7, 6)  # of Nq × Nkv × D; of Nq + Nkv tokens
-    suites.measure(
+    suites.record(
         benchmark,
         lambda: suites.results(call, leaves, douts),
         {

@@ -89,7 +89,7 @@ def test_conv_projection(benchmark, stage, mode, dtype, name):
     )
     suites.check(found, same, exact, dtype)
 
-    suites.measure(
+    suites.record(
         benchmark,
         lambda: suites.results(call, leaves, douts),
         {

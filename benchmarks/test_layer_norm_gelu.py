@@ -60,7 +60,7 @@ def test_layer_norm_gelu(benchmark, stage, direction, dtype, name, operator, app
     exact = [t.double() for t in leaves], douts and [t.double() for t in douts]
     suites.check(found, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)
 
-    suites.measure(
+    suites.record(
         benchmark,
         lambda: suites.results(call, leaves, douts),
         {

@@ -41,7 +41,7 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
 
     passes = 1 if douts is None else 3
     once = x.nbytes + weight.nbytes + dout.nbytes
-    suites.measure(
+    suites.record(
         benchmark,
         lambda: suites.results(call, leaves, douts),
         {

@@ -39,7 +39,7 @@ HUGGINGFACE = ("hf", "compile", "compile-max", "accelerate")
 
 
 class Contender(NamedTuple):
-    """One way to run the weights.
+    """A way to run the weights.
 
     Attributes:
         key: Its name in ``--peers``, tables and files.
@@ -54,7 +54,7 @@ class Contender(NamedTuple):
     hooks: bool
 
     def step(self, images: Tensor) -> Tensor:
-        """A forward, or with a model in training mode a forward and a backward; returns the logits."""
+        """Runs a forward, in training mode a forward and a backward; returns the logits."""
         with backends.use_backend(self.backend), torch.set_grad_enabled(self.model.training):
             if not self.model.training:
                 return logits_of(self.model(images))
