@@ -33,8 +33,8 @@ bench: $(INSTALLED)
 		bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear profile model
 
 # docs/results.md from benchmarks/results/.
-results:
-	$(PYTHON) benchmarks/tabulate_results.py
+results: $(INSTALLED)
+	$(BIN)/python benchmarks/tabulate_results.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,19 +1,20 @@
 """Measures the ceilings of this machine: the rates that a large copy and large matrix products reach.
 
-``python benchmarks/ceilings.py FILE`` writes bytes or operations per second as JSON.
+``python -m benchmarks.ceilings FILE`` writes bytes or operations per second as JSON.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-import suites
 import torch
+
+from . import suites
 
 
 def main() -> None:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="benchmarks/ceilings.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.ceilings", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

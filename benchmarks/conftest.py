@@ -4,11 +4,12 @@ import signal
 import time
 
 import pytest
-import suites
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import machine
+
+from . import suites
 
 _deadline = float("inf")
 

@@ -1,6 +1,6 @@
 """Profiles CvT-13: one inference and one training step, by kernel, as JSON.
 
-``python benchmarks/profile_model.py FILE``. On a GPU time is the device's, elsewhere the CPU's. Every kernel
+``python -m benchmarks.profile_model FILE``. On a GPU time is the device's, elsewhere the CPU's. Every kernel
 takes part, experimental ones too.
 """
 
@@ -8,7 +8,6 @@ import argparse
 import json
 from pathlib import Path
 
-import suites
 import torch
 from torch.nn import functional as F
 
@@ -18,13 +17,15 @@ from cvt.commands.bench.breakdown import by_kernel
 from cvt.factory import randomize
 from cvt_kernels import backends, measure
 
+from . import suites
+
 SCHEMA = 1
 TOP = 40  # kernels that are listed
 
 
 def main() -> None:
     """Profiles and writes."""
-    parser = argparse.ArgumentParser(prog="benchmarks/profile_model.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.profile_model", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

@@ -76,9 +76,9 @@ class Part(NamedTuple):
 def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
     """Returns every part by name. Limits are for a GPU; a CPU may take all the time that there is."""
     cuda = device == "cuda"
-    python, size = [sys.executable], ["--tiny"] if tiny else []
+    module, size = [sys.executable, "-m"], ["--tiny"] if tiny else []
     # Warnings are errors elsewhere; here they would cost measurements.
-    pytest = [sys.executable, "-m", "pytest", "-W", "default", "--tb=short", "-q"]
+    pytest = [*module, "pytest", "-W", "default", "--tb=short", "-q"]
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
     kernels = [
         "tests/cvt_kernels/ops/test_conv_projection_triton.py",
@@ -107,10 +107,12 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     # torch.compile takes minutes for each batch size, more than a GPU is lent for.
     peers = ["--peers", "hf" if tiny or cuda else "compile"]
     parts = [
-        Part("build", [*python, "setup.py", "build_ext", "--inplace"], 150, ("setuptools",), for_build),
+        Part(
+            "build", [sys.executable, "setup.py", "build_ext", "--inplace"], 150, ("setuptools",), for_build
+        ),
         Part("gpu_tests", [*pytest, "-m", "gpu", "tests"], 70, for_tests),
         Part("triton_tests", [*pytest, *workers, "-m", "not gpu", *kernels], 90, for_tests),
-        Part("ceilings", [*python, "benchmarks/ceilings.py", output("ceilings"), *size], 30),
+        Part("ceilings", [*module, "benchmarks.ceilings", output("ceilings"), *size], 30),
         bench("bench", "--batch-size", *batches, *peers),
         bench("bench_bfloat16", "--batch-size", *batches[:2], "--dtype", "bfloat16"),
         bench("bench_training", "--batch-size", *trained, "--train"),
@@ -118,11 +120,11 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         suite("attention", 50),
         suite("layer_norm_gelu", 50),
         suite("linear", 30),
-        Part("profile", [*python, "benchmarks/profile_model.py", output("profile"), *size], 60),
+        Part("profile", [*module, "benchmarks.profile_model", output("profile"), *size], 60),
         suite("model", 240),
         Part(
             "tune",
-            [*python, "benchmarks/tune.py", output("tune"), "--seconds={seconds}", *size],
+            [*module, "benchmarks.tune", output("tune"), "--seconds={seconds}", *size],
             60 * minutes,
             ("pytest",),
             {} if cuda else {"TRITON_INTERPRET": "1"},

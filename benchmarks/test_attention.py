@@ -1,8 +1,9 @@
 """Attention at the shapes of CvT-13: PyTorch's SDPA, the reference, the kernels where they run."""
 
 import pytest
-import suites
 from torch.nn import functional as F
+
+from . import suites
 
 pytestmark = pytest.mark.benchmark(**suites.TIMER)
 

@@ -7,11 +7,12 @@ and the outputs once forward (3.5), then x, the gradients of the outputs and dx 
 import functools
 
 import pytest
-import suites
 import torch
 from torch import nn
 
 import cvt_kernels as ck
+
+from . import suites
 
 pytestmark = pytest.mark.benchmark(**suites.TIMER)
 

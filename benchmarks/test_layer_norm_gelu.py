@@ -3,7 +3,8 @@
 import functools
 
 import pytest
-import suites
+
+from . import suites
 
 pytestmark = pytest.mark.benchmark(**suites.TIMER)
 

@@ -1,10 +1,11 @@
 """The linear layers of CvT-13: PyTorch's and, on a CPU, the primitive that ``cvt_kernels.linear`` chooses."""
 
 import pytest
-import suites
 from torch.nn import functional as F
 
 import cvt_kernels as ck
+
+from . import suites
 
 pytestmark = pytest.mark.benchmark(**suites.TIMER)
 

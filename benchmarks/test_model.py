@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 
 import pytest
-import suites
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,6 +27,8 @@ from cvt.commands.bench.contenders import (
     logits_of,
 )
 from cvt_kernels import backends, measure
+
+from . import suites
 
 #: Preset, image size and the batches of inference on a CPU, where time is short.
 MODELS = {

@@ -1,6 +1,6 @@
 """Times other launch configurations of the Triton kernels at CvT-13's shapes, and writes the fastest as JSON.
 
-``python benchmarks/tune.py FILE --seconds 300``. Each candidate differs from the configuration that ships in
+``python -m benchmarks.tune FILE --seconds 300``. Each candidate differs from the configuration that ships in
 one field; last comes the combination of the best values. A candidate must give the results of what ships.
 Processes beside this one compile ahead, into Triton's cache. No code is rewritten: that is for the reader.
 """
@@ -18,10 +18,11 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import suites
 import torch
 
 from cvt_kernels import machine, measure
+
+from . import suites
 
 SCHEMA = 1
 #: Operator → its kernels that are tuned.
@@ -78,13 +79,13 @@ def combination(config: Any, times: dict[Any, float]) -> Any:
 
 def step(operator: str, stage: str) -> tuple[torch.Tensor, ...]:
     """Runs a training step on the inputs of the suite; returns outputs and gradients."""
-    # Not above: other tests have a module of this name too.
+    # Not above, since the shapes of a suite depend on what main sets.
     if operator == "attention":
-        import test_attention
+        from . import test_attention
 
         *leaves, dout = test_attention.make(stage, suites.dtypes()[0])
         return suites.results(test_attention.contender("triton", leaves[0]), leaves, [dout])
-    import test_conv_projection
+    from . import test_conv_projection
 
     setting = test_conv_projection.setting(stage, suites.dtypes()[0])
     x, _, branches = setting
@@ -206,7 +207,7 @@ def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> di
 
 def main() -> None:
     """Tunes kernel by kernel; the file holds what is done so far."""
-    parser = argparse.ArgumentParser(prog="benchmarks/tune.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--tiny", action="store_true")

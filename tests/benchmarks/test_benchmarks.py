@@ -1,6 +1,5 @@
 """Tests of what ``make gpu``, ``make bench`` and ``make results`` run: parts, limits, tables."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import run, suites, tune
+from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import results as bench_results
 from cvt_kernels import backends, machine
 
@@ -30,7 +31,8 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pi
 time.sleep(60)
 """
 SUITE = """
-import functools, time, suites
+import functools, time
+from benchmarks import suites
 facts = {"suite": "suite", "case": "case", "contender": "ours", "dtype": "float32", "batch": 1}
 facts["peak_memory_bytes"] = 1  # known, so not measured
 def test_quick(benchmark):
@@ -40,20 +42,6 @@ def test_slow(benchmark):
 def test_later(benchmark):
     suites.record(benchmark, int, facts)
 """
-
-
-def load(name):
-    """A script of benchmarks/, which is no package."""
-    if name in sys.modules:  # the suites are collected too, whose conftest.py has set it up
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for its dataclasses, and for those that import it
-    spec.loader.exec_module(module)
-    return module
-
-
-suites, run, tabulate, tune = map(load, ("suites", "run", "tabulate_results", "tune"))
 
 
 def python(code, name="part", seconds=30.0, **options):
@@ -137,6 +125,8 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
     for word in words:
         if word.endswith(".py"):
             assert (ROOT / word).is_file()
+        if word.startswith("benchmarks."):
+            assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
     assert len(files) == len(set(files)) == 11
     assert all(part.seconds <= 540 for part in parts.values())
@@ -177,11 +167,19 @@ def test_suites_keep_to_their_time(tmp_path):
     suite.write_text(SUITE)
     # As a child of one of several workers pytest-benchmark would measure nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    options = ["-p", "conftest", "-W", "default", "-rs", "--seconds=10", f"--benchmark-json={target}"]
+    options = [
+        "-p",
+        "benchmarks.conftest",
+        "-W",
+        "default",
+        "-rs",
+        "--seconds=10",
+        f"--benchmark-json={target}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"},
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
