@@ -129,9 +129,9 @@ def _flat(outs):
     return tuple(outs) if isinstance(outs, tuple | list) else (outs,)
 
 
-def check(found, same, exact, dtype: torch.dtype) -> None:
+def check(outputs, same, exact, dtype: torch.dtype) -> None:
     """Asserts errors of at most three times the reference's, and four units in the last place besides."""
-    for ours, theirs, right in zip(found, same, exact, strict=True):
+    for ours, theirs, right in zip(outputs, same, exact, strict=True):
         allowed = 3 * (theirs.double() - right).abs().max().item()
         allowed += 4 * torch.finfo(dtype).eps * right.abs().max().item()
         torch.testing.assert_close(ours.double(), right.double(), rtol=0, atol=allowed)

@@ -162,9 +162,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cases.setdefault((row["case"], row["dtype"], row["batch"]), {})[row["contender"]] = row
     lines = [markdown(["case", "dtype", "batch", *contenders, "gain"]), "|---" * (len(contenders) + 4) + "|"]
-    for (case, dtype, batch), found in cases.items():
-        cells = [cell(found[name]) if name in found else "–" for name in contenders]
-        lines.append(markdown([case, dtype, str(batch), *cells, gain(found)]))
+    for (case, dtype, batch), row_of in cases.items():
+        cells = [cell(row_of[name]) if name in row_of else "–" for name in contenders]
+        lines.append(markdown([case, dtype, str(batch), *cells, gain(row_of)]))
     return "\n".join(lines)
 
 
@@ -185,10 +185,10 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def gain(found: dict[str, dict[str, Any]]) -> str:
+def gain(row_of: dict[str, dict[str, Any]]) -> str:
     """Returns how many times as fast our fastest is as the fastest of the others."""
-    ours = [row["seconds"] for name, row in found.items() if name in OURS]
-    others = [row["seconds"] for name, row in found.items() if name not in OURS]
+    ours = [row["seconds"] for name, row in row_of.items() if name in OURS]
+    others = [row["seconds"] for name, row in row_of.items() if name not in OURS]
     return f"{min(others) / min(ours):.2f}×" if ours and others else "–"
 
 

@@ -9,13 +9,13 @@ pytestmark = pytest.mark.benchmark(**suites.TIMER)
 
 
 def sdpa(q, k, v, scale):
-    """With the copy that brings its output (B, h, N, D) back to tokens."""
+    """Computes attention by PyTorch, with the copy that brings its output (B, h, N, D) back to tokens."""
     out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale)
     return out.transpose(1, 2).contiguous()
 
 
 def make(stage, dtype):
-    """Q, k and v as linear layers leave them, and the gradient of the output."""
+    """Returns q, k and v as linear layers leave them, and the gradient of the output."""
     (height, width), channels, class_tokens = suites.stages()[stage]
     queries = height * width + class_tokens
     keys = -(-height // 2) * -(-width // 2) + class_tokens
@@ -27,7 +27,7 @@ def make(stage, dtype):
 
 
 def contender(name, q):
-    """A function of q, k and v, scaled by C^-0.5."""
+    """Returns a function of q, k and v, scaled by C^-0.5."""
     scale = q.shape[2:].numel() ** -0.5
     if name == "sdpa":
         return lambda q, k, v: sdpa(q, k, v, scale)
@@ -45,12 +45,12 @@ def test_attention(benchmark, stage, direction, dtype, name):
     keys = leaves[1].shape[1]
     douts = [dout] if direction == "forward+backward" else None
     call, reference = contender(name, leaves[0]), contender("reference", leaves[0])
-    found = suites.served(call, leaves, douts)
+    outputs = suites.served(call, leaves, douts)
 
     few = [t[:2] for t in leaves], douts and [dout[:2]]
     exact = [t[:2].double() for t in leaves], douts and [dout[:2].double()]
     suites.check(
-        [t[:2] for t in found], suites.results(reference, *few), suites.results(reference, *exact), dtype
+        [t[:2] for t in outputs], suites.results(reference, *few), suites.results(reference, *exact), dtype
     )
 
     products, tensors = (2, 2) if douts is None else (7, 6)  # of Nq × Nkv × D; of Nq + Nkv tokens

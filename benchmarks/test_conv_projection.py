@@ -21,7 +21,7 @@ UNITS = {"evaluation": 2.5, "training": 7.0}
 
 @functools.cache
 def setting(stage, dtype):
-    """x, its grid and the three branches, whose BatchNorm stays in float32."""
+    """Returns x, its grid and the three branches, whose BatchNorm stays in float32."""
     grid, channels, class_tokens = suites.stages()[stage]
     torch.manual_seed(0)
     x = suites.randn(suites.batch(), grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
@@ -37,18 +37,19 @@ def setting(stage, dtype):
 
 
 def leaves_of(x, branches):
-    return [x, *(t for branch in branches for t in branch[:3])]
+    """Returns what gradients are wanted of."""
+    return [x, *(t for branch in branches for t in (branch.weight, branch.bn_weight, branch.bn_bias))]
 
 
 def gradients(x, grid, branches):
-    """Those of the outputs."""
+    """Returns gradients of the outputs."""
     class_tokens = x.shape[1] - grid[0] * grid[1]
     tokens = (h * w + class_tokens for h, w in (branch.output_grid(grid) for branch in branches))
     return [suites.randn(x.shape[0], t, x.shape[2], dtype=x.dtype, seed=i) for i, t in enumerate(tokens)]
 
 
 def contender(name, grid, branches, training):
-    """A function of x and each branch's weight, γ and β; running statistics are those of ``branches``."""
+    """Returns a function of x and each branch's weight, γ and β, with the running statistics of ``branches``."""
     function = suites.implementation("conv_projection", name)
 
     def call(x, *parameters):
@@ -79,7 +80,7 @@ def test_conv_projection(benchmark, stage, mode, dtype, name):
     leaves = leaves_of(x, branches)
     call = contender(name, grid, branches, training)
     douts = gradients(x, grid, branches) if training else None
-    found = suites.served(call, leaves, douts)
+    outputs = suites.served(call, leaves, douts)
 
     same = suites.results(contender("reference", grid, branches, training), leaves, douts)
     wide = doubled(branches)
@@ -88,7 +89,7 @@ def test_conv_projection(benchmark, stage, mode, dtype, name):
         leaves_of(x.double(), wide),
         douts and [t.double() for t in douts],
     )
-    suites.check(found, same, exact, dtype)
+    suites.check(outputs, same, exact, dtype)
 
     suites.record(
         benchmark,

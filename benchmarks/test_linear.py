@@ -17,7 +17,7 @@ CONTENDERS = {"pytorch": F.linear} if suites.CUDA else {"pytorch": F.linear, "cv
 
 
 def make(layer, stage, dtype):
-    """x, weight and bias of ordinary size, and the gradient of the output."""
+    """Returns x, weight and bias of ordinary size, and the gradient of the output."""
     (height, width), channels, class_tokens = suites.stages()[stage]
     fan_in, fan_out = (factor * channels for factor in LAYERS[layer])
     rows = suites.batch(), height * width + class_tokens
@@ -36,9 +36,9 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
     x, weight, _ = leaves
     douts = [dout] if direction == "forward+backward" else None
     call = CONTENDERS[name]
-    found = suites.results(call, leaves, douts)
+    outputs = suites.results(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [dout.double()]
-    suites.check(found, suites.results(F.linear, leaves, douts), suites.results(F.linear, *exact), dtype)
+    suites.check(outputs, suites.results(F.linear, leaves, douts), suites.results(F.linear, *exact), dtype)
 
     passes = 1 if douts is None else 3
     once = x.nbytes + weight.nbytes + dout.nbytes

@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,24 +31,39 @@ from cvt_kernels import backends, measure
 
 from . import suites
 
-#: Preset, image size and the batches of inference on a CPU, where time is short.
+
+class Measured(NamedTuple):
+    """A model to be measured.
+
+    Attributes:
+        model: A preset, or a configuration.
+        image_size: Pixels of each side.
+        cpu_batches: The batches of inference on a CPU, where time is short; training takes the first.
+    """
+
+    model: str | CvTConfig
+    image_size: int
+    cpu_batches: tuple[int, ...]
+
+
 MODELS = {
-    "cvt_13 at 224": ("cvt_13", 224, (8, 1, 32)),
-    "cvt_21 at 224": ("cvt_21", 224, (8, 1)),
-    "cvt_13 at 384": ("cvt_13", 384, (8, 1)),
-    "cvt_w24 at 384": ("cvt_w24", 384, (1,)),
+    "cvt_13 at 224": Measured("cvt_13", 224, (8, 1, 32)),
+    "cvt_21 at 224": Measured("cvt_21", 224, (8, 1)),
+    "cvt_13 at 384": Measured("cvt_13", 384, (8, 1)),
+    "cvt_w24 at 384": Measured("cvt_w24", 384, (1,)),
 }
 #: Images on which training is checked at most, lest float32 take more memory than there is.
 CHECKED = 32
 if suites.TINY:
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 2, 3))
-    MODELS = {"small at 64": (small, 64, (2,))}
+    MODELS = {"small at 64": Measured(small, 64, (2,))}
 
 
 def batches(model, training):
+    """Returns the batch sizes of a model, what says most first."""
     if suites.CUDA and not suites.TINY:
         return (256, 32) if training else (256, 32, 1)
-    return MODELS[model][2][:1] if training else MODELS[model][2]
+    return MODELS[model].cpu_batches[:1] if training else MODELS[model].cpu_batches
 
 
 def names(training):
@@ -90,7 +106,7 @@ def cases():
 @functools.lru_cache(maxsize=1)
 def originals(model):
     """Returns ours and, if it is installed, Hugging Face's, both in float32 with the same weights."""
-    _, ours = build_ours(MODELS[model][0])
+    _, ours = build_ours(MODELS[model].model)
     theirs = importlib.util.find_spec("transformers") is not None
     return ours, build_huggingface(ours) if theirs else None
 
@@ -106,6 +122,7 @@ def build(model, name, dtype, training):
 
 
 def infer(module, x):
+    """Runs a forward; returns the logits."""
     with torch.inference_mode():
         return logits_of(module(x))
 
@@ -122,7 +139,7 @@ def step(module, x, labels, dtype):
 @functools.cache
 def operations_per_image(model):
     """Counts the operations of the forward's products and convolutions."""
-    _, size, _ = MODELS[model]
+    size = MODELS[model].image_size
     shadow = copy.deepcopy(originals(model)[0]).to("meta").eval()
     with ck.use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(torch.empty(1, 3, size, size, device="meta"))
@@ -149,7 +166,7 @@ def plain(model, batch, dtype, training):
 
 def inputs(model, batch, dtype, training):
     """Returns images, and labels to train by."""
-    size = MODELS[model][1]
+    size = MODELS[model].image_size
     few = suites.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
     x = few.repeat(-(-batch // CHECKED), 1, 1, 1)[:batch]  # so that the first are the same in every batch
     if training:

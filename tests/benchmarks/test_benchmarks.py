@@ -162,7 +162,7 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_suites_keep_to_their_time(tmp_path):
-    """What takes too long is interrupted and what comes after it skipped; what came before is written."""
+    """A test that takes too long is interrupted, those after it are skipped, those before it are written."""
     suite, target = tmp_path / "test_suite.py", tmp_path / "suite.json"
     suite.write_text(SUITE)
     # As a child of one of several workers pytest-benchmark would measure nothing.
@@ -320,7 +320,7 @@ def test_tables(tmp_path):
 
 
 def bench_file(path, **peaks):
-    """What ``cvt bench`` writes, of hf and cvt, which is twice as fast."""
+    """Writes a file of ``cvt bench``: hf, and cvt, which is twice as fast."""
     rows = [
         {
             "contender": key,

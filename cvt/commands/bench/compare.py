@@ -14,13 +14,13 @@ _LEAST_ROUNDS = 4
 
 
 class Change(NamedTuple):
-    """One contender in two results.
+    """The change of a contender between two results.
 
     Attributes:
         batch_size: Images per step.
         contender: Its key.
         old: Images per second, median.
-        new: Likewise.
+        new: Images per second, median.
         factor: New over old speed, each as a multiple of Hugging Face's in the same rounds if both have it
             (of Hugging Face's itself: plain speed), so that the machine's own pace cancels. The range is that
             of two values anywhere between the quartiles of their results.

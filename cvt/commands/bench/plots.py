@@ -84,7 +84,7 @@ def check_plots() -> None:
 
 
 def _new_figure(width: float, height: float) -> Any:
-    """A figure outside of pyplot, which would ask for a display and keep global state."""
+    """Makes a figure outside of pyplot, which would ask for a display and keep global state."""
     figure = require("matplotlib.figure", "bench").Figure
     return figure(figsize=(width, height), layout="constrained", facecolor="white")
 
@@ -97,31 +97,31 @@ def png(figure: Any) -> bytes:
 
 
 def _bars(results: Results, unit: str, values: Callable[[dict[str, Any], int], list[float]]) -> Any:
-    """A bar for the median of each contender's ``values``, a panel for each batch size."""
+    """Draws a bar for the median of each contender's ``values``, in a panel for each batch size."""
     batches = results["batches"]
     count = max(len(batch["rows"]) for batch in batches)
     figure = _new_figure(8, len(batches) * (0.8 + 0.4 * count))
     panels = figure.subplots(len(batches), squeeze=False)[:, 0]
     for axes, batch in zip(panels, batches, strict=True):
         rows = batch["rows"]
-        found = [values(row, batch["batch_size"]) for row in rows]
-        medians = [statistics.median(each) for each in found]
+        samples = [values(row, batch["batch_size"]) for row in rows]
+        medians = [statistics.median(each) for each in samples]
         ours = [results["contenders"][row["contender"]]["ours"] for row in rows]
         axes.barh(
             [row["contender"] for row in rows],
             medians,
             xerr=[
-                [m - min(each) for m, each in zip(medians, found, strict=True)],
-                [max(each) - m for m, each in zip(medians, found, strict=True)],
+                [m - min(each) for m, each in zip(medians, samples, strict=True)],
+                [max(each) - m for m, each in zip(medians, samples, strict=True)],
             ],
             color=[_OURS_COLOR if own else _PEER_COLOR for own in ours],
             ecolor="#333333",
         )
-        for i, (median, each) in enumerate(zip(medians, found, strict=True)):
+        for i, (median, each) in enumerate(zip(medians, samples, strict=True)):
             axes.annotate(
                 f"{median:.4g}", (max(each), i), xytext=(6, 0), textcoords="offset points", va="center"
             )
-        axes.set(title=f"batch {batch['batch_size']}", xlabel=unit, xlim=(0, 1.15 * max(map(max, found))))
+        axes.set(title=f"batch {batch['batch_size']}", xlabel=unit, xlim=(0, 1.15 * max(map(max, samples))))
         axes.invert_yaxis()
         _plain_axes(axes)
     return figure
@@ -132,7 +132,7 @@ def _plain_axes(axes: Any) -> None:
 
 
 def _operators(results: Results, batch: dict[str, Any]) -> Any:
-    """Stacked bars: a panel for the whole, and one for the mean block of each stage."""
+    """Draws stacked bars: a panel for the whole, and one for the mean block of each stage."""
     depths = results["config"]["depths"]
     panels: list[tuple[str, str | None, int]] = [("whole model", None, 1)]
     panels += [
@@ -173,7 +173,7 @@ def _short(value: float) -> str:
 
 
 def _milliseconds(row: dict[str, Any], part: str | None, depth: int) -> dict[str, float]:
-    """By kind, of one block of the ``depth`` that ``part`` has; of everything for None."""
+    """Returns the time by kind of one of the ``depth`` blocks that ``part`` is; of everything for None."""
     kinds: dict[str, float] = {}
     for cell in row["breakdown"]:
         if part in (None, cell["part"]):
@@ -188,7 +188,7 @@ def _patch(color: str, label: str) -> Any:
 
 
 def _roofline(results: Results, batch: dict[str, Any]) -> Any:
-    """A panel for Hugging Face's model and for each of ours: the kinds as colors, the stages as digits."""
+    """Draws a panel for Hugging Face's model and each of ours: kinds as colors, stages as digits."""
     rows = [
         row
         for row in batch["rows"]

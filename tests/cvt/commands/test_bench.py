@@ -1,4 +1,4 @@
-"""``cvt bench``: what it measures, its files, its comparison and its page."""
+"""Tests of ``cvt bench``: what it measures, its files, its comparison and its page."""
 
 import base64
 import dataclasses
@@ -138,7 +138,7 @@ class Allocating(nn.Module):
         return second.new_empty(400, 1000)
 
 
-class Normalising(nn.Module):
+class Normalizing(nn.Module):
     def forward(self, x):
         return ck.layer_norm(x)
 
@@ -156,7 +156,7 @@ def test_peak_of_memory_is_exact():
 @pytest.mark.skipif(not_built(), reason="no compiler for the native extension")
 def test_memory_of_native_operators_is_seen():
     x = torch.randn(1000, 384)
-    assert 4 * x.numel() <= peak(Normalising(), x, "native") < 1.1 * 4 * x.numel()
+    assert 4 * x.numel() <= peak(Normalizing(), x, "native") < 1.1 * 4 * x.numel()
 
 
 @pytest.mark.parametrize("primitive", ["linear", "convolution", "float32"])
