@@ -49,7 +49,7 @@ def gradients(x, grid, branches):
 
 
 def contender(name, grid, branches, training):
-    """Returns a function of x and each branch's weight, γ and β, with the running statistics of ``branches``."""
+    """Returns a function of x and each branch's weight, γ and β; running statistics are ``branches``' own."""
     function = suites.implementation("conv_projection", name)
 
     def call(x, *parameters):

@@ -126,7 +126,7 @@ def _labelled_parts(contender: Contender) -> Iterator[None]:
         open_ranges[-1].__enter__()
 
     handles = []
-    for label, module in _parts(contender.model) if contender.hooks else ():
+    for label, module in _parts(contender.model) if contender.has_parts else ():
         handles += [
             module.register_forward_pre_hook(lambda module, args, label=label: enter(label)),
             module.register_forward_hook(

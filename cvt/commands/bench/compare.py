@@ -24,7 +24,7 @@ class Change(NamedTuple):
         factor: New over old speed, each as a multiple of Hugging Face's in the same rounds if both have it
             (of Hugging Face's itself: plain speed), so that the machine's own pace cancels. The range is that
             of two values anywhere between the quartiles of their results.
-        judged: Whether both have rounds enough to tell a change from noise.
+        is_judged: Whether both have rounds enough to tell a change from noise.
     """
 
     batch_size: int
@@ -32,12 +32,12 @@ class Change(NamedTuple):
     old: float
     new: float
     factor: Range
-    judged: bool
+    is_judged: bool
 
     @property
     def verdict(self) -> str:
         """Says ``"faster"``, ``"slower"``, or that the change is within the noise or cannot be judged."""
-        if not self.judged:
+        if not self.is_judged:
             return f"too few rounds, expected {_LEAST_ROUNDS}"
         if self.factor.high < 1:
             return "slower"
@@ -61,8 +61,8 @@ def compare(old: Results, new: Results) -> list[Change]:
         )
         factor = Range(b.median / a.median, b.low / a.high, b.high / a.low)
         rates = [batch_size / statistics.median(times[key]) for times in (before, after)]
-        judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
-        changes.append(Change(batch_size, contender, rates[0], rates[1], factor, judged))
+        is_judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
+        changes.append(Change(batch_size, contender, rates[0], rates[1], factor, is_judged))
     if not changes:
         raise ValueError("the two results have no contender in the same batch size in common")
     return changes

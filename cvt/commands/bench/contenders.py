@@ -45,13 +45,13 @@ class Contender(NamedTuple):
         key: Its name in ``--peers``, tables and files.
         model: Takes images (B, 3, H, W).
         backend: The backend that it asks for.
-        hooks: Whether hooks can tell its stages apart; a compiled graph has no place for them.
+        has_parts: Whether hooks can tell its parts apart; a compiled graph has no place for them.
     """
 
     key: str
     model: nn.Module
     backend: str
-    hooks: bool
+    has_parts: bool
 
     def step(self, images: Tensor) -> Tensor:
         """Runs a forward, in training mode a forward and a backward; returns the logits."""
@@ -138,7 +138,7 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contende
         model = torch.compile(copy.deepcopy(model), mode=COMPILED[key], dynamic=False)
     elif key == "accelerate":
         model = accelerate(copy.deepcopy(model))
-    return Contender(key, model, backend, hooks=key not in COMPILED)
+    return Contender(key, model, backend, has_parts=key not in COMPILED)
 
 
 def freezing() -> tuple[Any, str]:

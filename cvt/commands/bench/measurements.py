@@ -96,7 +96,7 @@ def run(
     inputs = load_images(photos, image_size).to(device, DTYPES[dtype])
     hf = build_huggingface(original).to(device, DTYPES[dtype]).train(train)
     # Of the rounded weights, since their rounding is nobody's error.
-    exact = Contender("float64", copy.deepcopy(hf).double(), "reference", hooks=False)
+    exact = Contender("float64", copy.deepcopy(hf).double(), "reference", has_parts=False)
     ours = copy.deepcopy(original).to(device, DTYPES[dtype]).train(train)
     keys = [key for key in PEERS if key == "hf" or key in peers] + list(OURS)
     contenders = [build_contender(key, hf, ours) for key in keys]

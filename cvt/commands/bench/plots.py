@@ -10,18 +10,26 @@ from typing import Any, NamedTuple
 from ...extras import require
 from .results import MEMORY, Results
 
+
+class _Kind(NamedTuple):
+    """The label and the color of a kind of operators, and whether black is read well on that color."""
+
+    label: str
+    color: str
+    is_light: bool
+
+
 # Okabe and Ito's colors, which the color-blind can tell apart.
 _KINDS = {
-    "linear": ("linear", "#0072B2"),
-    "attention": ("attention", "#D55E00"),
-    "convolution": ("convolution, BatchNorm", "#009E73"),
-    "norm": ("LayerNorm, residual sum", "#CC79A7"),
-    "gelu": ("GELU", "#E69F00"),
-    "copies": ("copies", "#56B4E9"),
-    "compiled": ("loops of torch.compile", "#F0E442"),
-    "other": ("other", "#999999"),
+    "linear": _Kind("linear", "#0072B2", False),
+    "attention": _Kind("attention", "#D55E00", False),
+    "convolution": _Kind("convolution, BatchNorm", "#009E73", False),
+    "norm": _Kind("LayerNorm, residual sum", "#CC79A7", True),
+    "gelu": _Kind("GELU", "#E69F00", True),
+    "copies": _Kind("copies", "#56B4E9", True),
+    "compiled": _Kind("loops of torch.compile", "#F0E442", True),
+    "other": _Kind("other", "#999999", True),
 }
-_LIGHT_KINDS = ("norm", "gelu", "copies", "compiled", "other")
 _OURS_COLOR, _PEER_COLOR = "#0072B2", "#999999"
 
 
@@ -149,10 +157,10 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
         left = [0.0] * len(rows)
         for kind in used:
             widths = [kinds.get(kind, 0.0) for kinds in totals.values()]
-            axes.barh(list(totals), widths, left=left, color=_KINDS[kind][1], edgecolor="white")
+            axes.barh(list(totals), widths, left=left, color=_KINDS[kind].color, edgecolor="white")
             for y, (x, width) in enumerate(zip(left, widths, strict=True)):
                 if width > 0.06 * widest:
-                    shade = "black" if kind in _LIGHT_KINDS else "white"
+                    shade = "black" if _KINDS[kind].is_light else "white"
                     axes.text(
                         x + width / 2, y, _short(width), color=shade, ha="center", va="center", fontsize=8
                     )
@@ -163,7 +171,7 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
         axes.set(title=title, xlabel="ms", xlim=(0, 1.1 * widest))
         axes.invert_yaxis()
         _plain_axes(axes)
-    handles = [_patch(_KINDS[kind][1], _KINDS[kind][0]) for kind in used]
+    handles = [_patch(_KINDS[kind]) for kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -181,10 +189,10 @@ def _milliseconds(row: dict[str, Any], part: str | None, depth: int) -> dict[str
     return kinds
 
 
-def _patch(color: str, label: str) -> Any:
+def _patch(kind: _Kind) -> Any:
     from matplotlib.patches import Patch
 
-    return Patch(color=color, label=label)
+    return Patch(color=kind.color, label=kind.label)
 
 
 def _roofline(results: Results, batch: dict[str, Any]) -> Any:
@@ -208,7 +216,7 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
             need = work.get((cell["part"], cell["kind"]))
             if need is None:
                 continue
-            color = _KINDS[cell["kind"]][1]
+            color = _KINDS[cell["kind"]].color
             embedding = cell["part"].startswith("embedding")
             x, y = need["flops"] / need["bytes"], need["flops"] / cell["seconds"] / 1e9
             axes.plot(x, y, "s" if embedding else "o", color=color, markersize=11, alpha=0.85)
@@ -227,7 +235,7 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
         textcoords="offset points", fontsize=9,
     )  # fmt: skip
     kinds = {need["kind"]: None for need in batch["work"]}
-    handles = [_patch(_KINDS[kind][1], _KINDS[kind][0]) for kind in kinds]
+    handles = [_patch(_KINDS[kind]) for kind in kinds]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=5, frameon=False,
         title="digit: stage; circle: its blocks, square: its embedding",

@@ -144,7 +144,7 @@ class Normalizing(nn.Module):
 
 
 def peak(model, x, backend="auto"):
-    return breakdown.memory_and_time(contenders.Contender("x", model.eval(), backend, hooks=False), x)[
+    return breakdown.memory_and_time(contenders.Contender("x", model.eval(), backend, has_parts=False), x)[
         "peak_bytes"
     ]
 
@@ -167,7 +167,7 @@ def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
         def forward(self, x):
             return ck.linear(x, torch.ones(64, 64))
 
-    contender = contenders.Contender("x", Layer().eval(), "auto", hooks=False)
+    contender = contenders.Contender("x", Layer().eval(), "auto", has_parts=False)
     profiler = breakdown.profiled_step(contender, torch.randn(1000, 64))
     seconds = breakdown.by_place(profiler, cuda=False)
     assert seconds["rest", "linear"] > 0
@@ -177,7 +177,9 @@ def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
 def test_profiling_leaves_no_trace():
     before = backends.registered("gelu", "native")
     model = create_model(SMALL).eval()
-    breakdown.profiled_step(contenders.Contender("x", model, "auto", hooks=True), torch.randn(1, 3, 32, 32))
+    breakdown.profiled_step(
+        contenders.Contender("x", model, "auto", has_parts=True), torch.randn(1, 3, 32, 32)
+    )
     assert backends.registered("gelu", "native") is before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
