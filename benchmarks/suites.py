@@ -102,7 +102,7 @@ def implementation(operator: str, name: str):
 
 @contextlib.contextmanager
 def every_kernel():
-    """Within it ``auto`` also takes the kernels that it leaves to an explicit request elsewhere."""
+    """Lets ``auto`` within a block also take the kernels that it leaves to an explicit request elsewhere."""
     with backends.replaced(lambda operator, backend, kernel: dataclasses.replace(kernel, experimental={})):
         yield
 

@@ -113,10 +113,10 @@ def registered(operator: str, backend: str) -> Implementation:
 
 @contextlib.contextmanager
 def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> Iterator[None]:
-    """Within it, every implementation is what ``replace(operator, backend, implementation)`` makes of it.
+    """Replaces every implementation by ``replace(operator, backend, implementation)`` within a block.
 
-    Whatever is registered meanwhile is forgotten at its end. It is for tools that count, label or time calls;
-    like the registry, it is one for the process.
+    Implementations that are registered within the block are forgotten at its end. Tools that count, label or
+    time calls need this; like the registry, it applies to the whole process.
     """
     global _implementations
     previous = _implementations

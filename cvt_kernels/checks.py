@@ -51,7 +51,7 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
 
 
 def wants_gradient(*values: object) -> bool:
-    """Whether autograd must see what is computed from these arguments, in reverse or in forward mode."""
+    """Returns whether autograd has to record a computation on these arguments, in reverse or forward mode."""
     # There is no public way to ask; without this one, the answer is on the safe side.
     if getattr(forward_ad, "_current_level", 0) >= 0:
         return True
@@ -59,6 +59,6 @@ def wants_gradient(*values: object) -> bool:
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """Whether autocast is on for the device of ``x``."""
+    """Returns whether autocast is on for the device of ``x``."""
     device_type = x.device.type
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -33,7 +33,7 @@ class ExtensionError(ImportError):
 
 
 class Machine(NamedTuple):
-    """What this machine has; every field is ready to print."""
+    """The facts of this machine, each ready to print."""
 
     python: str
     torch: str
@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
 @functools.cache
 def facts() -> Machine:
-    """Looks at this machine once, on first use. Starts ``nvcc --version`` but no CUDA context."""
+    """Looks at this machine, once; starts ``nvcc --version`` but no CUDA context."""
     return Machine(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
@@ -59,7 +59,7 @@ def facts() -> Machine:
 
 
 def why_triton_unavailable(device_type: str) -> str | None:
-    """Why this machine cannot run Triton kernels, or None; ``missing`` of their implementations."""
+    """Says why this machine cannot run Triton kernels; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if not torch.cuda.is_available() and not INTERPRETING:
@@ -68,7 +68,7 @@ def why_triton_unavailable(device_type: str) -> str | None:
 
 
 def why_native_unavailable(device_type: str) -> str | None:
-    """Why there are no native kernels for a type of device, or None; ``missing`` of their implementations.
+    """Says why this machine has no native kernels for a type of device; None if it has them.
 
     Raises:
         ExtensionError: They are installed but do not load.
@@ -87,7 +87,7 @@ def why_native_unavailable(device_type: str) -> str | None:
 
 
 def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str | None:
-    """Why what a CUDA toolkit compiled for some architectures does not run on the GPUs of this machine."""
+    """Says why the GPUs here cannot run kernels of a toolkit for some architectures; None if they can."""
     if torch.version.hip is not None:
         return "the extension has kernels for NVIDIA's GPUs only"
     if not toolkit:
@@ -105,7 +105,7 @@ def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str |
 
 
 def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
-    """Whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU."""
+    """Returns whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU of a compute capability."""
     kind, _, number = architecture.partition("_")
     if not number.isdigit():  # sm_90a and sm_100f are for what they name
         number = number[:-1]
@@ -115,7 +115,7 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def _cuda_driver() -> int:
-    """The major version of CUDA that the driver serves at most; 0 if there is none."""
+    """Returns the newest major version of CUDA that the driver serves; 0 if there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -204,7 +204,12 @@ def _nvcc() -> str:
 
 
 class Chip(NamedTuple):
-    """What launch configurations depend on: compute capability (90 for sm_90), number of multiprocessors."""
+    """The properties of a GPU that launch configurations depend on.
+
+    Attributes:
+        capability: Compute capability, 90 for sm_90.
+        multiprocessors: Number of streaming multiprocessors.
+    """
 
     capability: int
     multiprocessors: int
@@ -240,7 +245,7 @@ _interception: _Interception | None = None
 
 @contextlib.contextmanager
 def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
-    """Within it, launchers of Triton kernels plan for ``chip`` and list their launches, but start nothing."""
+    """Lists a block's launches of Triton kernels, planned for ``chip``, instead of starting them."""
     launches: list[Launch] = []
     with intercepted_launches(launches.append, chip):
         yield launches
@@ -248,11 +253,11 @@ def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None) -> Iterator[None]:
-    """Within it, every launch is given to ``take`` instead of being started; ``take`` may start it.
+    """Gives a block's launches of Triton kernels to ``take`` instead of starting them.
 
     Args:
-        take: Is called with each launch.
-        chip: The GPU that launchers plan for; None for the one that there is.
+        take: Is called with each launch, and may start it.
+        chip: The GPU that the launches are planned for; None for the one that there is.
     """
     global _interception
     previous, _interception = _interception, _Interception(chip, take)

@@ -1,4 +1,4 @@
-"""Every operator of cvt_kernels in plain PyTorch: specification, oracle, fallback and baseline.
+"""The operators of cvt_kernels in plain PyTorch: specification, oracle, fallback and baseline.
 
 Each function has the signature of the public operator of the same name, takes any floating-point dtype
 (float64 included, so that ``torch.autograd.gradcheck`` applies), and checks nothing: the public functions do.
@@ -25,7 +25,7 @@ class ConvBatchNorm(NamedTuple):
         weight: Convolution weight, ``(C, 1, k, k)``.
         bn_weight: BatchNorm scale γ, ``(C,)``, or None for 1.
         bn_bias: BatchNorm shift β, ``(C,)``, or None for 0.
-        running_mean: Buffer ``(C,)``, updated in place in training; None normalises by the batch always.
+        running_mean: Buffer ``(C,)``, updated in place in training; None normalizes by the batch always.
         running_var: Buffer ``(C,)``, likewise. It takes the unbiased variance.
         num_batches_tracked: Integer scalar buffer, incremented in training; needed if ``momentum`` is None.
         stride: Convolution stride, the same in both directions.
@@ -82,14 +82,14 @@ class ConvBatchNorm(NamedTuple):
         )
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """The (H, W) of the output for an input of ``grid``; a value below 1 means that it is empty."""
+        """Returns the (H, W) of the output for an input of ``grid``; below 1 means that it is empty."""
         reach = self.dilation * (self.weight.shape[-1] - 1) + 1
         height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
         return height, width
 
 
 def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
-    """The processes over which ``bn`` synchronises now, as SyncBatchNorm does in training."""
+    """Returns the processes that ``bn`` synchronizes over now, as SyncBatchNorm does in training."""
     if not (
         isinstance(bn, nn.SyncBatchNorm) and bn.training and dist.is_available() and dist.is_initialized()
     ):
@@ -121,7 +121,7 @@ def conv_projection(
 
 
 def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
-    """``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
+    """Computes ``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
     tracked = conv.running_mean is not None
     momentum = conv.momentum
     if training and tracked and conv.num_batches_tracked is not None:
@@ -129,7 +129,7 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
         if momentum is None:
             momentum = 1.0 / conv.num_batches_tracked.item()
     if training and conv.process_group is not None:
-        return _synchronised_batch_norm(y, conv, momentum)
+        return _synchronized_batch_norm(y, conv, momentum)
     return F.batch_norm(
         y,
         conv.running_mean,
@@ -143,11 +143,11 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """All-reduce. All outputs depend on all inputs, so the gradients are summed over processes too."""
+    """Sums over processes. Every output depends on every input, so the gradients are summed likewise."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The sum, equal in every process."""
+        """Returns the sum, which is equal in every process."""
         ctx.group = group
         total = share.clone()
         dist.all_reduce(total, group=group)
@@ -155,12 +155,12 @@ class _SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The sum of the gradients."""
+        """Returns the sum of the gradients."""
         return _SumOverProcesses.apply(gradient.contiguous(), ctx.group), None
 
 
-def _synchronised_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | None) -> Tensor:
-    """By the statistics of the whole batch, of which each process of the group has a share y (B, C, H, W)."""
+def _synchronized_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | None) -> Tensor:
+    """Normalizes this process's share y (B, C, H, W) by the statistics of the whole batch of the group."""
     dtype = y.dtype
     y = y.to(torch.promote_types(dtype, torch.float32))
     group, dims = conv.process_group, (0, 2, 3)
@@ -192,7 +192,7 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale · q kᵀ + bias) v per head; a row whose bias is −inf throughout gives zeros.
+    """Computes softmax(scale · q kᵀ + bias) v per head; a row whose bias is −inf throughout gives zeros.
 
     See ``cvt_kernels.attention``.
     """
@@ -212,7 +212,7 @@ def attention(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """(x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased."""
+    """Computes (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -230,7 +230,7 @@ def add_layer_norm(
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU (Hendrycks and Gimpel 2016): x · Φ(x), or one of its two approximations.
+    """Computes GELU (Hendrycks and Gimpel 2016), x · Φ(x), or one of its two approximations.
 
     ``"none"``: Φ exactly, by erf. ``"tanh"``: 0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³))).
     ``"quick"``: x · sigmoid(1.702 · x), Microsoft's ``QuickGELU``.
@@ -241,7 +241,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(x + bias), bias over the last dimension."""
+    """Computes gelu(x + bias), bias over the last dimension."""
     return gelu(x + bias, approximate=approximate)
 
 
@@ -253,5 +253,5 @@ def layer_norm_gelu(
     eps: float = 1e-5,
     approximate: str = "none",
 ) -> Tensor:
-    """gelu(layer_norm(x))."""
+    """Computes gelu(layer_norm(x))."""
     return gelu(layer_norm(x, weight, bias, eps=eps), approximate=approximate)

@@ -1,4 +1,4 @@
-"""What tests of several modules check by."""
+"""The accuracy rule, and other helpers that several tests share."""
 
 import importlib.util
 import os

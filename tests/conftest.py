@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Settings and fixtures of every test."""
 
 import os
 from pathlib import Path

@@ -32,11 +32,11 @@ _CHUNK = 1024  # rows that are converted at a time, which bounds the memory besi
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The linear layer, x · weightᵀ + bias: ``F.linear``, but for inference on a CPU.
+    """Computes a linear layer, x · weightᵀ + bias.
 
-    There it takes the fastest of PyTorch's primitives on this machine, see :func:`linear_primitives`. Results
-    may differ from those of ``F.linear`` in the last bits; under ``torch.use_deterministic_algorithms`` and
-    with ``use_backend("reference")`` it is ``F.linear``, always.
+    For inference on a CPU it takes the fastest of PyTorch's primitives on this machine, see
+    :func:`linear_primitives`; its results may differ from those of ``F.linear`` in the last bits. Everywhere
+    else it is ``F.linear``, as under ``torch.use_deterministic_algorithms`` and ``use_backend("reference")``.
 
     Args:
         x: ``(..., inputs)``.
@@ -63,7 +63,7 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if torch.is_autocast_enabled("cpu") or checks.wants_gradient(x, weight, bias):
         return False
     given = [t for t in (x, weight, bias) if t is not None]
-    # Subclasses, as of quantised weights, know themselves what a product is; so does F.linear what is wrong.
+    # Subclasses, as of quantized weights, know themselves what a product is; so does F.linear what is wrong.
     plain = all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype and t.layout == torch.strided for t in given
     )
@@ -72,7 +72,9 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def linear_primitives() -> dict[torch.dtype, str]:
-    """What :func:`linear` takes for inference on this CPU: ``linear``, ``convolution`` or ``float32``.
+    """Returns dtype → the primitive that :func:`linear` takes for inference on this CPU.
+
+    It is ``"linear"``, ``"convolution"`` or ``"float32"``.
 
     Measures what has not been measured yet, in a second where 16-bit products are slow. The environment
     variable ``CVT_KERNELS_LINEAR``, read at the first product, names one for all dtypes that it can serve.
@@ -114,9 +116,9 @@ _CANDIDATES = {
 
 @contextlib.contextmanager
 def replaced(replace: Callable[[str, Primitive], Primitive]) -> Iterator[None]:
-    """Within it, every primitive is what ``replace(name, primitive)`` makes of it.
+    """Replaces every primitive by ``replace(name, primitive)`` within a block.
 
-    It is for tools that count, label or time calls; it holds for the whole process.
+    Tools that count, label or time calls need this; it applies to the whole process.
     """
     global _PRIMITIVES
     previous = _PRIMITIVES
@@ -129,7 +131,7 @@ def replaced(replace: Callable[[str, Primitive], Primitive]) -> Iterator[None]:
 
 @functools.cache
 def _choose(dtype: torch.dtype, threads: int) -> str:
-    """The primitive of a dtype for a number of threads."""
+    """Chooses the primitive of a dtype for a number of threads."""
     requested = os.environ.get("CVT_KERNELS_LINEAR") or "auto"
     if requested not in ("auto", *_PRIMITIVES):
         expected = ", ".join(("auto", *_PRIMITIVES))

@@ -1,52 +1,49 @@
-"""The Python of the README runs as it stands."""
+"""The Python of the README runs as it stands, and the commands that it names exist."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from torch import nn
 
-from cvt import create_model, save_huggingface
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.commands import main
 from cvt.factory import randomize
 from tests.upstream import huggingface
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_python_blocks(tmp_path, monkeypatch, recwarn):
+def test_python_blocks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = create_model("cvt_13", activation="gelu")
-    randomize(model)
-    torch.save(model.state_dict(), "CvT-13-224x224-IN-1k.pth")
-    save_huggingface(model, "microsoft-cvt-13")
-    dim, grid = 64, (6, 8)
-    names = {
-        "hf_model": huggingface(),
-        "images": torch.randn(2, 3, 64, 96),
-        "x": torch.randn(2, grid[0] * grid[1], dim),
-        "B": 2,
-        "C": dim,
-        "H": grid[0],
-        "W": grid[1],
-        "heads": 4,
-        "fc": nn.Linear(dim, 4 * dim),
-        "weight": torch.ones(dim),
-        "bias": torch.zeros(dim),
-        "modules": [
-            (nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), nn.BatchNorm2d(dim))
-            for stride in (1, 2, 2)
-        ],
-    }
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(block, names)
-    assert [str(w.message).split(":")[0] for w in recwarn] == [
-        "microsoft-cvt-13 has a head of 1000 classes and the model one of 10"
-    ]
+    official = create_model("cvt_13")
+    randomize(official)
+    torch.save(official.state_dict(), "CvT-13-224x224-IN-1k.pth")
+    names = {"model": huggingface(), "images": torch.randn(2, 3, 64, 96)}
+    accelerating, loading = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(accelerating, names)
+    out = capsys.readouterr().out
+    assert "blocks fused\n" in out
+    assert out.endswith("as accurate as it was\n")
+    assert not any(row.fused for row in ck.coverage(names["model"]))  # restored
+    exec(loading, names)
     assert names["logits"].shape == (2, 1000)
-    assert [tuple(m.shape) for m in names["maps"]] == [(2, 64, 16, 24), (2, 192, 8, 12), (2, 384, 4, 6)]
-    assert names["z"].shape == (2, 48, 64)
-    assert names["w"].shape == (2, 48, 256)
-    for override in re.findall(r"`(create_model\(.*?\))`", README):
-        assert exec(override, names) is None
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`cvt ([a-z]+)", README))))
+def test_commands(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: cvt {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)", README))))
+def test_make_targets(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_it_stays_short():
+    assert len(README.splitlines()) <= 120

@@ -1,8 +1,11 @@
-"""``cvt compile``: every kernel compiled for named GPUs, without one, and what it takes of them."""
+"""``cvt compile``: compiles every kernel for named GPUs, which need not be here, and reports on it."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..common import positive_int
@@ -13,36 +16,72 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compile", help="every kernel compiled for a GPU that need not be here, and what it takes of it"
     )
-    for option, name, kind, text in (
-        ("--arch", "archs", str, "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
-        ("--model", "models", str, "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
-        ("--dtype", "dtypes", str, "bfloat16, float16, float32 (default: all)"),
-        ("--operator", "operators", str, "attention_with_bias, conv_projection, attention, layer_norm_gelu "
-         "(default: the last three)"),
-        ("--stage", "only_stages", positive_int, "1, 2, 3 (default: all)"),
-        ("--image-size", "image_sizes", positive_int, "default: 224; 384 for cvt_w24"),
-        ("--batch-size", "batch_sizes", positive_int, "default: 256"),
+    for option, name, kind, default, text in (
+        ("--arch", "archs", str, ["sm_90"],
+         "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
+        ("--model", "models", str, ["cvt_13"], "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
+        ("--dtype", "dtypes", str, ["bfloat16", "float16", "float32"],
+         "bfloat16, float16, float32 (default: all)"),
+        ("--operator", "operators", str, ["conv_projection", "attention", "layer_norm_gelu"],
+         "attention_with_bias, conv_projection, attention, layer_norm_gelu (default: the last three)"),
+        ("--stage", "stages", positive_int, [1, 2, 3], "1, 2, 3 (default: all)"),
+        ("--image-size", "image_sizes", positive_int, [None], "default: 224; 384 for cvt_w24"),
+        ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),
     ):  # fmt: skip
         metavar = option.removeprefix("--").upper()
         parser.add_argument(
-            option, dest=name, nargs="+", type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text
+            option, dest=name, nargs="+", type=kind, metavar=metavar, default=default, help=text
         )
-    parser.add_argument(
-        "--jobs", type=positive_int, default=argparse.SUPPRESS, help="processes (default: one per core)"
-    )
+    parser.add_argument("--jobs", type=positive_int, help="processes (default: one per core)")
     parser.add_argument(
         "--cuda",
         action="store_true",
         help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
     )
-    parser.add_argument(
-        "--json", dest="report", default=argparse.SUPPRESS, metavar="FILE", help="write the report"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the report")
     parser.set_defaults(run=_compile)
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from .kernels import run  # needs Triton
+    """Compiles and prints a table; returns 1 if a kernel spills or does not fit, else 0."""
+    from .gpus import LIMITS
+    from .launches import CUDA_OPERATOR, DTYPES, MODELS, TRITON_OPERATORS
 
-    options = vars(arguments)
-    return run(**{name: options[name] for name in options if name not in ("command", "run")})
+    archs = {f"sm_{number}": number for number in LIMITS}
+    _check_names("--arch", arguments.archs, archs)
+    _check_names("--model", arguments.models, MODELS)
+    _check_names("--dtype", arguments.dtypes, DTYPES)
+    _check_names("--operator", arguments.operators, (*TRITON_OPERATORS, CUDA_OPERATOR))
+    _check_names("--stage", arguments.stages, (1, 2, 3))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+    if arguments.json is not None:
+        with open(arguments.json, "a", encoding="utf-8"):  # fails now rather than after minutes
+            pass
+    from . import jobs, report  # need Triton
+
+    selection = jobs.Selection(
+        archs=[archs[name] for name in dict.fromkeys(arguments.archs)],
+        models=arguments.models,
+        dtypes=arguments.dtypes,
+        operators=arguments.operators,
+        stages=arguments.stages,
+        image_sizes=arguments.image_sizes,
+        batch_sizes=arguments.batch_sizes,
+    )
+    cuda_jobs, notes = jobs.cuda_jobs(selection, required=arguments.cuda)
+    plan = [*cuda_jobs, *jobs.triton_jobs(selection)]  # nvcc takes longest, so it comes first
+    rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
+    rows.sort(key=lambda row: row.operator == CUDA_OPERATOR)
+    if arguments.json is not None:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(report.as_json(rows, notes), file, indent=1)
+            file.write("\n")
+    print("\n".join([*report.table(rows), "", *notes, *report.verdict(rows)]))
+    return int(any(row.flaws for row in rows))
+
+
+def _check_names(option: str, given: Iterable[Any], known: Collection[Any]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(map(str, known))}")

@@ -1,4 +1,7 @@
-"""Attention of many queries over fewer keys, softmax(scale · q kᵀ + bias) v, heads side by side."""
+"""Attention of many queries over fewer keys, softmax(scale · q kᵀ + bias) v, heads side by side.
+
+``native`` is the forward on a CPU, ``triton`` has the kernels for GPUs, ``maps`` looks at the probabilities.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale · q kᵀ + bias) v for each head (Vaswani et al. 2017, section 3.2.1).
+    """Computes softmax(scale · q kᵀ + bias) v for each head (Vaswani et al. 2017, section 3.2.1).
 
     Args:
         q: Queries ``(B, Nq, h, D)``; float16, bfloat16, float32 or float64, any strides.
@@ -77,7 +80,7 @@ def attention(
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor | None, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> None:
-    """Raises what :func:`attention` documents; ``v`` is None for an attention map."""
+    """Raises the errors that :func:`attention` documents; ``v`` is None for an attention map."""
     named = [("q", q), ("k", k), ("v", v)] if v is not None else [("q", q), ("k", k)]
     for name, tensor in named:
         checks.check_float_tensor(name, tensor, _SHAPE)

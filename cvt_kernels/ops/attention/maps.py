@@ -13,7 +13,7 @@ from . import check_attention
 
 
 class AttentionMap(NamedTuple):
-    """What some queries attend to.
+    """The attention of chosen queries.
 
     Attributes:
         probabilities: ``(B, h, R, Nkv)``, float32 (float64 for float64); a row sums to 1, or is 0 throughout
@@ -38,13 +38,14 @@ def attention_map(
     grid: tuple[int, int] | None = None,
     query_grid: tuple[int, int] | None = None,
 ) -> AttentionMap:
-    """Attention probabilities of chosen queries, without the rest of the matrix, and what is plotted of them.
+    """Computes the attention probabilities of chosen queries, their entropy and mean attention distance.
 
-    Plain PyTorch in float32 (float64 for float64), without gradients; only ``R · Nkv`` scores per head exist.
+    It is plain PyTorch in float32 (float64 for float64), without gradients; only the ``R · Nkv`` scores
+    of the chosen queries are computed per head.
 
     The mean attention distance (Dosovitskiy et al. 2021, figure 7) is Σ p · |place of query − place of key|,
     Euclidean. A class token, token 0, has no place: as a key it is left out and the other probabilities are
-    renormalised; as a query its distance is NaN, like that of a row with nothing on the grid. Queries on a
+    renormalized; as a query its distance is NaN, like that of a row with nothing on the grid. Queries on a
     finer grid than the keys, as in CvT, are measured in tokens of the key grid: key (i, j) lies at query
     (s·i, s·j), where a 3×3 convolution of stride s and padding 1 is centred; s is the ratio of the grids,
     rounded up.
@@ -87,16 +88,16 @@ def attention_map(
 
 
 def _check_rows(rows: int | Sequence[int], queries: int) -> list[int]:
-    found = [rows] if isinstance(rows, int) else [int(row) for row in rows]
-    if not found or any(not -queries <= row < queries for row in found):
-        raise ValueError(f"rows: got {found}, expected at least one index into {queries} queries")
-    return [row % queries for row in found]
+    indices = [rows] if isinstance(rows, int) else [int(row) for row in rows]
+    if not indices or any(not -queries <= row < queries for row in indices):
+        raise ValueError(f"rows: got {indices}, expected at least one index into {queries} queries")
+    return [row % queries for row in indices]
 
 
 def _offsets(
     index: Tensor, queries: int, keys: int, grid: tuple[int, int], query_grid: tuple[int, int] | None
 ) -> Tensor:
-    """(R, H·W) distances from the queries to the keys of the grid; NaN for a class token."""
+    """Returns the distances (R, H·W) from the queries to the keys of the grid; NaN for a class token."""
     height, width = grid
     _check_grid("grid", grid, keys, "keys")
     if query_grid is None:

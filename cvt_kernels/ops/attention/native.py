@@ -1,4 +1,4 @@
-"""Attention by the compiled extension (csrc) on a CPU, forward only.
+"""Attention on a CPU by the compiled extension (csrc), forward only.
 
 K and V of a head are packed once into the panels that the products read; tiles of 24 queries then pass
 through 256 keys at a time with a running maximum, so that a tile's scores never leave the first level of
@@ -25,15 +25,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def why_unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+    """Says why these kernels cannot serve a call; None if they can."""
     if checks.wants_gradient(q, k, v):
         return "has no gradients on a CPU"
     if bias is not None:
@@ -46,15 +40,9 @@ def why_unsupported(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """As ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
+    """Serves ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
     if scale is None:
         scale = q.shape[3] ** -0.5
     if checks.autocast_enabled(q) and q.dtype != torch.float64:

@@ -43,7 +43,7 @@ backends.register("conv_projection", "reference", backends.Implementation(refere
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Tensor, ...]:
-    """BatchNorm(depthwise_conv(x)) for each of ``convs``, on tokens.
+    """Computes BatchNorm(depthwise_conv(x)) for each of ``convs``, on tokens.
 
     The convolutional projection of CvT (Wu et al. 2021, section 3.2) before its linear layers; upstream
     ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``.
@@ -53,9 +53,9 @@ def conv_projection(
             token 0 is a class token, which is copied to every output.
         grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
         convs: One branch per output (Q, K and V in CvT).
-        training: Normalise by the statistics of the batch and update the running statistics in place,
+        training: Normalize by the statistics of the batch and update the running statistics in place,
             exactly as ``nn.BatchNorm2d`` does (``nn.SyncBatchNorm``, for a branch with a process group;
-            every process must then take the same backend); otherwise normalise by the running statistics.
+            every process must then take the same backend); otherwise normalize by the running statistics.
 
     Returns:
         One contiguous ``(B, Hᵢ·Wᵢ (+ 1), C)`` per branch, ``(Hᵢ, Wᵢ)`` being ``convs[i].output_grid(grid)``.
@@ -90,13 +90,13 @@ def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], tra
         out_height, out_width = conv.output_grid(grid)
         if out_height < 1 or out_width < 1:
             raise ValueError(f"convs[{i}]: output of the {height}×{width} grid is empty")
-        synchronises = training and conv.process_group is not None
-        if synchronises and x.shape[0] == 0:
+        synchronizes = training and conv.process_group is not None
+        if synchronizes and x.shape[0] == 0:
             raise ValueError(
-                "x: got an empty batch, expected at least one image to synchronise statistics over"
+                "x: got an empty batch, expected at least one image to synchronize statistics over"
             )
         batch_statistics = training or conv.running_mean is None
-        if batch_statistics and not synchronises and x.shape[0] * out_height * out_width == 1:
+        if batch_statistics and not synchronizes and x.shape[0] * out_height * out_width == 1:
             raise ValueError(f"convs[{i}]: expected more than 1 value per channel when training")
 
 

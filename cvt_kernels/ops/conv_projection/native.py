@@ -1,4 +1,4 @@
-"""Depthwise convolution + BatchNorm of tokens on the CPU by the compiled extension (csrc): evaluation only.
+"""Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc): evaluation only.
 
 All branches are made in one pass over x. With the running statistics,
 ``y = (conv(x) − mean) · γ / sqrt(variance + eps) + β``, in float32 (float64 for float64) until y is rounded.
@@ -40,9 +40,9 @@ def _(
 def why_unsupported(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+    """Says why these kernels cannot serve a call; None if they can."""
     if training or any(conv.running_mean is None for conv in convs):
-        return "normalises by running statistics only, not by those of the batch"
+        return "normalizes by running statistics only, not by those of the batch"
     if checks.wants_gradient(x, *(t for conv in convs for t in conv[:3])):
         return "has no gradients; in evaluation, torch.no_grad() does without"
     kernel = max(conv.weight.shape[3] for conv in convs)
@@ -54,7 +54,7 @@ def why_unsupported(
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Tensor, ...]:
-    """As ``cvt_kernels.conv_projection``, on whose checks it relies.
+    """Serves ``cvt_kernels.conv_projection``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, GELU, and what CvT does right before and after them, fused."""
+"""LayerNorm over the last dimension and GELU, fused with the sums that CvT does right before them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ... import backends, checks, machine, reference
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = ("none", "tanh", "quick")
-
 
 _MAX_CUDA_CHANNELS = 8192
 # Measured beside PyTorch on a CPU with 2 threads: below these sizes the cost of a call, 5 µs above PyTorch's
@@ -31,7 +30,7 @@ def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str
 
 
 def _why_slower(operator: str, x: Tensor, *args: Any) -> str | None:
-    """Why ``auto`` leaves a call on the CPU to PyTorch; an explicit request is served."""
+    """Says why ``auto`` leaves a call on the CPU to PyTorch; an explicit request is served all the same."""
     size = x.numel()
     known = type(size) is int  # of a dynamic size torch.export must not ask
     if known and size < (_SMALL_WITH_GRADIENTS if checks.wants_gradient(x, *args) else _SMALL):
@@ -56,7 +55,9 @@ for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_no
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """LayerNorm over the last dimension (Ba et al. 2016): (x − mean) / sqrt(variance + eps) · weight + bias.
+    """Computes LayerNorm over the last dimension (Ba et al. 2016).
+
+    The result is (x − mean) / sqrt(variance + eps) · weight + bias.
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
@@ -84,7 +85,7 @@ def add_layer_norm(
     *,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (h, layer_norm(h)) with h = x + residual.
+    """Computes h = x + residual and layer_norm(h).
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
@@ -109,7 +110,7 @@ def add_layer_norm(
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU (Hendrycks and Gimpel 2016), exact or approximated.
+    """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
 
     Args:
         x: Any shape; float16, bfloat16, float32 or float64.
@@ -130,7 +131,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(x + bias).
+    """Computes gelu(x + bias).
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
@@ -159,7 +160,7 @@ def layer_norm_gelu(
     eps: float = 1e-5,
     approximate: str = "none",
 ) -> Tensor:
-    """gelu(layer_norm(x)).
+    """Computes gelu(layer_norm(x)).
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.

@@ -1,4 +1,4 @@
-"""LayerNorm and GELU by the compiled extension (csrc).
+"""LayerNorm and GELU by the compiled extension (csrc), on CPUs and NVIDIA GPUs.
 
 With x̂ = (h − mean) · rstd, u = x̂ · weight + bias and an activation f, ``out = f(u)``; f is the identity but
 for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for float64) and no activation:
@@ -26,7 +26,10 @@ _ops = torch.ops.cvt_kernels
 
 
 def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's, where a graph of the gradients is asked for; elsewhere its cost, 8 µs per call, is saved."""
+    """Applies PyTorch's decorator of the name only where a graph of the gradients is asked for.
+
+    Elsewhere its cost, 8 µs per call, is saved.
+    """
     checked = once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -88,7 +91,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dout: Tensor, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of h, weight and bias."""
+    """Returns the gradients of h, weight and bias."""
     h, weight, bias, mean, rstd = ctx.saved_tensors
     dx, dweight, dbias = _ops.layer_norm_backward.default(
         dout, dh, h, mean, rstd, weight, bias, ctx.activation
@@ -152,70 +155,58 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
     return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
 
 
-# The backend: as the public functions of the same names, on whose checks it relies ------------------------
+# The backend: the public functions of the same names, whose checks it relies on ----------------------------
 #
 # Under autocast the dtypes are those of PyTorch: a sum is promoted, F.gelu keeps what it gets, and so does
 # F.layer_norm on the CPU; on a GPU it computes in float32. Where no gradient is wanted the operators are
 # called without autograd's bookkeeping, which costs as much as a small call, and without statistics.
 
 
-def _as_autocast_normalises(x: Tensor) -> Tensor:
+def _as_autocast_normalizes(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
-    """See ``cvt_kernels.layer_norm``."""
-    return _normalise(x, weight, bias, eps, "identity")
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """Serves ``cvt_kernels.layer_norm``."""
+    return _normalize(x, weight, bias, eps, "identity")
 
 
 def layer_norm_gelu(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    approximate: str = "none",
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
 ) -> Tensor:
-    """See ``cvt_kernels.layer_norm_gelu``."""
-    return _normalise(x, weight, bias, eps, approximate)
+    """Serves ``cvt_kernels.layer_norm_gelu``."""
+    return _normalize(x, weight, bias, eps, approximate)
 
 
-def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
-    x = _as_autocast_normalises(x)
+def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
+    x = _as_autocast_normalizes(x)
     if checks.wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, activation)
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation)
 
 
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See ``cvt_kernels.add_layer_norm``."""
+    """Serves ``cvt_kernels.add_layer_norm``."""
     if x.dtype != residual.dtype:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(dtype), residual.to(dtype)
-    if _as_autocast_normalises(x) is not x:
+    if _as_autocast_normalizes(x) is not x:
         h = x + residual
-        return h, _normalise(h, weight, bias, eps, "identity")
+        return h, _normalize(h, weight, bias, eps, "identity")
     if checks.wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps)
 
 
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """See ``cvt_kernels.gelu``."""
+def gelu(x: Tensor, *, approximate: str) -> Tensor:
+    """Serves ``cvt_kernels.gelu``."""
     return _gelu(x, None, approximate)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
-    """See ``cvt_kernels.bias_gelu``."""
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
+    """Serves ``cvt_kernels.bias_gelu``."""
     return _gelu(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)
 
 

@@ -7,14 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+import torch
 import triton
 
 from cvt import commands as cli
 from cvt import config
-from cvt.commands.compile import kernels as aot
-from cvt_kernels.machine import load_extension
+from cvt.commands.compile import cuda_kernels, gpus, launches, machine_code, page
+from cvt.commands.compile.report import SCHEMA
+from cvt.commands.compile.resources import Resources
+from cvt.commands.compile.triton_kernels import TritonKernel, specialize
+from cvt_kernels.machine import Chip, Launch, load_extension
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -38,12 +44,12 @@ def compile_ahead(tmp_path):
 
 def assert_flawless(rows):
     for row in rows:
-        found = row["resources"]
+        resources = row["resources"]
         assert row["flaws"] == []
-        assert (found["stack"], found["spill_loads"], found["spill_stores"]) == (0, {}, {}), row
-        assert 0 < found["registers"] <= 255
-        assert found["static_shared"] + found["dynamic_shared"] <= 99 * 1024
-        assert 0 < found["occupancy"] <= 1
+        assert (resources["stack"], resources["spill_loads"], resources["spill_stores"]) == (0, {}, {}), row
+        assert 0 < resources["registers"] <= 255
+        assert resources["static_shared"] + resources["dynamic_shared"] <= 99 * 1024
+        assert 0 < resources["occupancy"] <= 1
 
 
 def assert_documented(rows):
@@ -57,12 +63,12 @@ def assert_documented(rows):
         for name, *values in lines:
             cells |= {(operator, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
     for row in rows:
-        cell = cells[row["operator"], aot._line_of(row), f"{row['dtypes'][0]} {row['arch']}"]
+        cell = cells[row["operator"], page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
         registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
-        found = row["resources"]
-        assert found["registers"] <= registers
-        assert found["static_shared"] + found["dynamic_shared"] <= (shared + 0.05) * 1024
-        assert found["occupancy"] * 100 >= occupancy - 0.5
+        resources = row["resources"]
+        assert resources["registers"] <= registers
+        assert resources["static_shared"] + resources["dynamic_shared"] <= (shared + 0.05) * 1024
+        assert resources["occupancy"] * 100 >= occupancy - 0.5
 
 
 def split_cells(table):
@@ -70,7 +76,7 @@ def split_cells(table):
 
 
 def accesses(row, kind):
-    return {aot.width(name) for name in row["resources"][kind]}
+    return {machine_code.access_bytes(name) for name in row["resources"][kind]}
 
 
 # The last stage has a class token and the narrowest tiles, the first what CvT spends most time on. All shapes
@@ -153,7 +159,8 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
         pytest.skip("there is no nvcc")
     out, rows = compile_ahead(
         "--operator", "layer_norm_gelu", "--arch", "sm_80", "--dtype", "float16", "--cuda",
-        prelude="from cvt.commands.compile import kernels as aot; aot._cubins_of_extension = lambda arch: {}",
+        prelude="from cvt.commands.compile import cuda_kernels; "
+        "cuda_kernels._cubins_of_extension = lambda arch: {}",
     )  # fmt: skip
     assert "CUDA kernels of sm_80: compiled from csrc by " in out
     assert len(rows) == 2 * 16 + 2 * 12 + 1
@@ -161,10 +168,10 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
 
 
 def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(aot, "_cubins_of_extension", lambda arch: {})
+    monkeypatch.setattr(cuda_kernels, "_cubins_of_extension", lambda arch: {})
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     reason = "CUDA kernels of sm_86 are left out: the extension has none for it, and there is no nvcc here"
-    assert aot.cuda_jobs(86, aot.DTYPES) == ([], reason)
+    assert cuda_kernels.cuda_kernels_for(86, launches.DTYPES) == ([], reason)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert cli.main(["compile", "--arch", "sm_86", "--operator", "layer_norm_gelu", "--cuda"]) == 2
     assert capsys.readouterr().err == f"cvt compile: error: {reason}\n"
@@ -173,8 +180,12 @@ def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
 def test_a_spill_fails_the_command(compile_ahead):
     out, rows = compile_ahead(
         "--operator", "conv_projection", "--dtype", "float32", "--stage", "3",
-        prelude="from cvt_kernels import conv_projection_triton as k; "
-        "k._MERGE = k.replace(k._MERGE, registers=24)",
+        prelude="from cvt.commands.compile import launches; "
+        "plan = launches.conv_projection_launches; "
+        "starve = lambda launch: launch._replace(options=launch.options | {'maxnreg': 24}) "
+        "if launch.kernel.__name__ == '_merge_stats_kernel' else launch; "
+        "launches.TRITON_OPERATORS['conv_projection'] = "
+        "lambda *stage, **options: list(map(starve, plan(*stage, **options)))",
         code=1,
     )  # fmt: skip
     flawed = {row["kernel"]: row["flaws"] for row in rows if row["flaws"]}
@@ -211,19 +222,38 @@ def test_the_interpreter_compiles_nothing(monkeypatch, capsys):
 
 
 def test_what_does_not_compile_is_named():
-    kernel = aot.TritonKernel(90, "cvt_kernels.attention_triton", "_attention_bwd_kernel", {}, {}, {}, {})
+    *_, launch = launches.attention_launches(launches.stages("cvt_13")[2], torch.float16, Chip(90, 132))
+    kernel = TritonKernel(90, launch.kernel.fn.__module__, launch.kernel.__name__, {}, {}, {}, {})
     with pytest.raises(RuntimeError, match=r"^_attention_bwd_kernel does not compile for sm_90: "):
         kernel.examine()
 
 
-@pytest.mark.parametrize("model", aot.MODELS)
+def test_arguments_are_specialized_as_triton_does():
+    class Grid(NamedTuple):
+        height: int
+        width: int
+
+    arguments = {"x": torch.empty(8, device="meta"), "grid": Grid(32, 1), "n": 2**40 + 1, "eps": 1e-5, "K": 3}
+    parameters = [SimpleNamespace(name=name, is_constexpr=name == "K") for name in arguments]
+    kernel = SimpleNamespace(params=parameters, __module__="module", __name__="name")
+    specialized = specialize(Launch(kernel, (1,), arguments, {"num_warps": 4}), 90)
+    divisible = [["tt.divisibility", 16]]
+    signature = {"x": "*fp32", "grid": Grid("i32", "constexpr"), "n": "i64", "eps": "fp32", "K": "constexpr"}
+    assert isinstance(specialized.signature["grid"], Grid)
+    assert specialized == TritonKernel(
+        90, "module", "name", signature, {(1, 1): 1, (4,): 3}, {(0,): divisible, (1, 0): divisible},
+        {"num_warps": 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", launches.MODELS)
 @pytest.mark.parametrize("size", [224, 225, 384, 511])
 def test_stages_are_the_models(model, size):
     chosen, side, expected = config.PRESETS[model], size, []
     for i, channels in enumerate(chosen.embed_dims):
         side = (side + 2 * chosen.patch_paddings[i] - chosen.patch_sizes[i]) // chosen.patch_strides[i] + 1
         expected.append(((side, side), channels, int(chosen.cls_token[i])))
-    assert aot.stages(model, size) == tuple(expected)
+    assert launches.stages(model, size) == tuple(expected)
 
 
 # Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
@@ -245,11 +275,12 @@ def test_stages_are_the_models(model, size):
     ],
 )
 def test_occupancy(arch, threads, registers, shared, blocks):
-    assert aot.occupancy(arch, threads, registers, shared) == blocks * threads / 32 / aot.LIMITS[arch].warps
+    warps = gpus.LIMITS[arch].warps
+    assert gpus.occupancy(arch, threads, registers, shared) == blocks * threads / 32 / warps
 
 
 def test_occupancy_by_tensor_memory():
-    assert aot.occupancy(100, 128, 32, 0, tensor_memory=128) == 4 * 4 / 64
+    assert gpus.occupancy(100, 128, 32, 0, tensor_memory=128) == 4 * 4 / 64
 
 
 @pytest.mark.parametrize(
@@ -265,24 +296,41 @@ def test_occupancy_by_tensor_memory():
         ("LDG.E.ENL2.256", 32),
     ],
 )
-def test_width(instruction, width):
-    assert aot.width(instruction) == width
+def test_access_bytes(instruction, width):
+    assert machine_code.access_bytes(instruction) == width
+
+
+def test_disassembly(monkeypatch):
+    outputs = {
+        "cuobjdump": " Function k:\n  REG:8 STACK:0 SHARED:16 LOCAL:4 CONSTANT[0]:560\n"
+        " Function _a_kernel_of_many_words:\n  REG:255 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:560\n",
+        "nvdisasm": "//--------------------- .text.k                   --------------------------\n"
+        "        /*0000*/                   LDC R1, c[0x0][0x28] ;\n"
+        "        /*0010*/              @!P0 LDG.E.128 R4, [R2.64] ;\n"
+        "//--------------------- .text._a_kernel_of_many_words --------------------------\n"
+        "        /*0000*/               @UP0 EXIT ;\n",
+    }
+    monkeypatch.setattr(machine_code, "run_tool", lambda name, *arguments: outputs[name])
+    assert machine_code._disassemble(b"") == {
+        "k": machine_code.MachineCode(8, 0, 16, 4, {"LDC": 1, "LDG.E.128": 1}),
+        "_a_kernel_of_many_words": machine_code.MachineCode(255, 8, 0, 0, {"EXIT": 1}),
+    }
 
 
 def test_what_was_read_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = {"kernel": aot.Code(32, 0, 1024, 0, {"LDG.E.128": 2})}
-    monkeypatch.setattr(aot, "_disassemble", lambda cubin: code)
-    assert aot.read(b"machine code") == code
-    monkeypatch.setattr(aot, "_disassemble", lambda cubin: {})
-    assert aot.read(b"machine code") == code
-    assert aot.read(b"other machine code") == {}
+    code = {"kernel": machine_code.MachineCode(32, 0, 1024, 0, {"LDG.E.128": 2})}
+    monkeypatch.setattr(machine_code, "_disassemble", lambda cubin: code)
+    assert machine_code.read(b"machine code") == code
+    monkeypatch.setattr(machine_code, "_disassemble", lambda cubin: {})
+    assert machine_code.read(b"machine code") == code
+    assert machine_code.read(b"other machine code") == {}
 
 
 def test_tables(tmp_path):
     def row(kernel, registers, arch="sm_90", dtype="bfloat16", **case):
-        code = aot.Code(registers, 0, 3072, 0, {"LDG.E.128": 2, "LDG.E.U16": 1, "STG.E": 1})
-        resources = aot.Resources.of(code, 90, 128, 4096)._asdict()
+        code = machine_code.MachineCode(registers, 0, 3072, 0, {"LDG.E.128": 2, "LDG.E.U16": 1, "STG.E": 1})
+        resources = Resources.of(code, 90, 128, dynamic_shared=4096)._asdict()
         return {
             "operator": "attention", "kernel": kernel, "arch": arch, "dtypes": [dtype], "cases": [case],
             "resources": resources,
@@ -290,7 +338,7 @@ def test_tables(tmp_path):
 
     report = {
         "report": "cvt compile",
-        "schema": aot.SCHEMA,
+        "schema": SCHEMA,
         "kernels": [
             row("attention_fwd", 30, stage=1),
             row("attention_fwd", 255, stage=2),
@@ -299,14 +347,14 @@ def test_tables(tmp_path):
             row("gelu", 38, vector=1, vectors=16),
         ],
     }
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- compile: attention -->\n<!-- end -->\nafter\n<!-- end -->\n")
-    aot.main([tmp_path / "report.json", page])
-    written = page.read_text()
-    aot.main([tmp_path / "report.json", page])
-    assert page.read_text() == written
-    assert page.read_text().splitlines() == [
+    file, target = tmp_path / "report.json", tmp_path / "page.md"
+    file.write_text(json.dumps(report))
+    target.write_text("before\n<!-- compile: attention -->\n<!-- end -->\nafter\n<!-- end -->\n")
+    page.main([file, target])
+    written = target.read_text()
+    page.main([file, target])
+    assert target.read_text() == written
+    assert target.read_text().splitlines() == [
         "before",
         "<!-- compile: attention -->",
         "| kernel | bytes per load | per store "
@@ -319,8 +367,8 @@ def test_tables(tmp_path):
         "after",
         "<!-- end -->",
     ]
-    page.write_text("before\n<!-- compile: attention -->\nafter\n")
+    target.write_text("before\n<!-- compile: attention -->\nafter\n")
     with pytest.raises(ValueError, match="has no <!-- compile: attention --> and <!-- end -->"):
-        aot.main([tmp_path / "report.json", page])
-    with pytest.raises(ValueError, match=f"expected a report of cvt compile, schema {aot.SCHEMA}"):
-        aot.tables(report | {"schema": 0})
+        page.main([file, target])
+    with pytest.raises(ValueError, match=f"expected a report of cvt compile, schema {SCHEMA}"):
+        page.tables(report | {"schema": 0})

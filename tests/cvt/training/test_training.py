@@ -397,7 +397,7 @@ def test_a_resumed_run_has_the_same_bits(uninterrupted, tmp_path):
     assert [row["train_loss"] for row in logs[0]] == [row["train_loss"] for row in logs[1]]
 
 
-def test_resume_why_unsupported_what_was_trained_otherwise(uninterrupted, tmp_path):
+def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
     with pytest.raises(
         ValueError, match=r"last.pth was trained with lr 0.001, now 0.01; clip_norm 1.0, now 2.0$"
     ):

@@ -1,4 +1,4 @@
-"""The public function: what it accepts and what it why_unsupported."""
+"""The public functions: what they accept and what they refuse, on whatever backend serves them."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.checks import record_calls
+from tests.checks import assert_accurate, record_calls
 
 
 def make(tokens, **changes):
@@ -22,30 +22,41 @@ def test_a_backend_gets_the_arguments_as_they_are():
     q, k, v, bias = make(9), make(4), make(4), torch.randn(3, 9, 4)
     out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
     assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0})]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.2 + bias
-    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
+    torch.testing.assert_close(out, by_hand(q, k, v, 0.2, bias=bias))
+
+
+def by_hand(q, k, v, scale, *, bias=0.0, dropout=lambda p: p):
+    """The formula, head by head."""
+    outs = []
+    for h in range(q.shape[2]):
+        scores = (q[:, :, h] @ k[:, :, h].transpose(1, 2)) * scale
+        scores = scores + (bias[h] if isinstance(bias, torch.Tensor) else bias)
+        outs.append(dropout(scores.softmax(-1)) @ v[:, :, h])
+    return torch.stack(outs, dim=2)
 
 
 def test_slices_of_one_wider_tensor():
     qkv = torch.randn(2, 5, 3, 3, 8)
     q, k, v = qkv.unbind(2)
-    torch.testing.assert_close(
-        ck.attention(q, k, v), ck.attention(q.contiguous(), k.contiguous(), v.contiguous())
-    )
+    torch.testing.assert_close(ck.attention(q, k, v), by_hand(q, k, v, 8**-0.5))
 
 
-def test_dropout_is_passed_on():
-    q, k, v = make(9), make(4), make(4)
-    torch.manual_seed(1)
-    out = ck.attention(q, k, v, dropout_p=0.5)
-    torch.manual_seed(1)
-    assert torch.equal(out, ck.reference.attention(q, k, v, dropout_p=0.5))
-    assert not torch.equal(out, ck.attention(q, k, v))
+def test_dropout_drops_probabilities_and_scales_up_the_others():
+    q, k, eye = make(9, heads=1), make(8, heads=1), torch.eye(8).expand(2, 8, 8)[:, :, None]
+    probabilities = by_hand(q, k, eye, 8**-0.5)
+    kept = ck.attention(q, k, eye, dropout_p=0.5)  # v is the identity, so these are the probabilities
+    dropped = kept == 0
+    torch.testing.assert_close(kept[~dropped], 2 * probabilities[~dropped])
+    assert 0.3 < dropped.float().mean() < 0.7
+    torch.testing.assert_close(ck.attention(q, k, eye), probabilities)
 
 
 def test_autocast_mixes_dtypes():
+    q, k, v = make(9), make(4, dtype=torch.bfloat16), make(4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ck.attention(make(9), make(4, dtype=torch.bfloat16), make(4)).dtype == torch.bfloat16
+        out = ck.attention(q, k, v)
+    exact = by_hand(*(t.bfloat16().double() for t in (q, k, v)), 8**-0.5)
+    assert_accurate(out, by_hand(*(t.bfloat16() for t in (q, k, v)), 8**-0.5), exact)
 
 
 @pytest.mark.parametrize(

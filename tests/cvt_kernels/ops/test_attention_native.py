@@ -129,7 +129,7 @@ def test_refusals(change, reason):
     assert ck.fallbacks()["attention", "native"] == reason
 
 
-def test_why_unsupported_gradients_and_wide_heads():
+def test_gradients_and_wide_heads_are_left_to_others():
     q, k, v = make(2, 5, 4, 1, 8, torch.float32)
     with torch.enable_grad(), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
         ck.attention(q, k, v.requires_grad_())

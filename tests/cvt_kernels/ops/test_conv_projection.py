@@ -1,4 +1,4 @@
-"""The public function: what it accepts and what it why_unsupported."""
+"""The public function: what it accepts and what it refuses, on whatever backend serves it."""
 
 import gc
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import cvt_kernels as ck
-from tests.checks import record_calls
+from tests.checks import assert_accurate, record_calls
 
 GRID = (4, 5)
 
@@ -20,6 +21,23 @@ def make_conv(channels=6, k=3, **changes):
 
 def make_x(tokens=20, channels=6, **settings):
     return torch.randn(2, tokens, channels, **settings)
+
+
+def convolved(x, conv, dtype):
+    image = x.to(dtype).transpose(1, 2).unflatten(2, GRID)
+    return F.conv2d(image, conv.weight.to(dtype), padding=conv.padding, groups=x.shape[2])
+
+
+def by_hand(x, conv, *, training, dtype=None):
+    """One branch of stride 1 in a dtype, or with the convolution in that of x and the rest in float32."""
+    y = convolved(x, conv, dtype or x.dtype)
+    out_dtype, y = y.dtype, y.to(dtype or torch.float32)
+    mean, variance = conv.running_mean, conv.running_var
+    if training:
+        mean, variance = y.mean((0, 2, 3)), y.var((0, 2, 3), correction=0)
+    scale, shift = (t[:, None, None].to(y.dtype) for t in (conv.bn_weight, conv.bn_bias))
+    y = (y - mean[:, None, None]) / (variance[:, None, None] + conv.eps).sqrt() * scale + shift
+    return y.flatten(2).transpose(1, 2).to(out_dtype)
 
 
 @pytest.mark.parametrize("tokens", [20, 21])
@@ -39,7 +57,7 @@ def test_a_backend_gets_the_arguments_as_they_are(tokens):
 
 def test_accepts_any_strides_of_x():
     x, conv = make_x(), make_conv()
-    (expected,) = ck.conv_projection(x, GRID, [conv], training=False)
+    expected = by_hand(x, conv, training=False)
     wide = torch.randn(2, 20, 12)
     wide[:, :, ::2] = x
     for view in (wide[:, :, ::2], x.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -51,13 +69,17 @@ def test_accepts_any_strides_of_x():
 def test_half_precision_beside_float32_batch_norm():
     conv = make_conv()
     conv = conv._replace(weight=conv.weight.bfloat16())
-    (out,) = ck.conv_projection(make_x(dtype=torch.bfloat16), GRID, [conv], training=True)
-    assert out.dtype == torch.bfloat16
+    x = make_x(dtype=torch.bfloat16)
+    (out,) = ck.conv_projection(x, GRID, [conv], training=True)
+    exact = by_hand(x, conv, training=True, dtype=torch.float64)
+    assert_accurate(out, by_hand(x, conv, training=True), exact)
+    batch_mean = convolved(x, conv, torch.float64).mean((0, 2, 3))
     assert conv.running_mean.dtype == torch.float32
+    torch.testing.assert_close(conv.running_mean.double(), 0.1 * batch_mean, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_batch_norm_dtypes_that_pytorch_why_unsupported_change_nothing(dtype):
+def test_batch_norm_dtypes_that_pytorch_refuses_change_nothing(dtype):
     conv = make_conv()
     conv = conv._replace(weight=conv.weight.to(dtype))
     if dtype == torch.bfloat16:
@@ -72,9 +94,12 @@ def test_branches_may_come_from_a_generator():
 
 
 def test_autocast_mixes_dtypes():
+    x, conv = make_x(), make_conv()
     with torch.autocast("cpu", torch.bfloat16):
-        (out,) = ck.conv_projection(make_x(), GRID, [make_conv()], training=False)
-    assert out.dtype == torch.bfloat16
+        (out,) = ck.conv_projection(x, GRID, [conv], training=False)
+    exact = by_hand(x, conv, training=False, dtype=torch.float64)
+    rounded = conv._replace(weight=conv.weight.bfloat16())
+    assert_accurate(out, by_hand(x.bfloat16(), rounded, training=False), exact)
 
 
 C = 6
@@ -239,7 +264,7 @@ def _train_on_a_share(rank, backend):
         dist.all_reduce(gradient)  # as DistributedDataParallel does; its mean aside
     whole = [*(conv.weight.grad for conv in convs), *(p.grad for bn in joined for p in bn.parameters())]
     torch.testing.assert_close(local, whole)
-    if device == "cuda":  # nn.SyncBatchNorm why_unsupported CPU tensors
+    if device == "cuda":  # nn.SyncBatchNorm refuses CPU tensors
         compare([nn.SyncBatchNorm(6).double().to(device) for _ in convs], x[own], slice(None))
 
 

@@ -220,7 +220,7 @@ def test_refusals():
             ck.conv_projection(x, (20, 20), [branch], training=training)
         assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
 
-    batch = "normalises by running statistics only, not by those of the batch"
+    batch = "normalizes by running statistics only, not by those of the batch"
     refuse(batch, branch, training=True)
     refuse(batch, branch._replace(running_mean=None, running_var=None))
     refuse("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt.commands.compile import kernels as aot
+from cvt.commands.compile import launches as aot
 from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_projection import triton as kernels
 from tests.checks import assert_accurate

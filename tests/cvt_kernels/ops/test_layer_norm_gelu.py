@@ -45,8 +45,11 @@ def test_optional_weight_and_bias():
 def test_autocast_gives_the_dtype_of_pytorch():
     half = X.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        assert ck.layer_norm(half, W, B).dtype == torch.nn.functional.layer_norm(half, (8,), W, B).dtype
-        assert ck.add_layer_norm(half, X, W, B)[0].dtype == torch.float32
+        ours, theirs = ck.layer_norm(half, W, B), torch.nn.functional.layer_norm(half, (8,), W, B)
+        h, normalized = ck.add_layer_norm(half, X, W, B)
+    torch.testing.assert_close(ours, theirs)  # the dtype too
+    torch.testing.assert_close(h, half.float() + X)
+    torch.testing.assert_close(normalized, torch.nn.functional.layer_norm(h, (8,), W, B))
 
 
 @pytest.mark.parametrize(

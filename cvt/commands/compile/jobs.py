@@ -1,0 +1,153 @@
+"""The compilations that a command line asks for, each of them once, and their execution in processes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from concurrent import futures
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from cvt_kernels import machine
+
+from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
+from .gpus import LIMITS
+from .launches import CUDA_OPERATOR, MODELS, TRITON_OPERATORS, stages
+from .resources import Resources
+from .triton_kernels import TritonKernel, specialize
+
+
+class Selection(NamedTuple):
+    """The kernels to compile: every combination of these.
+
+    Attributes:
+        archs: Compute capabilities, 90 for sm_90.
+        models: Names of ``MODELS``.
+        dtypes: Names of ``DTYPES``.
+        operators: Names of ``TRITON_OPERATORS``, or ``CUDA_OPERATOR``.
+        stages: Stages of the models, from 1.
+        image_sizes: Pixels of a side; None is the model's own.
+        batch_sizes: Images of a batch.
+    """
+
+    archs: Sequence[int]
+    models: Sequence[str]
+    dtypes: Sequence[str]
+    operators: Sequence[str]
+    stages: Sequence[int]
+    image_sizes: Sequence[int | None]
+    batch_sizes: Sequence[int]
+
+
+class LaunchCase(NamedTuple):
+    """A case that a Triton kernel is launched for; ``mode`` is inference or training."""
+
+    operator: str
+    dtype: str
+    model: str
+    image_size: int
+    batch_size: int
+    stage: int
+    mode: str
+
+
+class Job(NamedTuple):
+    """One compilation, and the cases that a Triton kernel is launched for."""
+
+    source: TritonKernel | CudaKernels
+    cases: list[LaunchCase]
+
+
+class Row(NamedTuple):
+    """One kernel of the report: its GPU, the types and cases that it serves, and what it takes."""
+
+    arch: str
+    operator: str
+    kernel: str
+    dtypes: list[str]
+    cases: Sequence[LaunchCase | CudaCase]
+    resources: Resources
+    flaws: list[str]
+
+
+def cuda_jobs(selection: Selection, *, required: bool) -> tuple[list[Job], list[str]]:
+    """Returns the compilations of the CUDA kernels, and for each GPU a line that says where they come from.
+
+    Raises:
+        ValueError: ``required``, and there are none for one of the GPUs.
+    """
+    jobs: list[Job] = []
+    notes = []
+    for arch in selection.archs if CUDA_OPERATOR in selection.operators else ():
+        kernels, note = cuda_kernels_for(arch, selection.dtypes)
+        if required and not kernels:
+            raise ValueError(note)
+        notes.append(note)
+        jobs += [Job(source, []) for source in kernels]
+    return jobs, notes
+
+
+def triton_jobs(selection: Selection) -> list[Job]:
+    """Returns every specialization of the Triton kernels once for each GPU, with the cases that it serves."""
+    jobs: dict[str, Job] = {}
+    for arch, operator, model, size, batch, dtype, stage, mode in itertools.product(
+        selection.archs, (name for name in TRITON_OPERATORS if name in selection.operators),
+        selection.models, selection.image_sizes, selection.batch_sizes, selection.dtypes, selection.stages,
+        ("inference", "training"),
+    ):  # fmt: skip
+        case = LaunchCase(operator, dtype, model, size or MODELS[model].image_size, batch, stage, mode)
+        launches = TRITON_OPERATORS[operator](
+            stages(model, size)[stage - 1],
+            getattr(torch, dtype),
+            machine.Chip(arch, LIMITS[arch].multiprocessors),
+            batch=batch,
+            training=mode == "training",
+        )
+        for kernel in (specialize(launch, arch) for launch in launches):
+            job = jobs.setdefault(repr(kernel), Job(kernel, []))
+            if case not in job.cases:
+                job.cases.append(case)
+    return list(jobs.values())
+
+
+def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
+    """Compiles everything, in this process or in several of their own, and returns a row for each kernel."""
+    progress = functools.partial(tqdm, desc="compile", total=len(jobs), unit="job", disable=None)
+    if processes == 1:
+        results = [job.source.examine() for job in progress(jobs)]
+    else:
+        spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+        with futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
+            pending = [pool.submit(job.source.examine) for job in jobs]
+            try:
+                for done in progress(futures.as_completed(pending)):
+                    done.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        results = [done.result() for done in pending]
+    return [
+        _row(job, function, resources)
+        for job, by_function in zip(jobs, results, strict=True)
+        for function, resources in sorted(by_function.items())
+    ]
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+
+
+def _row(job: Job, function: str, resources: Resources) -> Row:
+    source, cases = job
+    arch, flaws = f"sm_{source.arch}", resources.flaws(source.arch)
+    if isinstance(source, CudaKernels):
+        kernel, case = parse_function(function)
+        return Row(arch, CUDA_OPERATOR, kernel, [source.dtype], [case] if case else [], resources, flaws)
+    kernel = function.strip("_").removesuffix("_kernel")
+    dtypes = list(dict.fromkeys(case.dtype for case in cases))
+    return Row(arch, cases[0].operator, kernel, dtypes, cases, resources, flaws)

@@ -1,0 +1,128 @@
+"""The models and operators that are compiled, and the launches of Triton kernels that each stage makes.
+
+The launchers run on tensors without memory (``device="meta"``), and their launches are recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cvt_kernels import machine
+
+
+class Stage(NamedTuple):
+    """The shape that the attention blocks of a stage work on.
+
+    Attributes:
+        grid: Height and width, in tokens.
+        channels: Channels of a token.
+        class_tokens: 1 where a class token precedes the grid, else 0.
+    """
+
+    grid: tuple[int, int]
+    channels: int
+    class_tokens: int
+
+
+class Model(NamedTuple):
+    """The image size of the published weights of a model, and its channels per stage."""
+
+    image_size: int
+    channels: tuple[int, int, int]
+
+
+#: Models by name. cvt_21 differs from cvt_13 in depth only.
+MODELS = {
+    "cvt_13": Model(224, (64, 192, 384)),
+    "cvt_21": Model(224, (64, 192, 384)),
+    "cvt_w24": Model(384, (192, 768, 1024)),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def stages(model: str, image_size: int | None = None) -> tuple[Stage, Stage, Stage]:
+    """Returns the three stages of a model of ``MODELS``, for square images of its own size or another."""
+    own_size, channels = MODELS[model]
+    first = ((image_size or own_size) + 1) // 4  # 7 × 7, stride 4, padding 2; then 3 × 3, stride 2, padding 1
+    second, third = -(-first // 2), -(-first // 4)
+    return (
+        Stage((first, first), channels[0], 0),
+        Stage((second, second), channels[1], 0),
+        Stage((third, third), channels[2], 1),
+    )
+
+
+def conv_projection_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches of a CvT block's projection (q has stride 1, k and v stride 2).
+
+    Training is under autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
+    """
+    from cvt_kernels.ops.conv_projection import triton as kernels
+
+    grid, channels, class_tokens = stage
+    geometry = kernels.Geometry(grid, (3, 3, 3), (1, 2, 2), (1, 1, 1), (1, 1, 1), (1e-5,) * 3)
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = meta(batch, grid[0] * grid[1] + class_tokens, channels)
+    weights = [meta(channels, 1, 3, 3)] * 3
+    vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * 3
+    tracked = [meta(dtype=torch.int64)] * 3
+    dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
+    with machine.recorded_launches(chip) as launches:
+        kernels.forward(x, geometry, weights, *[vectors] * 4)
+        if training:
+            mean, variance = kernels.statistics(x, geometry, weights)
+            kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
+            sums = kernels.backward_sums(x, geometry, weights, vectors, vectors, dys)
+            dconvs, _ = kernels.backward_conv(
+                x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
+            )
+            kernels.backward_input(geometry, weights, dconvs, dys)
+    return launches
+
+
+def attention_launches(
+    stage: Stage,
+    dtype: torch.dtype,
+    chip: machine.Chip,
+    *,
+    batch: int = 256,
+    training: bool = True,
+    bias: bool = False,
+) -> list[machine.Launch]:
+    """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
+    from cvt_kernels.ops.attention import triton as kernels
+
+    (height, width), channels, class_tokens = stage
+    queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
+    heads = channels // 64
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
+    table = meta(heads, queries, keys) if bias else None
+    with machine.recorded_launches(chip) as launches:
+        out, lse = kernels.forward(q, k, v, table, channels**-0.5)
+        if training:
+            kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+    return launches
+
+
+#: Operators with Triton kernels, by name. CvT's attention has no bias.
+TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
+    "conv_projection": conv_projection_launches,
+    "attention": attention_launches,
+    "attention_with_bias": functools.partial(attention_launches, bias=True),
+}
+#: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
+CUDA_OPERATOR = "layer_norm_gelu"

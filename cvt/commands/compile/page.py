@@ -1,0 +1,93 @@
+"""The tables of docs/kernels.md, made from a JSON report of ``cvt compile``.
+
+``python -m cvt.commands.compile.page REPORT.json docs/kernels.md`` puts them into the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import SCHEMA, access_range
+
+
+def main(arguments: Sequence[str | Path]) -> None:
+    """Puts the tables of a report into a page, between ``<!-- compile: OPERATOR -->`` and ``<!-- end -->``.
+
+    Args:
+        arguments: The paths of the report and of the page.
+
+    Raises:
+        ValueError: The page lacks the marks of an operator, or the report is of another version.
+    """
+    report, page = map(Path, arguments)
+    text = page.read_text(encoding="utf-8")
+    for operator, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
+        begin, end = f"<!-- compile: {operator} -->\n", "<!-- end -->"
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ValueError(f"{page}: has no {begin.strip()} and {end}")
+        text = before + begin + table + "\n" + end + after
+    page.write_text(text, encoding="utf-8")
+
+
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Returns a Markdown table for each operator: the worst of each kernel over all shapes, per type and GPU.
+
+    A cell is registers of a thread / KiB of shared memory of a block / occupancy. The CUDA kernels have a
+    line for each number of elements that a thread holds.
+
+    Raises:
+        ValueError: It is not a report of this version.
+    """
+    if report.get("report") != "cvt compile" or report.get("schema") != SCHEMA:
+        raise ValueError(f"expected a report of cvt compile, schema {SCHEMA}")
+    grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in report["kernels"]:
+        grouped.setdefault(row["operator"], {}).setdefault(line_name(row), []).append(row)
+    archs = list(dict.fromkeys(row["arch"] for row in report["kernels"]))
+    return {operator: _markdown(lines, archs) for operator, lines in grouped.items()}
+
+
+def line_name(row: dict[str, Any]) -> str:
+    """Returns the name of the line that a kernel of the report belongs to."""
+    name = row["kernel"].removeprefix(row["operator"]).strip("_") or row["kernel"]
+    for case in row["cases"]:
+        if "vector" in case:
+            single = " single" if case["vector"] == 1 else ""
+            return f"`{name}`, {case['vector'] * case['vectors']}{single} elements"
+    return f"`{name}`"
+
+
+def _markdown(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> str:
+    columns = [(dtype, arch) for dtype in ("bfloat16", "float32") for arch in archs]
+    text = ["| kernel | bytes per load | per store | " + " | ".join(map(" ".join, columns)) + " |"]
+    text.append("|" + "---|" * (3 + len(columns)))
+    for name, rows in lines.items():
+        accesses = (
+            access_range(instruction for row in rows for instruction in row["resources"][kind])
+            for kind in ("loads", "stores")
+        )
+        cells = (
+            _worst([row["resources"] for row in rows if row["arch"] == arch and dtype in row["dtypes"]])
+            for dtype, arch in columns
+        )
+        text.append("| " + " | ".join([name, *accesses, *cells]) + " |")
+    return "\n".join(text)
+
+
+def _worst(resources: list[dict[str, Any]]) -> str:
+    """Returns the cell of one type and GPU, empty if there is no such kernel."""
+    if not resources:
+        return ""
+    registers = max(each["registers"] for each in resources)
+    shared = max(each["static_shared"] + each["dynamic_shared"] for each in resources)
+    return f"{registers} / {shared / 1024:.3g} / {min(each['occupancy'] for each in resources):.0%}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

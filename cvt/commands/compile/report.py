@@ -1,0 +1,107 @@
+"""The report of ``cvt compile``: the table that it prints, the flaws that it names, and its JSON file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from cvt_kernels import __version__
+from cvt_kernels.tables import aligned
+
+from .cuda_kernels import CudaCase
+from .jobs import LaunchCase, Row
+from .machine_code import access_bytes
+
+#: The version of the JSON file; its readers reject another.
+SCHEMA = 1
+
+_HEADING = (
+    "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack B", "shared B", "occupancy",
+    "load B", "store B", "tensor cores",
+)  # fmt: skip
+_NUMBERS = range(_HEADING.index("registers"), _HEADING.index("load B"))
+_ABBREVIATIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Returns the lines of a table with a line for each kernel."""
+    settings = {_setting(case) for row in rows for case in row.cases if isinstance(case, LaunchCase)}
+    return aligned([_HEADING, *(_cells(row, brief=len(settings) == 1) for row in rows)], right=_NUMBERS)
+
+
+def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
+    resources = row.resources
+    spills = [sum(counts.values()) for counts in (resources.spill_loads, resources.spill_stores)]
+    return (
+        row.arch,
+        row.kernel,
+        " ".join(_ABBREVIATIONS[dtype] for dtype in row.dtypes),
+        " ".join(dict.fromkeys(case.mode for case in row.cases if isinstance(case, LaunchCase))),
+        _purpose(row.cases, brief=brief),
+        str(resources.registers),
+        f"{spills[0]}+{spills[1]}" if any(spills) else "0",
+        str(resources.stack),
+        str(resources.shared),
+        f"{resources.occupancy:.0%}",
+        access_range(resources.loads),
+        access_range(resources.stores),
+        " ".join(f"{count}×{name}" for name, count in _families(resources.tensor_cores).items()),
+    )
+
+
+def _setting(case: LaunchCase) -> str:
+    return f"{case.model} {case.image_size}²×{case.batch_size}"
+
+
+def _purpose(cases: Sequence[LaunchCase | CudaCase], *, brief: bool) -> str:
+    """Returns which stages of which model a kernel serves, or which activation and layout of a row."""
+    by_setting: dict[str, list[str]] = {}
+    for case in cases:
+        if isinstance(case, CudaCase):
+            return f"{case.activation}, {case.vectors} × {case.vector}"
+        by_setting.setdefault("stage" if brief else _setting(case), []).append(str(case.stage))
+    return ", ".join(
+        f"{setting} {' '.join(dict.fromkeys(numbers))}" for setting, numbers in by_setting.items()
+    )
+
+
+def access_range(instructions: Iterable[str]) -> str:
+    """Returns the bytes of the narrowest and the widest access among instructions, such as ``2–16``."""
+    widths = sorted({access_bytes(name) for name in instructions})
+    return "–".join(map(str, dict.fromkeys(widths[:1] + widths[-1:])))
+
+
+def _families(counts: dict[str, int]) -> dict[str, int]:
+    """Returns the counts of instructions added up by the first part of their names: HGMMA, HMMA."""
+    totals: dict[str, int] = Counter()
+    for name, count in counts.items():
+        totals[name.split(".")[0]] += count
+    return totals
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each flaw, or one line that says that there is none."""
+    lines = []
+    for row in rows:
+        served = " ".join([*row.dtypes, _purpose(row.cases, brief=False)])
+        lines += [f"{row.arch} {row.kernel}, {served}: {flaw}" for flaw in row.flaws]
+    return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
+
+
+def as_json(rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
+    """Returns the contents of the JSON file, which has every case and instruction of every kernel."""
+    return {
+        "report": "cvt compile",
+        "schema": SCHEMA,
+        "versions": {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__},
+        "notes": notes,
+        "kernels": [
+            row._asdict()
+            | {"cases": [case._asdict() for case in row.cases], "resources": row.resources._asdict()}
+            for row in rows
+        ],
+    }

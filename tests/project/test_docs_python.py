@@ -1,0 +1,51 @@
+"""The Python of the pages about the model and the operators runs as it stands."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import cvt_kernels as ck
+from cvt import create_model, save_huggingface
+from cvt.factory import randomize
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run_page(name):
+    """Runs the Python of a page, block after block, and returns the names that it leaves."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def test_model_page(tmp_path, monkeypatch, recwarn):
+    monkeypatch.chdir(tmp_path)
+    model = create_model("cvt_13", activation="gelu")
+    randomize(model)
+    torch.save(model.state_dict(), "CvT-13-224x224-IN-1k.pth")
+    save_huggingface(model, "microsoft-cvt-13")
+    names = run_page("model.md")
+    assert [str(warning.message).split(":")[0] for warning in recwarn] == [
+        "microsoft-cvt-13 has a head of 1000 classes and the model one of 10"
+    ]
+    assert names["logits"].shape == (2, 1000)
+    assert [tuple(m.shape) for m in names["maps"]] == [(2, 64, 16, 24), (2, 192, 8, 12), (2, 384, 4, 6)]
+    assert names["own"].config.stride_kv == (2, 2, 1)
+    assert create_model("cvt_13", checkpoint="fine-tuned", activation="gelu").num_classes == 10
+
+
+def test_operators_page(capsys):
+    try:
+        names = run_page("operators.md")
+    finally:
+        ck.use_backend("auto")
+    printed = capsys.readouterr().out
+    assert ck.doctor().splitlines()[0] in printed
+    assert "gelu: backend 'triton' is unavailable: not implemented in this version" in printed
+    assert names["k"].shape == (2, 49, 3, 64)
+    assert names["z"].shape == (2, 196, 192)
+    assert names["w"].shape == (2, 196, 768)
+    assert names["seen"].distance.shape == (2, 3, 1)

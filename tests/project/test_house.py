@@ -1,0 +1,134 @@
+"""The plan of the house: imports go downwards without a circle, and no module is hidden by a function."""
+
+import ast
+import graphlib
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import cvt
+import cvt_kernels
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / package).rglob("*.py"))
+
+#: From the ground up: a room imports from itself and from rooms of earlier lines.
+FLOORS = (
+    {"cvt_kernels.reference", "cvt_kernels.tables", "cvt_kernels.toolkit", "cvt_kernels.measure"},
+    {"cvt_kernels.machine"},
+    {"cvt_kernels.backends", "cvt_kernels.checks"},
+    {"cvt_kernels.ops"},
+    {"cvt_kernels.acceleration"},
+    {"cvt_kernels.diagnosis"},
+    {"cvt_kernels"},
+    {"cvt_kernels.__main__"},
+    {"cvt.config", "cvt.extras", "cvt.files"},
+    {"cvt.checkpoints", "cvt.images"},
+    {"cvt.datasets", "cvt.model"},
+    {"cvt.factory"},
+    {"cvt"},
+    {"cvt.training"},
+    {"cvt.commands"},
+)
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports_of(name):
+    """The modules of the project that a file imports, wherever in the file."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                target = f"{source}.{alias.name}"
+                if target in MODULES or source in MODULES:
+                    yield target if target in MODULES else source
+
+
+GRAPH = {name: set(imports_of(name)) - {name} for name in MODULES}
+
+
+def floor_of(name):
+    """Index into FLOORS of the innermost room that a module belongs to."""
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        room = ".".join(parts[:size])
+        for index, rooms in enumerate(FLOORS):
+            # The packages themselves are their __init__ only: a new file in them needs a line above.
+            if room in rooms and (room == name or room not in ("cvt", "cvt_kernels")):
+                return index, room
+    raise AssertionError(f"{name} is on no floor")
+
+
+def test_imports_are_understood():
+    assert "cvt_kernels.checks" in GRAPH["cvt_kernels.ops.attention.native"]
+    assert "cvt_kernels.ops.attention" in GRAPH["cvt_kernels.ops.attention.maps"]
+    assert "cvt_kernels" in GRAPH["cvt.model"]
+    assert "cvt.checkpoints" in GRAPH["cvt"]
+
+
+def test_imports_go_downwards():
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in GRAPH.items()
+        for target in targets
+        if floor_of(target)[0] > floor_of(name)[0]
+        or (floor_of(target)[0] == floor_of(name)[0] and floor_of(target)[1] != floor_of(name)[1])
+    ]
+    assert not wrong
+
+
+def test_no_circle_of_files():
+    try:
+        list(graphlib.TopologicalSorter(GRAPH).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", [cvt_kernels, cvt], ids=lambda package: package.__name__)
+def test_no_module_is_hidden_by_a_function_of_its_name(package):
+    """``import package.module`` and ``package.module`` mean the same, in every package."""
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if info.name.rpartition(".")[2] in ("__main__", "_C"):
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except ImportError:  # the extension or Triton is not installed here
+            continue
+        parent, _, child = info.name.rpartition(".")
+        assert getattr(sys.modules[parent], child) is module, info.name
+
+
+@pytest.mark.parametrize("package", [cvt_kernels, cvt], ids=lambda package: package.__name__)
+def test_public_names_exist_and_have_docstrings(package):
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+def test_docstrings_begin_with_what_a_thing_is_or_does():
+    vague = ("What", "Of", "Why", "As", "Whether", "That", "How", "Like")
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                docstring = ast.get_docstring(node) or "-"
+                if docstring.split()[0] in vague:
+                    found.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+    assert not found
