@@ -360,6 +360,7 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
 
 
 def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) -> Speed:
+    """Returns the median seconds of two functions, run in turns where the model is."""
     from .. import measure  # is not needed where nothing is verified
 
     device = next(model.parameters()).device
