@@ -1,4 +1,4 @@
-"""Data sets of labelled images, and batches of them."""
+"""Data sets of labeled images, and batches of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RandomCrop:
 
 
 class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
-    """Labelled images, as the tensors that a model is trained or evaluated on.
+    """Labeled images, as the tensors that a model is trained or evaluated on.
 
     An image that cannot be used comes as the exception that says why; :class:`Batches` deals with it.
 

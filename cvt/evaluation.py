@@ -17,11 +17,27 @@ from cvt_kernels import use_backend
 from .config import CvTConfig
 from .model import CvT
 
-LabelledImages = Iterable[tuple[Tensor, Tensor]]
+LabeledImages = Iterable[tuple[Tensor, Tensor]]
+
+
+class Answers(NamedTuple):
+    """The answers of a classifier to one batch.
+
+    Attributes:
+        images: (B, …).
+        labels: (B,), the right classes.
+        logits: (B, K) float32.
+        top: (B, min(5, K)), the most probable classes, best first.
+    """
+
+    images: Tensor
+    labels: Tensor
+    logits: Tensor
+    top: Tensor
 
 
 class Sums(NamedTuple):
-    """The sums over labelled images that :func:`add_up` returns.
+    """The sums over labeled images that :func:`add_up` returns.
 
     Attributes:
         loss: Cross-entropy.
@@ -63,7 +79,7 @@ class Evaluation(NamedTuple):
 
     @property
     def per_class(self) -> Tensor:
-        """(K,) float64: accuracy within each class, NaN for one without images."""
+        """The accuracy within each class, (K,) float64, NaN for one without images."""
         return self.confusion.diag() / self.confusion.sum(1).double()
 
 
@@ -77,21 +93,20 @@ class Cost(NamedTuple):
 @torch.no_grad()
 def add_up(
     model: Callable[[Tensor], Tensor],
-    batches: LabelledImages,
+    batches: LabeledImages,
     device: torch.device,
     *,
     autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
+    observe: Callable[[Answers], None] | None = None,
 ) -> Sums:
-    """Adds up loss and hits of a classifier over labelled images, and waits for the device only at the end.
+    """Adds up loss and hits of a classifier over labeled images, and waits for the device only at the end.
 
     Args:
         model: Images (B, …) to logits (B, K), in evaluation mode.
         batches: Of images (B, …) and integer labels (B,), on any device.
         device: That of the model.
         autocast: As in :func:`evaluate`.
-        observe: Called for every batch before it is added, with images, labels, float32 logits (B, K) and
-            the five most probable classes (B, min(5, K)), best first.
+        observe: Called with the answers to every batch before they are added.
     """
     parts, count = [torch.zeros(3, device=device)], 0
     for images, labels in batches:
@@ -101,7 +116,7 @@ def add_up(
         logits = logits.float()
         top = logits.topk(min(5, logits.shape[-1])).indices
         if observe is not None:
-            observe(images, labels, logits, top)
+            observe(Answers(images, labels, logits, top))
         hits = top == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         parts.append(torch.stack([loss, hits[:, 0].sum(), hits.sum()]))
@@ -111,8 +126,8 @@ def add_up(
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: LabelledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
-    """Runs a classifier over labelled images, each of which counts the same however they are batched.
+def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
+    """Runs a classifier over labeled images, each of which counts the same however they are batched.
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
@@ -134,13 +149,14 @@ def evaluate(model: nn.Module, batches: LabelledImages, *, autocast: torch.dtype
         seconds.append(_now(device) - start)
         return logits
 
-    def observe(images: Tensor, labels: Tensor, logits: Tensor, top: Tensor) -> None:
+    def observe(answers: Answers) -> None:
         nonlocal confusion
-        _check(f"batches[{len(sizes)}]", images, labels, logits)
-        sizes.append(len(images))
+        _check(f"batches[{len(sizes)}]", answers)
+        sizes.append(len(answers.images))
         if not len(confusion):
-            confusion = torch.zeros(logits.shape[1], logits.shape[1], dtype=torch.int64)
-        pairs = labels.cpu(), top[:, 0].cpu()
+            classes = answers.logits.shape[1]
+            confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
         confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
 
     if device.type == "cuda":
@@ -192,7 +208,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _check(name: str, images: Tensor, labels: Tensor, logits: Tensor) -> None:
+def _check(name: str, answers: Answers) -> None:
+    images, labels, logits, _ = answers
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
         raise ValueError(
             f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "

@@ -27,12 +27,12 @@ class Box(NamedTuple):
 
 
 def mixup(images: Tensor, targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Mixes into each image and target 1 − lam of the one at the batch's other end (Zhang et al. 2018)."""
+    """Mixes lam of each image and target with the one at the batch's other end (Zhang et al. 2018)."""
     return lam * images + (1 - lam) * images.flip(0), lam * targets + (1 - lam) * targets.flip(0)
 
 
 def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-    """Puts the box of the image at the batch's other end into each image (Yun et al. 2019)."""
+    """Copies into each image the box of the one at the batch's other end (Yun et al. 2019)."""
     inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
     inside[box.top : box.bottom, box.left : box.right] = True
     lam = 1 - (box.bottom - box.top) * (box.right - box.left) / inside.numel()

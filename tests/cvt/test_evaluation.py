@@ -9,7 +9,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, CvTConfig, create_model
-from cvt.evaluation import cost, evaluate
+from cvt.evaluation import add_up, cost, evaluate
 
 SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
 
@@ -36,23 +36,36 @@ def test_figures_are_those_of_scikit_learn_however_the_images_are_batched(classe
     labels[labels == 1] = 0  # nobody is of class 1
     probabilities, everything = logits.softmax(-1).numpy(), list(range(classes))
     for sizes in ((20,), (8, 8, 4), (1,) * 20, (19, 1)):
-        found = evaluate(Table(logits), batches(labels, *sizes))
-        assert found.images == 20
-        assert found.top1 == metrics.accuracy_score(labels, probabilities.argmax(-1))
+        figures = evaluate(Table(logits), batches(labels, *sizes))
+        assert figures.images == 20
+        assert figures.top1 == metrics.accuracy_score(labels, probabilities.argmax(-1))
         top5 = (
             1.0
             if classes < 5
             else metrics.top_k_accuracy_score(labels, probabilities, k=5, labels=everything)
         )
-        assert found.top5 == top5
-        assert found.loss == pytest.approx(
+        assert figures.top5 == top5
+        assert figures.loss == pytest.approx(
             metrics.log_loss(labels, probabilities, labels=everything), rel=1e-6
         )
         confusion = metrics.confusion_matrix(labels, probabilities.argmax(-1), labels=everything)
-        assert found.confusion.tolist() == confusion.tolist()
-        assert math.isnan(found.per_class[1])
+        assert figures.confusion.tolist() == confusion.tolist()
+        assert math.isnan(figures.per_class[1])
         right = metrics.recall_score(labels, probabilities.argmax(-1), labels=[0, 2], average=None)
-        assert found.per_class[[0, 2]].tolist() == pytest.approx(right.tolist())
+        assert figures.per_class[[0, 2]].tolist() == pytest.approx(right.tolist())
+
+
+def test_sums_are_those_behind_the_figures():
+    logits, labels = torch.randn(20, 7), torch.randint(7, (20,))
+    table, observed = Table(logits), []
+    sums = add_up(table, batches(labels, 8, 8, 4), torch.device("cpu"), observe=observed.append)
+    figures = evaluate(table, batches(labels, 20))
+    assert (sums.images, sums.top1 / 20, sums.top5 / 20) == (20, figures.top1, figures.top5)
+    assert sums.loss == pytest.approx(20 * figures.loss, rel=1e-6)
+    assert torch.equal(torch.cat([answers.logits for answers in observed]), logits)
+    ranked = logits.argsort(1, descending=True)
+    assert torch.equal(torch.cat([answers.top for answers in observed]), ranked[:, :5])
+    assert add_up(table, [], torch.device("cpu")) == (0, 0, 0, 0)
 
 
 def test_the_model_is_left_in_its_modes():
@@ -60,8 +73,8 @@ def test_the_model_is_left_in_its_modes():
     model.stage0.eval()
     modes = [module.training for module in model.modules()]
     buffers = [buffer.clone() for buffer in model.buffers()]
-    labelled = [(torch.randn(3, 3, 32, 32), torch.tensor([1, 2, 3]))]
-    figures = [evaluate(model, labelled) for _ in range(2)]
+    labeled = [(torch.randn(3, 3, 32, 32), torch.tensor([1, 2, 3]))]
+    figures = [evaluate(model, labeled) for _ in range(2)]
     assert figures[0].loss == figures[1].loss  # no stochastic depth
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
@@ -76,8 +89,8 @@ def test_the_model_is_left_in_its_modes():
 def test_autocast(dtype):
     model, seen = create_model(SMALL), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    labelled = [(torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4]))]
-    exact, rounded = (evaluate(model, labelled, autocast=choice) for choice in (None, dtype))
+    labeled = [(torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4]))]
+    exact, rounded = (evaluate(model, labeled, autocast=choice) for choice in (None, dtype))
     assert seen == [torch.float32, dtype]
     assert rounded.loss == pytest.approx(exact.loss, rel=1e-2)
 
@@ -132,10 +145,10 @@ def multiply_adds(config, size):
     ],
 )
 def test_multiply_adds_are_those_of_the_paper(name, size, millions, paper, tolerance):
-    found = cost(PRESETS[name], size)
-    assert found.multiply_adds == multiply_adds(PRESETS[name], size)
-    assert found.multiply_adds / 1e9 == pytest.approx(paper, rel=tolerance)
-    assert round(found.parameters / 1e6) == millions
+    costs = cost(PRESETS[name], size)
+    assert costs.multiply_adds == multiply_adds(PRESETS[name], size)
+    assert costs.multiply_adds / 1e9 == pytest.approx(paper, rel=tolerance)
+    assert round(costs.parameters / 1e6) == millions
 
 
 def test_the_count_does_not_depend_on_the_backend():

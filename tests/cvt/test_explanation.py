@@ -61,8 +61,8 @@ def test_rollout_of_a_hand_made_example():
         expected[1] += share / 2 * row[1] * 2 / 3
         expected[2] += share / 2 * (row[1] + row[2]) / 3
         expected[3] += share / 2 * row[2] * 2 / 3
-    found = rollout([first[None], second[None]], spread, start)[0]
-    assert found.tolist() == pytest.approx(expected)
+    rolled = rollout([first[None], second[None]], spread, start)[0]
+    assert rolled.tolist() == pytest.approx(expected)
     assert sum(expected) == pytest.approx(1)
     # The order of the blocks matters.
     assert rollout([second[None], first[None]], spread, start)[0].tolist() != pytest.approx(expected)
@@ -93,26 +93,26 @@ def test_maps_are_those_of_the_models_own_softmax(pool):
     x = torch.randn(2, 3, 96, 64)
     own = true_attention(model, x)
     assert len(own) == 4
-    found = explain(model, x)
-    torch.testing.assert_close(found.logits, model(x).detach())
+    explanation = explain(model, x)
+    torch.testing.assert_close(explanation.logits, model(x).detach())
     queries = slice(0, 1) if pool == "cls" else slice(1, None)
     expected = own[-1][:, :, queries, 1:].mean(2)
-    torch.testing.assert_close(found.attention.flatten(2), expected)
-    assert found.attention.shape == (2, 3, 3, 2)
-    assert found.rollout.shape == (2, 6, 4)
-    assert [(block.stage, block.block, block.keys) for block in found.blocks] == [
+    torch.testing.assert_close(explanation.attention.flatten(2), expected)
+    assert explanation.attention.shape == (2, 3, 3, 2)
+    assert explanation.rollout.shape == (2, 6, 4)
+    assert [(block.stage, block.block, block.keys) for block in explanation.blocks] == [
         (0, 0, 96),
         (1, 0, 24),
         (2, 0, 7),
         (2, 1, 7),
     ]
-    for block, p in zip(found.blocks, own, strict=True):
+    for block, p in zip(explanation.blocks, own, strict=True):
         torch.testing.assert_close(block.entropy, -(p * p.log()).sum(-1).mean(-1))
         assert (block.entropy < math.log(block.keys)).all()
     start = torch.zeros(25)
     start[queries] = 1 if pool == "cls" else 1 / 24
     rolled = rollout([p.mean(1) for p in own[-2:]], spread_keys((6, 4), 2, class_token=True), start)
-    torch.testing.assert_close(found.rollout.flatten(1), rolled[:, 1:])
+    torch.testing.assert_close(explanation.rollout.flatten(1), rolled[:, 1:])
 
 
 def test_distance_is_in_pixels_and_large_matrices_are_looked_at_in_parts(monkeypatch):
@@ -149,12 +149,12 @@ def test_the_model_is_left_without_hooks_even_if_it_raises():
 
 
 def test_a_single_token_and_a_model_without_class_token():
-    found = explain(small(), torch.randn(1, 3, 16, 16))
-    assert found.rollout.shape == (1, 1, 1)
-    assert all(block.distance.abs().max() == 0 for block in found.blocks if block.stage == 2)
-    found = explain(small(cls_token=False, pool="avg"), torch.randn(1, 3, 32, 32))
-    assert found.attention.sum((-1, -2)).tolist()[0] == pytest.approx([1, 1, 1])
-    assert found.rollout.sum().item() == pytest.approx(1)
+    explanation = explain(small(), torch.randn(1, 3, 16, 16))
+    assert explanation.rollout.shape == (1, 1, 1)
+    assert all(block.distance.abs().max() == 0 for block in explanation.blocks if block.stage == 2)
+    explanation = explain(small(cls_token=False, pool="avg"), torch.randn(1, 3, 32, 32))
+    assert explanation.attention.sum((-1, -2)).tolist()[0] == pytest.approx([1, 1, 1])
+    assert explanation.rollout.sum().item() == pytest.approx(1)
 
 
 def test_bad_models():

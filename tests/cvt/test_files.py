@@ -20,7 +20,7 @@ def replace(path, content):
     ("moment", "survivor"), [("write", b"old"), ("fsync", b"old"), ("replace", b"old"), ("open", b"newer")]
 )
 def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivor):
-    """In the middle of the file, before it is on the disk, before it is renamed, and just after that."""
+    """Kills it within the file, before the file is on the disk, before it is renamed, and just after that."""
     path = tmp_path / "file"
     replace(path, b"old")
 

@@ -13,6 +13,16 @@ def test_installed_command():
     assert subprocess.run([script], capture_output=True, check=False).returncode == 2
 
 
+def test_help_waits_for_no_package_that_only_some_commands_need():
+    code = "import sys; from cvt.commands import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *usage, modules = result.stdout.splitlines()
+    for command in ("classify", "evaluate", "explain", "export", "train", "doctor", "bench", "compile"):
+        assert any(line.startswith(f"    {command} ") for line in usage)
+    heavy = {"PIL", "kornia", "matplotlib", "sklearn", "transformers", "triton", "torch.utils.flop_counter"}
+    assert not heavy & set(modules.split())
+
+
 def test_doctor_command_and_a_reader_that_leaves_early(tmp_path):
     script = Path(sys.executable).parent / "cvt"
     result = subprocess.run([script, "doctor"], capture_output=True, text=True, check=True)

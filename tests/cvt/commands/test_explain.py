@@ -41,21 +41,21 @@ def test_command(capsys, trained, tmp_path):
     assert sorted(file.name for file in output.iterdir()) == names
     assert err == ""
     images = load_images(photos, 64)
-    found = explain(model, images)
+    explanation = explain(model, images)
     content = json.loads((output / "explain.json").read_text())["photos"]
     for i, (photo, entry) in enumerate(zip(photos, content, strict=True)):
         assert entry["photo"] == photo
-        best = found.logits[i].softmax(-1).max(0)
+        best = explanation.logits[i].softmax(-1).max(0)
         assert entry["classes"][0] == {
             "index": best.indices.item(),
             "label": f"thing {best.indices}",
             "probability": pytest.approx(best.values.item(), rel=1e-4),
         }
-        torch.testing.assert_close(torch.tensor(entry["rollout"]), found.rollout[i])
-        torch.testing.assert_close(torch.tensor(entry["attention"]), found.attention[i].mean(0))
-        for block, expected in zip(entry["blocks"], found.blocks, strict=True):
+        torch.testing.assert_close(torch.tensor(entry["rollout"]), explanation.rollout[i])
+        torch.testing.assert_close(torch.tensor(entry["attention"]), explanation.attention[i].mean(0))
+        for block, expected in zip(entry["blocks"], explanation.blocks, strict=True):
             torch.testing.assert_close(torch.tensor(block["distance"]), expected.distance[i])
-        expected = overlay(photograph(images[i]), found.attention[i].mean(0), model.config, 2)
+        expected = overlay(photograph(images[i]), explanation.attention[i].mean(0), model.config, 2)
         picture = np.asarray(read_image(output / f"{photo.rsplit('/')[-1][:-4]}.attention.png"), dtype=int)
         assert np.abs(picture - np.asarray(expected)).max() <= 1
 

@@ -65,8 +65,8 @@ def test_onnx(model, tmp_path):
     )
     for batch in (1, 7):
         x = torch.randn(batch, 3, 32, 32)
-        (found,) = session.run(None, {"images": x.numpy()})
-        assert relative(torch.from_numpy(found), model(x).detach()) < 1e-5
+        (logits,) = session.run(None, {"images": x.numpy()})
+        assert relative(torch.from_numpy(logits), model(x).detach()) < 1e-5
 
 
 @pytest.fixture

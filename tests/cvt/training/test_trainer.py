@@ -65,7 +65,7 @@ def parameters(model):
 
 
 def assert_same_bits(a, b):
-    """Of nested states: tensors, and whatever compares by ==."""
+    """Compares nested states: tensors bit by bit, anything else by ==."""
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
@@ -177,7 +177,7 @@ def test_half_precision_learns_as_float32_does(tmp_path, precision):
 
 
 def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
-    """In float32, on digits, with tensors so large that ``auto`` takes the native kernels.
+    """Trains in float32, on digits, with tensors so large that ``auto`` takes the native kernels.
 
     The tolerance is 50 times what was measured: losses within 2e-7 of each other.
     """
@@ -315,6 +315,13 @@ def test_weights_that_broke_in_the_last_step_are_not_saved(tmp_path):
 
     ours.steps_per_epoch, ours.step = 1, breaking
     with pytest.raises(NonFiniteLossError, match=r"validation loss is nan at step 1; nothing was saved"):
+        ours.fit()
+
+
+def test_a_validation_without_usable_images_stops(tmp_path):
+    ours = trainer(tmp_path)
+    ours.val_batches = []
+    with pytest.raises(NonFiniteLossError, match=r"validation loss is nan at step 3; nothing was saved"):
         ours.fit()
 
 
