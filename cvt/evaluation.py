@@ -139,41 +139,54 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
             logits are not finite.
     """
     device = next(model.parameters()).device
-    confusion = torch.zeros(0, 0, dtype=torch.int64)
-    sizes: list[int] = []
-    seconds: list[float] = []
-
-    def timed(images: Tensor) -> Tensor:
-        start = _now(device)
-        logits = model(images)
-        seconds.append(_now(device) - start)
-        return logits
-
-    def observe(answers: Answers) -> None:
-        nonlocal confusion
-        _check(f"batches[{len(sizes)}]", answers)
-        sizes.append(len(answers.images))
-        if not len(confusion):
-            classes = answers.logits.shape[1]
-            confusion = torch.zeros(classes, classes, dtype=torch.int64)
-        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
-        confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
-
+    observer = _Observer(model, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with _eval_mode(model):
-        sums = add_up(timed, batches, device, autocast=autocast, observe=observe)
+        sums = add_up(observer.forward, batches, device, autocast=autocast, observe=observer.observe)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
-    first = 1 if len(sizes) > 1 else 0
     return Evaluation(
         top1=sums.top1 / sums.images,
         top5=sums.top5 / sums.images,
         loss=sums.loss / sums.images,
-        confusion=confusion,
-        images_per_second=sum(sizes[first:]) / sum(seconds[first:]),
+        confusion=observer.confusion,
+        images_per_second=observer.images_per_second,
         peak_memory=_peak_memory(device),
     )
+
+
+class _Observer:
+    """Times the forward passes of a classifier, checks its answers and counts what it confuses."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self._model, self._device = model, device
+        self._seconds: list[float] = []
+        self._sizes: list[int] = []
+        self.confusion = torch.zeros(0, 0, dtype=torch.int64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Runs the model."""
+        start = _now(self._device)
+        logits = self._model(images)
+        self._seconds.append(_now(self._device) - start)
+        return logits
+
+    def observe(self, answers: Answers) -> None:
+        """Checks and counts the answers to a batch."""
+        _check(f"batches[{len(self._sizes)}]", answers)
+        self._sizes.append(len(answers.images))
+        if not len(self.confusion):
+            classes = answers.logits.shape[1]
+            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
+        self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+
+    @property
+    def images_per_second(self) -> float:
+        """The speed without the first batch, if there are others."""
+        first = 1 if len(self._sizes) > 1 else 0
+        return sum(self._sizes[first:]) / sum(self._seconds[first:])
 
 
 def cost(config: CvTConfig, image_size: int) -> Cost:
