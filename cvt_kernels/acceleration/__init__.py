@@ -40,7 +40,7 @@ def accelerate(model: _Model) -> _Model:
 
     A block that is not as its class is upstream keeps its class, and one that a fused forward would not do
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
-    everything. Derivatives of the second order need the reference backend.
+    everything. Second derivatives need the reference backend.
 
     Args:
         model: Any module; wrappers are looked into.

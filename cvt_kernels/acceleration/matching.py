@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -26,22 +26,8 @@ TABLE: dict[str, BlockEntry] = {
 }
 
 
-class RecognizedBlock(NamedTuple):
-    """A block of a model that may be fused.
-
-    Attributes:
-        path: Its name in ``model.named_modules()``.
-        block: The block.
-        entry: Its entry in the table.
-    """
-
-    path: str
-    block: nn.Module
-    entry: BlockEntry
-
-
-def find_blocks(model: nn.Module) -> list[RecognizedBlock]:
-    """Returns everything in a model that may be fused, in the model's order.
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
+    """Returns path, block and table entry of everything in a model that may be fused, in the model's order.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -53,7 +39,7 @@ def find_blocks(model: nn.Module) -> list[RecognizedBlock]:
     for path, module in model.named_modules():
         entry = _recognize(module, parents.get(id(module)))
         if entry is not None:
-            found.append(RecognizedBlock(path, module, entry))
+            found.append((path, module, entry))
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} has no block of a CvT; looked for the classes {_looked_for()}"
