@@ -165,7 +165,7 @@ def test_every_block_calls_the_operators(make):
     _, fused = pair(make)
     called = record_all_calls()
     fused(images())
-    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)
+    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)  # blocks of each stage
     assert called == [operator for depth in depths for operator in ["layer_norm", *depth * BLOCK]]
     called.clear()
     ck.restore(fused)(images())
@@ -190,7 +190,7 @@ def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
 
 
 def test_compositions_follow_the_configuration():
-    """What Hugging Face's configuration can change beyond sizes."""
+    """Hugging Face's configuration can change more than sizes."""
     from transformers import CvtModel
 
     for config in (
@@ -274,7 +274,7 @@ def test_hooks_on_blocks_fire(make):
 
 
 def inner(model):
-    """Modules that the fused forwards of one attention, its MLP and its block do not call."""
+    """Returns modules that the fused forwards of one attention, its MLP and its block do not call."""
     if hasattr(model, "cvt"):
         layer = model.cvt.encoder.stages[1].layers[0]
         projection = layer.attention.attention.convolution_projection_key.convolution_projection
@@ -381,7 +381,7 @@ CHANGES = [
 )
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_a_changed_inner_module_takes_effect(make, change, reason, when):
-    """Whatever somebody does to a module that a fused forward would pass over, before or after."""
+    """Somebody changes a module that a fused forward would pass over, before or after ``accelerate``."""
     own = make().train()
     fused, own_calls, fused_calls = copy.deepcopy(own), [], []
     change(own, own_calls)

@@ -31,7 +31,7 @@ from tests.upstream import (
 
 
 def one_stage(make):
-    """A model of one block, with a class token, for what takes long per operator."""
+    """Returns a model of one block, with a class token, for what takes long per operator."""
     if make is huggingface:
         return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
     return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
@@ -249,7 +249,7 @@ def _ddp_step(rank, make):
 
 
 def _synchronized_batch_norm_step(rank, make):
-    """Without DistributedDataParallel, which like nn.SyncBatchNorm itself has it on GPUs only."""
+    """No DistributedDataParallel here: like nn.SyncBatchNorm itself, it has it on GPUs only."""
 
     def total(gradient):
         dist.all_reduce(gradient)
