@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cvt_kernels.tables import aligned
 
-from ...files import replacing
+from ...files import replacing, write_json
 
 #: Written into every file of results. The version changes whenever a reader of the old ones would fail.
 SCHEMA, VERSION = "cvt bench", 1
@@ -32,7 +32,7 @@ _PathLike = str | os.PathLike[str]
 def write(results: Results, path: _PathLike) -> None:
     """Writes results as JSON."""
     with replacing(path) as scratch:
-        scratch.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(scratch, results, indent=1)
 
 
 def read(path: _PathLike) -> Results:
