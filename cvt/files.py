@@ -37,7 +37,8 @@ def filling(directory: _PathLike) -> Iterator[Path]:
 def replacing(path: _PathLike) -> Iterator[Path]:
     """Yields where to write a file, which replaces ``path`` when the block ends without an error.
 
-    That place is always the same file beside ``path``: the next writer overwrites what a killed one left.
+    That place is always the same file beside ``path``: the next writer overwrites what a killed one left. What is
+    no regular file, such as ``/dev/null`` or a pipe, is not replaced but written to.
 
     Raises:
         OSError: It cannot be written; before the block starts.
@@ -45,6 +46,9 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, expected a file")
+    if path.exists() and not path.is_file():
+        yield path
+        return
     scratch = path.with_name(f".unfinished.{path.name}")  # the suffix stays: some writers go by it
     try:
         open(scratch, "wb").close()

@@ -92,3 +92,16 @@ def test_json_has_no_numbers_that_json_does_not_have(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "b.json", {"loss": math.nan})
     assert not (tmp_path / "b.json").exists()
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with replacing(pipe) as target:
+            target.write_bytes(b"content")
+        assert os.read(reader, 100) == b"content"
+        assert pipe.is_fifo()
+    finally:
+        os.close(reader)
