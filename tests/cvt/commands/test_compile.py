@@ -173,8 +173,9 @@ def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
 def test_a_spill_fails_the_command(compile_ahead):
     out, rows = compile_ahead(
         "--operator", "conv_projection", "--dtype", "float32", "--stage", "3",
-        prelude="from cvt_kernels import conv_projection_triton as k; "
-        "k._MERGE = k.replace(k._MERGE, registers=24)",
+        prelude="from cvt_kernels.ops.conv_projection.triton import common; "
+        "configs = common.CONFIGS[90]; "
+        "configs['merge_stats'] = common.replace(configs['merge_stats'], registers=24)",
         code=1,
     )  # fmt: skip
     flawed = {row["kernel"]: row["flaws"] for row in rows if row["flaws"]}
