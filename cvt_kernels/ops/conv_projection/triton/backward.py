@@ -37,10 +37,9 @@ from .common import (
 
 @triton.jit
 def _sum_regions_kernel(
-    partial_ptr, sum_ptr, channels, regions,
-    FIRST_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sums (rows, regions, C) over regions; the rows of a group become (C, rows of it), one group after the other."""
+    partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
+):
+    """Sums (rows, regions, C) over regions; each group of n rows, from its start on, becomes (C, n), all flat."""
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -52,30 +51,23 @@ def _sum_regions_kernel(
         number = first + tl.arange(0, P)
         total += tl.sum(load_partial(partial_ptr, number, c, c_mask, regions, channels), axis=0)
     place = c
-    for i in tl.static_range(len(FIRST_ROWS)):
-        own = (row >= FIRST_ROWS[i]) & (row < FIRST_ROWS[i] + GROUP_ROWS[i])
-        place = tl.where(own, FIRST_ROWS[i] * channels + c * GROUP_ROWS[i] + row - FIRST_ROWS[i], place)
+    for i in tl.static_range(len(STARTS)):
+        own = (row >= STARTS[i]) & (row < STARTS[i] + SIZES[i])
+        place = tl.where(own, STARTS[i] * channels + c * SIZES[i] + row - STARTS[i], place)
     tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=c_mask)
 
 
-def _sum_regions(partial: Tensor, group_rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns (rows, regions, C) summed over regions in a fixed order: for each group of n rows (C, n), flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
     config = configuration("sum_regions", machine.chip(partial.device).capability)
     machine.launch(
-        _sum_regions_kernel,
-        (-(-channels // config.channels), rows),
-        on=partial,
-        options=config.options,
-        partial_ptr=partial,
-        sum_ptr=total,
-        channels=channels,
-        regions=regions,
-        FIRST_ROWS=tuple(sum(group_rows[:i]) for i in range(len(group_rows))),
-        GROUP_ROWS=tuple(group_rows),
+        _sum_regions_kernel, (-(-channels // config.channels), rows), on=partial, options=config.options,
+        partial_ptr=partial, sum_ptr=total, channels=channels, regions=regions,
+        STARTS=tuple(sum(sizes[:i]) for i in range(len(sizes))), SIZES=tuple(sizes),
         TILE=Tile.of(config, partial.dtype),
-    )
+    )  # fmt: skip
     return total
 
 
@@ -142,22 +134,11 @@ def backward_sums(
     plan = LaunchPlan.make("bwd_sums", x, geometry)
     partial = x.new_empty(2 * len(weights), plan.regions, channels, dtype=accumulator_dtype(x))
     machine.launch(
-        _conv_projection_bwd_sums_kernel,
-        (plan.programs,),
-        on=x,
-        options=plan.config.options,
-        x_ptr=x,
-        w_ptrs=packed_above_3x3(weights, plan.config),
-        dy_ptrs=tuple(dys),
-        mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances),
-        epss=geometry.epss,
-        partial_ptr=partial,
-        regions=plan.regions,
-        stride_b=x.stride(0),
-        stride_t=x.stride(1),
-        **plan.arguments,
-    )
+        _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
+        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
+        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+    )  # fmt: skip
     return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, channels)
 
 
@@ -269,27 +250,13 @@ def backward_conv(
     partial = x.new_empty(sum(taps), plan.regions, channels, dtype=accumulator_dtype(x))
     tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
     machine.launch(
-        _conv_projection_bwd_conv_kernel,
-        (plan.programs, tap_rows),
-        on=x,
-        options=plan.config.options,
-        x_ptr=x,
-        w_ptrs=packed(weights, plan.config),
-        dy_ptrs=tuple(dys),
-        gamma_ptrs=tuple(gammas),
-        mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances),
-        epss=geometry.epss,
-        sums_ptr=x if sums is None else sums,
-        dconv_ptrs=tuple(dconvs),
-        partial_ptr=partial,
-        inverse_counts=tuple(1.0 / n for n in counts),
-        regions=plan.regions,
-        stride_b=x.stride(0),
-        stride_t=x.stride(1),
-        BATCH_STATS=sums is not None,
+        _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss, sums_ptr=x if sums is None else sums,
+        dconv_ptrs=tuple(dconvs), partial_ptr=partial, inverse_counts=tuple(1.0 / n for n in counts),
+        regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), BATCH_STATS=sums is not None,
         **plan.arguments,
-    )
+    )  # fmt: skip
     dweights = _sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
     return dconvs, [dw.view(channels, 1, k, k) for dw, k in zip(dweights, geometry.kernel_sizes, strict=True)]
 
@@ -431,17 +398,8 @@ def backward_input(
     plan = LaunchPlan.make("bwd_input", dx, geometry)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
     machine.launch(
-        _conv_projection_bwd_input_kernel,
-        (plan.programs,),
-        on=dx,
-        options=plan.config.options,
-        dx_ptr=dx,
-        w_ptrs=packed(weights, plan.config),
-        dconv_ptrs=tuple(dconvs),
-        dy_ptrs=tuple(dys),
-        COLS=plan.columns(-(-width // block)),
-        BLOCK=block,
-        WIDTH=min(plan.config.rows, block),
-        **plan.arguments,
-    )
+        _conv_projection_bwd_input_kernel, (plan.programs,), on=dx, options=plan.config.options,
+        dx_ptr=dx, w_ptrs=packed(weights, plan.config), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys),
+        COLS=plan.columns(-(-width // block)), BLOCK=block, WIDTH=min(plan.config.rows, block), **plan.arguments,
+    )  # fmt: skip
     return dx

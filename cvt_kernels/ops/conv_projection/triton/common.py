@@ -22,7 +22,7 @@ from ....reference import ConvBatchNorm
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The configuration of a kernel that reduces or updates: how it cuts its work.
+    """The configuration of a launch: how the kernel cuts its work.
 
     Attributes:
         pixels: P, rows of a tile: pixels, or partial sums.
@@ -159,7 +159,8 @@ class Geometry(NamedTuple):
 class Branch:
     """The constants of one branch: ``BRANCHES[i]`` in the kernels.
 
-    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple.
+    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple. Functions of one branch take
+    BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
 
     Attributes:
         kernel_size, stride, padding, dilation: Those of the convolution.
@@ -236,11 +237,8 @@ class LaunchPlan(NamedTuple):
 def _plan(
     config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: machine.Chip
 ) -> LaunchPlan:
-    """Returns a plan whose regions shrink until every multiprocessor has two programs.
-
-    Small batches would not give it two otherwise.
-    """
-    batch, tokens, channels = shape
+    """Returns a plan whose regions shrink until every multiprocessor has two programs, for small batches."""
+    batch, _, channels = shape
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
     config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
@@ -253,20 +251,24 @@ def _plan(
     ):
         region_rows //= 2
     strips = -(-height // region_rows)
+    regions = batch * strips * col_blocks
+    sizes = _sizes(shape, geometry) | {"strips": strips, "col_blocks": col_blocks}
+    constants = {"BRANCHES": _branches(config, col_blocks, geometry), "TILE": Tile.of(config, dtype)}
+    return LaunchPlan(config, strips, col_blocks, channel_blocks, regions, sizes | constants)
+
+
+def _sizes(shape: torch.Size, geometry: Geometry) -> dict[str, Any]:
+    _, tokens, channels = shape
+    height, width = geometry.grid
     out_heights, out_widths = zip(*geometry.output_grids, strict=True)
-    arguments = {
+    return {
         "out_heights": out_heights,
         "out_widths": out_widths,
         "height": height,
         "width": width,
         "channels": channels,
-        "strips": strips,
-        "col_blocks": col_blocks,
         "CLASS_TOKEN": tokens - height * width,
-        "BRANCHES": _branches(config, col_blocks, geometry),
-        "TILE": Tile.of(config, dtype),
     }
-    return LaunchPlan(config, strips, col_blocks, channel_blocks, batch * strips * col_blocks, arguments)
 
 
 def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:

@@ -30,9 +30,6 @@ from .common import (
     tile_positions,
 )
 
-# In every file of kernels, functions of one branch take BRANCHES and its INDEX: Triton 3.6 does not take
-# ``BRANCHES[i]`` as an argument.
-
 # The outputs ----------------------------------------------------------------------------------------------
 
 
@@ -93,22 +90,11 @@ def projection_forward(
     outs = [x.new_empty(batch, h * w + tokens, channels) for h, w in geometry.output_grids]
     plan = LaunchPlan.make("fwd", x, geometry)
     machine.launch(
-        _conv_projection_fwd_kernel,
-        (plan.programs,),
-        on=x,
-        options=plan.config.options,
-        x_ptr=x,
-        w_ptrs=packed_above_3x3(weights, plan.config),
-        gamma_ptrs=tuple(gammas),
-        beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances),
-        y_ptrs=tuple(outs),
-        epss=geometry.epss,
-        stride_b=x.stride(0),
-        stride_t=x.stride(1),
-        **plan.arguments,
-    )
+        _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
+        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+    )  # fmt: skip
     return outs
 
 
@@ -216,40 +202,28 @@ def _merge_stats_kernel(
 def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance of every branch's convolution over batch and grid: (branches, C) each."""
     x = maybe_contiguous(x)
-    channels = x.shape[2]
     plan = LaunchPlan.make("stats", x, geometry)
-    partial = x.new_empty(len(weights), 2, plan.regions, channels, dtype=accumulator_dtype(x))
-    mean, variance = (partial.new_empty(len(weights), channels) for _ in range(2))
+    partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
-        _conv_projection_stats_kernel,
-        (plan.programs,),
-        on=x,
-        options=plan.config.options,
-        x_ptr=x,
-        w_ptrs=packed_above_3x3(weights, plan.config),
-        partial_ptr=partial,
-        regions=plan.regions,
-        stride_b=x.stride(0),
-        stride_t=x.stride(1),
-        **plan.arguments,
-    )
-    config = configuration("merge_stats", machine.chip(x.device).capability)
+        _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, regions=plan.regions,
+        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+    )  # fmt: skip
+    return _merged(partial, geometry, plan)
+
+
+def _merged(partial: Tensor, geometry: Geometry, plan: LaunchPlan) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance (branches, C), from those of the plan's regions."""
+    branches, _, regions, channels = partial.shape
+    mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
+    out_heights, out_widths = zip(*geometry.output_grids, strict=True)
+    config = configuration("merge_stats", machine.chip(partial.device).capability)
     machine.launch(
-        _merge_stats_kernel,
-        (-(-channels // config.channels), len(weights)),
-        on=x,
-        options=config.options,
-        partial_ptr=partial,
-        mean_ptr=mean,
-        var_ptr=variance,
-        out_heights=plan.arguments["out_heights"],
-        out_widths=plan.arguments["out_widths"],
-        channels=channels,
-        regions=plan.regions,
-        strips=plan.strips,
-        col_blocks=plan.col_blocks,
-        TILE=Tile.of(config, x.dtype),
-    )
+        _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
+        partial_ptr=partial, mean_ptr=mean, var_ptr=variance, out_heights=out_heights, out_widths=out_widths,
+        channels=channels, regions=regions, strips=plan.strips, col_blocks=plan.col_blocks,
+        TILE=Tile.of(config, partial.dtype),
+    )  # fmt: skip
     return mean, variance
 
 
@@ -296,25 +270,13 @@ def update_running_statistics(
     Args:
         mean, variance: Statistics of the batch, (branches, C).
         rows: Which branch each of the following belongs to.
-        running_means, running_vars: The buffers (C,).
-        tracked: The counts of batches, int64 scalars.
         momenta: Below 0 for the average over all batches.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
     config = configuration("update_running", machine.chip(mean.device).capability)
     machine.launch(
-        _update_running_kernel,
-        (len(rows),),
-        on=mean,
-        options=config.options,
-        mean_ptr=mean,
-        var_ptr=variance,
-        running_mean_ptrs=tuple(running_means),
-        running_var_ptrs=tuple(running_vars),
-        tracked_ptrs=tuple(tracked),
-        momenta=tuple(momenta),
-        corrections=tuple(corrections),
-        channels=mean.shape[1],
-        ROWS=tuple(rows),
-        TILE=Tile.of(config, mean.dtype),
-    )
+        _update_running_kernel, (len(rows),), on=mean, options=config.options, mean_ptr=mean, var_ptr=variance,
+        running_mean_ptrs=tuple(running_means), running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),
+        momenta=tuple(momenta), corrections=tuple(corrections), channels=mean.shape[1],
+        ROWS=tuple(rows), TILE=Tile.of(config, mean.dtype),
+    )  # fmt: skip
