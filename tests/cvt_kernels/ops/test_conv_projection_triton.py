@@ -1,4 +1,4 @@
-"""The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+"""Tests the Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
 
 import contextlib
 from dataclasses import replace
@@ -26,7 +26,7 @@ CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "p
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that a kernel should have written and did not is NaN."""
+    """Fills new tensors with NaN, which stays where a kernel does not write what it should."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -46,7 +46,7 @@ def move(conv, dtype):
 
 
 def run(backend, x, grid, convs, training, *, double=False):
-    """Outputs, gradients of everything for a fixed pattern of output gradients, and running statistics."""
+    """Returns outputs, all gradients for a fixed pattern of output gradients, and running statistics."""
     if double:
         x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
     live = [clone_buffers(conv) for conv in convs]
@@ -92,6 +92,7 @@ def test_every_stage_of_cvt_13(stage):
 
 @contextlib.contextmanager
 def wide_tiles(channels):
+    """Makes every kernel take all channels at once, in large tiles."""
     wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
     with contextlib.ExitStack() as stack:
         for name in REGION_KERNELS:
@@ -144,7 +145,7 @@ def test_odd_sizes(data):
 
 @pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
 def test_strides_whose_taps_are_not_known_ahead(strides):
-    """Dx of a stride above 2, alone and beside one that is."""
+    """The gradient of x for a stride above 2, alone and beside one whose taps are known."""
     branches = [{"stride": stride, "padding": 1} for stride in strides]
     x, convs = make(2, (7, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
     assert_backends_agree(x, (7, 5), convs, True)
@@ -193,7 +194,7 @@ def test_half_precision_beside_float32_batch_norm(dtype):
 
 
 def test_a_huge_mean_beside_a_small_deviation():
-    """Where Σy² − (Σy)²/n would be left with nothing, and β − mean · scale with little."""
+    """Σy² − (Σy)²/n would be left with nothing there, and β − mean · scale with little."""
     x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
     conv = move(random_conv(32, 1), torch.float32)
     conv = conv._replace(weight=torch.ones_like(conv.weight))
@@ -309,12 +310,12 @@ def test_the_kernels_do_the_work(monkeypatch):
 
 
 def name_of(kernel):
-    """The name of a kernel in ``CONFIGS``."""
+    """Returns the name of a kernel in ``CONFIGS``."""
     return kernel.__name__.removeprefix("_conv_projection").strip("_").removesuffix("_kernel")
 
 
 def count_pixels(launch):
-    """Pixels of an image that the launch's programs load (each on its own) and outputs that they store."""
+    """Returns the pixels of an image that a launch's programs load, each on its own, and the outputs stored."""
     arguments = launch.arguments
     height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
     out_grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)
@@ -341,7 +342,7 @@ def share(size, part, parts):
 @pytest.mark.parametrize("chip", [machine.Chip(80, 108), machine.Chip(90, 132)], ids=str)
 @pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
 def test_bytes_per_launch(model, size, chip):
-    """Against x once and the outputs once in evaluation, 2.5 units; x once more in training, 3.5 units."""
+    """Evaluation reads x and writes the outputs once, 2.5 units; training reads x once more, 3.5 units."""
     for stage in aot.stages(model, size):
         (height, width), channels, _ = stage
         launches = {
@@ -474,7 +475,7 @@ def test_autocast_computes_in_its_dtype():
 
 
 def test_batch_norm_modules_agree():
-    """Against the modules themselves, not our reference."""
+    """The modules themselves are compared with, not our reference."""
     conv2d = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False).double().to(DEVICE)
     bn = nn.BatchNorm2d(6).double().to(DEVICE)
     x = torch.randn(2, 20, 6, dtype=torch.float64, device=DEVICE)
