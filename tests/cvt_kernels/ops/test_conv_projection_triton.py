@@ -315,7 +315,7 @@ def name_of(kernel):
 
 
 def count_pixels(launch):
-    """Returns the pixels of an image that a launch's programs load, each on its own, and the outputs stored."""
+    """Returns the pixels of an image that a launch's programs load, each on its own, and those stored."""
     arguments = launch.arguments
     height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
     out_grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)

@@ -272,10 +272,20 @@ def _sizes(shape: torch.Size, geometry: Geometry) -> dict[str, Any]:
 
 
 def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:
-    widths = [_tile_columns(config, col_blocks, width) for _, width in geometry.output_grids]
-    rows = [config.rows if kernel_size <= 3 else 1 for kernel_size in geometry.kernel_sizes]
-    columns = geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations, widths, rows
-    return tuple(Branch(*row) for row in zip(*columns, strict=True))
+    return tuple(
+        Branch(
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            columns=_tile_columns(config, col_blocks, width),
+            rows=config.rows if kernel_size <= 3 else 1,
+        )
+        for kernel_size, stride, padding, dilation, (_, width) in zip(
+            geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations, geometry.output_grids,
+            strict=True,
+        )
+    )  # fmt: skip
 
 
 def _tile_columns(config: RegionConfig, col_blocks: int, width: int) -> int:
