@@ -37,8 +37,8 @@ def filling(directory: _PathLike) -> Iterator[Path]:
 def replacing(path: _PathLike) -> Iterator[Path]:
     """Yields where to write a file, which replaces ``path`` when the block ends without an error.
 
-    That place is always the same file beside ``path``: the next writer overwrites what a killed one left. What is
-    no regular file, such as ``/dev/null`` or a pipe, is not replaced but written to.
+    That place is always the same file beside ``path``: the next writer overwrites what a killed one left. A
+    device or a pipe is not replaced but written to.
 
     Raises:
         OSError: It cannot be written; before the block starts.
