@@ -147,7 +147,8 @@ def attention_launches(
     bias: bool = False,
 ) -> list[machine.Launch]:
     """What CvT's attention launches (heads of 64, k and v strided by 2)."""
-    from cvt_kernels.ops.attention import triton as kernels
+    from cvt_kernels.ops.attention.triton.backward import attention_backward
+    from cvt_kernels.ops.attention.triton.forward import attention_forward
 
     (height, width), channels, class_tokens = stage
     queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
@@ -159,9 +160,9 @@ def attention_launches(
     q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
     table = meta(heads, queries, keys) if bias else None
     with machine.recorded_launches(chip) as launches:
-        out, lse = kernels.forward(q, k, v, table, channels**-0.5)
+        out, lse = attention_forward(q, k, v, table, channels**-0.5)
         if training:
-            kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+            attention_backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
     return launches
 
 
@@ -312,7 +313,8 @@ def specialise(launch: machine.Launch, arch: int) -> TritonKernel:
 
     def describe(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
-            return tuple(describe(v, (*path, i)) for i, v in enumerate(value))
+            parts = [describe(v, (*path, i)) for i, v in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         if isinstance(value, Tensor):
             if value.storage_offset() * value.element_size() % 16 == 0:
                 attributes[path] = [["tt.divisibility", 16]]
