@@ -23,7 +23,7 @@ import timing
 import torch
 
 from cvt_kernels import machine
-from cvt_kernels.ops.attention import triton as attention_triton
+from cvt_kernels.ops.attention.triton import common as attention_triton
 from cvt_kernels.ops.conv_projection import triton as conv_projection_triton
 
 SCHEMA = 1

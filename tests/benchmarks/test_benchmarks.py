@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels.ops.attention import triton as attention_triton
+from cvt_kernels.ops.attention.triton import common as attention_triton
 
 ROOT = Path(__file__).parents[2]
 BUSY = """

@@ -313,8 +313,7 @@ def specialise(launch: machine.Launch, arch: int) -> TritonKernel:
 
     def describe(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
-            parts = [describe(v, (*path, i)) for i, v in enumerate(value)]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            return tuple(describe(v, (*path, i)) for i, v in enumerate(value))
         if isinstance(value, Tensor):
             if value.storage_offset() * value.element_size() % 16 == 0:
                 attributes[path] = [["tt.divisibility", 16]]

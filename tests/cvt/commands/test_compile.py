@@ -211,7 +211,8 @@ def test_the_interpreter_compiles_nothing(monkeypatch, capsys):
 
 
 def test_what_does_not_compile_is_named():
-    kernel = aot.TritonKernel(90, "cvt_kernels.attention_triton", "_attention_bwd_kernel", {}, {}, {}, {})
+    module = "cvt_kernels.ops.attention.triton.backward"
+    kernel = aot.TritonKernel(90, module, "_attention_bwd_kernel", {}, {}, {}, {})
     with pytest.raises(RuntimeError, match=r"^_attention_bwd_kernel does not compile for sm_90: "):
         kernel.examine()
 

@@ -34,8 +34,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; those of k and v together."""
         _, need_k, need_v, need_bias, _ = ctx.needs_input_grad
+        q, k, v, bias, out, lse = ctx.saved_tensors
         gradients = attention_backward(
-            *ctx.saved_tensors, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
+            q, k, v, bias, out, lse, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
         )
         return *gradients, None
 

@@ -24,9 +24,8 @@ from .... import machine
 from .common import (
     LaunchArguments,
     Place,
-    TokenStrides,
     accumulator_dtype,
-    configure,
+    configuration_for,
     contiguous_rows,
     dot,
     head_at,
@@ -38,6 +37,7 @@ from .common import (
     store_rows,
     strided_rows,
     tail_width,
+    token_strides,
 )
 
 #: Programs of the bias's gradient up to which what shares the bias is split; each split writes its own sum.
@@ -63,20 +63,10 @@ def _load_lse(lse_ptr, row, queries):
 
 
 @triton.jit
-def _probabilities(a, b, query, key, lse, AXIS: tl.constexpr, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Returns p of the scores a·b, a tile in which queries lie along the other axis than AXIS."""
-    scores, factor = scores_of(a, b, query, key, head, MASKED, SPEC)
+def _probabilities(scores, factor, lse, AXIS: tl.constexpr):
+    """Returns p of what ``scores_of`` returns, a tile in which keys lie along AXIS."""
     maximum, log2_sum = tl.expand_dims(lse.maximum, AXIS), tl.expand_dims(lse.log2_sum, AXIS)
     return tl.exp2(scores * factor - maximum - log2_sum)
-
-
-@triton.jit
-def _gradient_of_scores(
-    q, k, v, dout, row, key, lse, delta, head, MASKED: tl.constexpr, SPEC: tl.constexpr
-):  # fmt: skip
-    """Returns ds, [queries, keys]."""
-    p = _probabilities(q, tl.trans(k), row[:, None], key[None, :], lse, 1, head, MASKED, SPEC)
-    return p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
 
 
 # dq -------------------------------------------------------------------------------------------------------
@@ -90,19 +80,22 @@ def _dq_step(
     key = first + tl.arange(0, BLOCK_KV)
     k = load_rows(head.k, key, MASKED, SPEC)
     v = load_rows(head.v, key, MASKED, SPEC)
-    return dq + dot(_gradient_of_scores(q, k, v, dout, row, key, lse, delta, head, MASKED, SPEC), k, SPEC)
+    scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
+    p = _probabilities(scores, factor, lse, 1)
+    ds = p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
+    return dq + dot(ds, k, SPEC)
 
 
 @triton.jit
 def _attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-    strides, dout_strides, scale, heads, queries, keys, blocks,
+    strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dq and δ of one tile of queries, in a loop over the keys as in the forward."""
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
     out = load_rows(contiguous_rows(out_ptr, place, queries, heads, SPEC), row, True, SPEC)
@@ -118,12 +111,12 @@ def _attention_bwd_dq_kernel(
     if TAIL and not MASKED:
         dq = _dq_step(dq, q, dout, lse, delta, row, whole, head, TAIL, True, SPEC)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
-    store_rows(dq_rows, row, dq * scale.factor, SPEC)
+    store_rows(dq_rows, row, dq * scale, SPEC)
 
 
 def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
     batch, queries, heads, _ = dq.shape
-    config = configure("bwd_dq", dq)
+    config = configuration_for("bwd_dq", dq)
     blocks = -(-queries // config.block_q)
     machine.launch(
         _attention_bwd_dq_kernel, (batch * heads * blocks,), on=dq, options=config.options,
@@ -140,7 +133,8 @@ def _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, MASKED: tl.constexpr, SP
     """Takes one more tile of queries into dv; returns their q, dout and pᵀ, [keys, queries], besides."""
     q = load_rows(head.q, row, True, SPEC)
     lse = _load_lse(lse_ptr, row, head.q.count)
-    p = _probabilities(k, tl.trans(q), row[None, :], key[:, None], lse, 0, head, MASKED, SPEC)
+    scores, factor = scores_of(k, tl.trans(q), row[None, :], key[:, None], head, MASKED, SPEC)
+    p = _probabilities(scores, factor, lse, 0)
     dout = load_rows(dout_rows, row, True, SPEC)
     return dv + dot(p, dout, SPEC), q, dout, p
 
@@ -148,7 +142,7 @@ def _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, MASKED: tl.constexpr, SP
 @triton.jit
 def _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPEC: tl.constexpr):
     dk_rows = contiguous_rows(dk_ptr, place, keys, heads, SPEC)
-    store_rows(dk_rows, key, dk * scale.factor, SPEC)
+    store_rows(dk_rows, key, dk * scale, SPEC)
     dv_rows = contiguous_rows(dv_ptr, place, keys, heads, SPEC)
     store_rows(dv_rows, key, dv, SPEC)
 
@@ -156,13 +150,13 @@ def _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPE
 @triton.jit
 def _attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    strides, dout_strides, scale, heads, queries, keys, blocks,
+    strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv of one tile of keys, in a loop over the queries. Keys beyond the last are not stored."""
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
     lse_ptr += place.plane * 2 * queries
     delta_ptr += place.plane * queries
@@ -182,7 +176,7 @@ def _attention_bwd_dkdv_kernel(
 
 def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
     batch, keys, heads, _ = dk.shape
-    config = configure("bwd_dkdv", dk)
+    config = configuration_for("bwd_dkdv", dk)
     blocks = -(-keys // config.block_kv)
     machine.launch(
         _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options,
@@ -196,13 +190,13 @@ def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
 @triton.jit
 def _attention_bwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
-    strides, dout_strides, scale, heads, queries, keys,
+    strides, dout_strides, scale, log2_scale, heads, queries, keys,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv and δ of one head whose keys are one tile, in a loop over the queries."""
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(1, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
     lse_ptr += place.plane * 2 * queries
@@ -220,13 +214,13 @@ def _attention_bwd_kernel(
         tl.store(delta_ptr + row, delta, mask=row < queries)
         ds = p * (dp - delta[None, :])
         dk += dot(ds, q, SPEC)
-        store_rows(dq_rows, row, dot(tl.trans(ds), k, SPEC) * scale.factor, SPEC)
+        store_rows(dq_rows, row, dot(tl.trans(ds), k, SPEC) * scale, SPEC)
     _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPEC)
 
 
 def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     batch, keys, heads, _ = dk.shape
-    config = configure("bwd", dq)
+    config = configuration_for("bwd", dq)
     machine.launch(
         _attention_bwd_kernel, (batch * heads,), on=dq, options=config.options,
         **arguments, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, BLOCK_Q=config.block_q, BLOCK_KV=padded(keys),
@@ -236,54 +230,44 @@ def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tenso
 # dbias ----------------------------------------------------------------------------------------------------
 
 
-class BiasSize(NamedTuple):
-    """The size of a bias, 1 where it broadcasts, but for its keys."""
-
-    images: int
-    heads: int
-    queries: int
-
-
-class Shared(NamedTuple):
-    """The images, heads and tiles of queries over which one tile of a bias broadcasts; 1 where it does not."""
-
-    images: int
-    heads: int
-    query_tiles: int
-
-
 @triton.jit
 def _attention_bwd_bias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr,
-    strides, dout_strides, scale, heads, queries, keys, bias_size, shared, splits, query_blocks, key_blocks,
+    strides, dout_strides, scale, log2_scale, heads, queries, keys,
+    bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks, splits, query_blocks, key_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SUM_QUERIES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of the bias's gradient (splits, *bias_size, Nkv), summed over a part of what shares it."""
+    """Computes one tile of the bias's gradient, summed over a part of what shares it.
+
+    dbias is (splits, bias_images, bias_heads, bias_queries, Nkv), in query_blocks × key_blocks tiles. Each is shared by
+    shared_images images, shared_heads heads and shared_blocks blocks of queries, which the splits divide among them.
+    """
     program = tl.program_id(0)
     key = program % key_blocks * BLOCK_KV + tl.arange(0, BLOCK_KV)
     own_block = program // key_blocks % query_blocks
-    bias_plane = program // (key_blocks * query_blocks) % (bias_size.images * bias_size.heads)
-    split = program // (key_blocks * query_blocks * bias_size.images * bias_size.heads)
-    parts = shared.images * shared.heads * shared.query_tiles
+    bias_plane = program // (key_blocks * query_blocks) % (bias_images * bias_heads)
+    split = program // (key_blocks * query_blocks * bias_images * bias_heads)
+    parts = shared_images * shared_heads * shared_blocks
     share = tl.cdiv(parts, splits)
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], SPEC.accumulator)
     for part in range(split * share, tl.minimum(split * share + share, parts)):
-        image = (bias_plane // bias_size.heads + part // (shared.heads * shared.query_tiles)).to(tl.int64)
-        index = (bias_plane % bias_size.heads + part // shared.query_tiles % shared.heads).to(tl.int64)
-        block = own_block + part % shared.query_tiles
+        image = (bias_plane // bias_heads + part // (shared_heads * shared_blocks)).to(tl.int64)
+        index = (bias_plane % bias_heads + part // shared_blocks % shared_heads).to(tl.int64)
+        block = own_block + part % shared_blocks
         place = Place(image=image, head=index, plane=image * heads + index, block=block)
         row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
-        dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
+        head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
         q = load_rows(head.q, row, True, SPEC)
         k = load_rows(head.k, key, True, SPEC)
-        v = load_rows(head.v, key, True, SPEC)
-        dout = load_rows(dout_rows, row, True, SPEC)
+        scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
         lse = _load_lse(lse_ptr + place.plane * 2 * queries, row, queries)
+        p = _probabilities(scores, factor, lse, 1)
+        v = load_rows(head.v, key, True, SPEC)
+        dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
         delta = tl.load(delta_ptr + place.plane * queries + row, mask=row < queries, other=0.0)
-        acc += _gradient_of_scores(q, k, v, dout, row, key, lse, delta, head, False, SPEC)
-    dbias_plane = (split * bias_size.images * bias_size.heads + bias_plane).to(tl.int64)
-    dbias_ptr += dbias_plane * bias_size.queries * keys
+        acc += p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
+    dbias_plane = (split * bias_images * bias_heads + bias_plane).to(tl.int64)
+    dbias_ptr += dbias_plane * bias_queries * keys
     if SUM_QUERIES:
         tl.store(dbias_ptr + key, tl.sum(acc, axis=0).to(dbias_ptr.dtype.element_ty), mask=key < keys)
     else:
@@ -297,20 +281,22 @@ def _attention_bwd_bias_kernel(
 def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) -> Tensor:
     """Returns the gradient of the bias in its shape; what broadcasts is summed in a fixed order."""
     batch, queries, heads, _ = q.shape
-    bias_batch, bias_heads, bias_queries, bias_keys = [1] * (4 - bias.ndim) + list(bias.shape)
+    bias_images, bias_heads, bias_queries, bias_keys = [1] * (4 - bias.ndim) + list(bias.shape)
     if bias_keys < keys:  # it shifts all scores of a row alike, which the softmax does not notice
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    config = configure("bwd_bias", q)
+    config = configuration_for("bwd_bias", q)
     key_blocks, all_query_blocks = -(-keys // config.block_kv), -(-queries // config.block_q)
     query_blocks = 1 if bias_queries < queries else all_query_blocks
-    shared = Shared(batch // bias_batch, heads // bias_heads, all_query_blocks // query_blocks)
-    tiles = bias_batch * bias_heads * query_blocks * key_blocks
-    splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), shared.images * shared.heads * shared.query_tiles)
+    shared_images, shared_heads = batch // bias_images, heads // bias_heads
+    shared_blocks = all_query_blocks // query_blocks
+    tiles = bias_images * bias_heads * query_blocks * key_blocks
+    splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), shared_images * shared_heads * shared_blocks)
     dtype = bias.dtype if splits == 1 else accumulator_dtype(q)
-    dbias = bias.new_empty(splits, bias_batch, bias_heads, bias_queries, bias_keys, dtype=dtype)
+    dbias = bias.new_empty(splits, bias_images, bias_heads, bias_queries, bias_keys, dtype=dtype)
     machine.launch(
         _attention_bwd_bias_kernel, (splits * tiles,), on=q, options=config.options,
-        **arguments, dbias_ptr=dbias, bias_size=BiasSize(bias_batch, bias_heads, bias_queries), shared=shared,
+        **arguments, dbias_ptr=dbias, bias_images=bias_images, bias_heads=bias_heads, bias_queries=bias_queries,
+        shared_images=shared_images, shared_heads=shared_heads, shared_blocks=shared_blocks,
         splits=splits, query_blocks=query_blocks, key_blocks=key_blocks,
         BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv, SUM_QUERIES=bias_queries < queries,
     )  # fmt: skip
@@ -330,9 +316,9 @@ def attention_backward(
     keys = k.shape[1]
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     arguments = LaunchArguments.of(q, k, v, bias, scale)._asdict()
-    arguments |= {"dout_ptr": dout, "dout_strides": TokenStrides.of(dout)}
+    arguments |= {"dout_ptr": dout, "dout_strides": token_strides(dout)}
     arguments |= {"lse_ptr": lse, "delta_ptr": lse.new_empty(batch, heads, queries)}
-    if keys <= configure("bwd", q).block_kv:
+    if keys <= configuration_for("bwd", q).block_kv:
         _launch_at_once(arguments, dq, dk, dv)
     else:
         _launch_dq(arguments, out, dq)

@@ -132,7 +132,7 @@ def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
         _overrides = previous
 
 
-def configure(kernel: str, q: Tensor) -> LaunchConfig:
+def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
     return configuration(kernel, q.shape[3], q.element_size(), machine.chip(q.device).capability)
 
@@ -212,58 +212,13 @@ def accumulator_dtype(q: Tensor) -> torch.dtype:
 
 # Launch arguments -----------------------------------------------------------------------------------------
 
-
-class TokenStrides(NamedTuple):
-    """The strides of a tensor (B, N, h, D) whose last dimension is adjacent."""
-
-    image: int
-    token: int
-    head: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> TokenStrides:
-        """Returns those of ``x``."""
-        image, token, head, _ = x.stride()
-        return cls(image, token, head)
-
-
-class BiasStrides(NamedTuple):
-    """The strides of a bias as (B, h, Nq, Nkv); 0 where it broadcasts."""
-
-    image: int
-    head: int
-    query: int
-    key: int
-
-
-class Strides(NamedTuple):
-    """The strides of a call's inputs."""
-
-    q: TokenStrides
-    k: TokenStrides
-    v: TokenStrides
-    bias: BiasStrides
-
-
-class Scale(NamedTuple):
-    """The factors on scores.
-
-    Attributes:
-        factor: The scale itself.
-        log2_factor: |scale| · log2 e, which makes scores the exponents of powers of two.
-    """
-
-    factor: float
-    log2_factor: float
-
-    @classmethod
-    def of(cls, scale: float) -> Scale:
-        """Returns both; the second is never 0, which would turn a masked key's −∞ into NaN."""
-        return cls(scale, max(abs(scale) * _LOG2E.value, _SMALLEST))
-
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def token_strides(x: Tensor) -> tuple[int, ...]:
+    """Returns the strides (image, token, head) of a tensor (B, N, h, D) whose last dimension is adjacent."""
+    return x.stride()[:3]
 
 
 class LaunchArguments(NamedTuple):
@@ -272,8 +227,11 @@ class LaunchArguments(NamedTuple):
     Attributes:
         q_ptr, k_ptr, v_ptr: Tensors that the kernels can read as they lie.
         bias_ptr: The bias; without one, anything.
-        strides: Their strides.
-        scale: The factors on scores.
+        strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where it
+            broadcasts. Plain tuples, which the kernels unpack: at each launch Triton takes about 2 µs for a NamedTuple.
+        scale: The factor on scores.
+        log2_scale: |scale| · log2 e, which makes scores exponents of two; never 0, which would turn a masked key's −∞
+            into NaN.
         heads, queries, keys: h, Nq and Nkv.
         SPEC: The specification of the kernels.
     """
@@ -282,8 +240,9 @@ class LaunchArguments(NamedTuple):
     k_ptr: Tensor
     v_ptr: Tensor
     bias_ptr: Tensor
-    strides: Strides
-    scale: Scale
+    strides: tuple[tuple[int, ...], ...]
+    scale: float
+    log2_scale: float
     heads: int
     queries: int
     keys: int
@@ -295,17 +254,18 @@ class LaunchArguments(NamedTuple):
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
         batch, queries, heads, _ = q.shape
         keys = k.shape[1]
-        bias_strides = BiasStrides(0, 0, 0, 0)
+        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if bias is not None:
             bias = _maybe_contiguous_bias(bias)
-            bias_strides = BiasStrides(*bias.expand(batch, heads, queries, keys).stride())
+            bias_strides = bias.expand(batch, heads, queries, keys).stride()
         return cls(
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
             bias_ptr=q if bias is None else bias,
-            strides=Strides(TokenStrides.of(q), TokenStrides.of(k), TokenStrides.of(v), bias_strides),
-            scale=Scale.of(scale),
+            strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
+            scale=scale,
+            log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
             heads=heads,
             queries=queries,
             keys=keys,
@@ -359,14 +319,15 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its bias, and the factor that makes scores exponents of two."""
+    """One head's inputs: its tokens, its bias and the bias's strides, and what makes scores exponents of two."""
 
     q: Rows
     k: Rows
     v: Rows
     bias_ptr: tl.tensor
-    bias_strides: BiasStrides
-    log2_factor: tl.tensor
+    bias_query_stride: tl.tensor
+    bias_key_stride: tl.tensor
+    log2_scale: tl.tensor
 
 
 @triton.jit
@@ -383,9 +344,10 @@ def locate(blocks, heads):
 
 @triton.jit
 def strided_rows(ptr, strides, place, count):
-    """Returns the Rows of one head of a tensor with TokenStrides."""
-    start = place.image * strides.image + place.head * strides.head
-    return Rows(ptr=ptr + start, stride=strides.token, count=count)
+    """Returns the Rows of one head of a tensor with ``token_strides``."""
+    image_stride, token_stride, head_stride = strides
+    start = place.image * image_stride + place.head * head_stride
+    return Rows(ptr=ptr + start, stride=token_stride, count=count)
 
 
 @triton.jit
@@ -396,15 +358,18 @@ def contiguous_rows(ptr, place, count, heads, SPEC: tl.constexpr):
 
 
 @triton.jit
-def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys):
+def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys):
     """Returns the Head at a Place; nothing of it is loaded yet."""
+    q_strides, k_strides, v_strides, bias_strides = strides
+    image_stride, head_stride, query_stride, key_stride = bias_strides
     return Head(
-        q=strided_rows(q_ptr, strides.q, place, queries),
-        k=strided_rows(k_ptr, strides.k, place, keys),
-        v=strided_rows(v_ptr, strides.v, place, keys),
-        bias_ptr=bias_ptr + place.image * strides.bias.image + place.head * strides.bias.head,
-        bias_strides=strides.bias,
-        log2_factor=scale.log2_factor,
+        q=strided_rows(q_ptr, q_strides, place, queries),
+        k=strided_rows(k_ptr, k_strides, place, keys),
+        v=strided_rows(v_ptr, v_strides, place, keys),
+        bias_ptr=bias_ptr + place.image * image_stride + place.head * head_stride,
+        bias_query_stride=query_stride,
+        bias_key_stride=key_stride,
+        log2_scale=log2_scale,
     )
 
 
@@ -445,16 +410,15 @@ def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
     Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied. ``query``
     and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
     """
-    factor = head.log2_factor
     scores = dot(a, b, SPEC)
     if SPEC.is_negative:
         scores = -scores
     if SPEC.has_bias:
-        offset = query * head.bias_strides.query + key * head.bias_strides.key
+        offset = query * head.bias_query_stride + key * head.bias_key_stride
         mask = (query < head.q.count) & (key < head.k.count)
         bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
-        scores = scores * factor + bias.to(SPEC.accumulator) * _LOG2E
-        factor = 1.0
+        scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
     if MASKED:
         scores = tl.where(key < head.k.count, scores, float("-inf"))
-    return scores, factor
+    # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
+    return scores, 1.0 if SPEC.has_bias else head.log2_scale

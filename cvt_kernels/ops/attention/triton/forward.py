@@ -22,7 +22,7 @@ from .... import machine
 from .common import (
     LaunchArguments,
     accumulator_dtype,
-    configure,
+    configuration_for,
     contiguous_rows,
     dot,
     head_at,
@@ -114,13 +114,13 @@ def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, S
 
 @triton.jit
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, heads, queries, keys, blocks, rows,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks, rows,
     BLOCK_Q: tl.constexpr, TILES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     lse_ptr += place.plane * 2 * queries
     ks, vs = (), ()
@@ -165,7 +165,7 @@ def _online_step(
 
 @triton.jit
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, heads, queries, keys, blocks,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0 for none).
@@ -174,7 +174,7 @@ def _attention_fwd_loop_kernel(
     """
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = load_rows(head.q, row, True, SPEC)
     maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
@@ -203,7 +203,7 @@ def attention_forward(
     lse = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
     arguments = LaunchArguments.of(q, k, v, bias, scale)
     if keys <= keys_on_chip(head_dim, q.element_size(), bias is not None):
-        config = configure("fwd", q)
+        config = configuration_for("fwd", q)
         tiles = -(-queries // config.block_q)
         programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
         rows = -(-tiles // programs) * config.block_q
@@ -214,7 +214,7 @@ def attention_forward(
             BLOCK_Q=config.block_q, TILES=key_tiles(keys, config.block_kv),
         )  # fmt: skip
     else:
-        config = configure("fwd_loop", q)
+        config = configuration_for("fwd_loop", q)
         blocks = -(-queries // config.block_q)
         machine.launch(
             _attention_fwd_loop_kernel, (batch * heads * blocks,), on=q, options=config.options,
