@@ -266,16 +266,14 @@ def _attention_bwd_bias_kernel(
         dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
         delta = tl.load(delta_ptr + place.plane * queries + row, mask=row < queries, other=0.0)
         acc += p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
-    dbias_plane = (split * bias_images * bias_heads + bias_plane).to(tl.int64)
-    dbias_ptr += dbias_plane * bias_queries * keys
+    dbias_ptr += (split * bias_images * bias_heads + bias_plane).to(tl.int64) * bias_queries * keys
     if SUM_QUERIES:
         tl.store(dbias_ptr + key, tl.sum(acc, axis=0).to(dbias_ptr.dtype.element_ty), mask=key < keys)
     else:
         row = own_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         mask = (row < queries)[:, None] & (key < keys)[None, :]
-        tl.store(
-            dbias_ptr + row[:, None] * keys + key[None, :], acc.to(dbias_ptr.dtype.element_ty), mask=mask
-        )  # fmt: skip
+        ptrs = dbias_ptr + row[:, None] * keys + key[None, :]
+        tl.store(ptrs, acc.to(dbias_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def key_tiles(keys: int, widest: int) -> KeyTiles:
     return KeyTiles(tuple(firsts), tuple(widths))
 
 
-# Kernels --------------------------------------------------------------------------------------------------
+# Softmax --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -93,6 +93,9 @@ def _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC: tl.constexpr):
     store_rows(out, row, acc / total[:, None], SPEC)
     tl.store(lse_ptr + row, maximum, mask=row < out.count)
     tl.store(lse_ptr + out.count + row, tl.log2(total), mask=row < out.count)
+
+
+# Keys on the chip -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -147,6 +150,23 @@ def _attention_fwd_kernel(
         _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC)
 
 
+def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    batch, queries, heads, _ = out.shape
+    config = configuration_for("fwd", out)
+    tiles = -(-queries // config.block_q)
+    programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
+    rows = -(-tiles // programs) * config.block_q
+    blocks = -(-queries // rows)
+    machine.launch(
+        _attention_fwd_kernel, (batch * heads * blocks,), on=out, options=config.options,
+        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks, rows=rows,
+        BLOCK_Q=config.block_q, TILES=key_tiles(arguments.keys, config.block_kv),
+    )  # fmt: skip
+
+
+# Keys in a loop -------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def _online_step(
     maximum, total, acc, q, row, first, head, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
@@ -190,7 +210,19 @@ def _attention_fwd_loop_kernel(
     _store_softmax(out, lse_ptr + place.plane * 2 * queries, row, maximum, total, acc, SPEC)
 
 
-# Launcher -------------------------------------------------------------------------------------------------
+def _launch_loop(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    batch, queries, heads, _ = out.shape
+    config = configuration_for("fwd_loop", out)
+    blocks = -(-queries // config.block_q)
+    machine.launch(
+        _attention_fwd_loop_kernel, (batch * heads * blocks,), on=out, options=config.options,
+        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks,
+        BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
+        TAIL=tail_width(arguments.keys, config.block_kv, out.element_size()),
+    )  # fmt: skip
+
+
+# The launch of a forward ----------------------------------------------------------------------------------
 
 
 def attention_forward(
@@ -198,28 +230,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output (B, Nq, h, D) and ``lse`` (B, h, 2, Nq)."""
     batch, queries, heads, head_dim = q.shape
-    keys = k.shape[1]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
     arguments = LaunchArguments.of(q, k, v, bias, scale)
-    if keys <= keys_on_chip(head_dim, q.element_size(), bias is not None):
-        config = configuration_for("fwd", q)
-        tiles = -(-queries // config.block_q)
-        programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
-        rows = -(-tiles // programs) * config.block_q
-        blocks = -(-queries // rows)
-        machine.launch(
-            _attention_fwd_kernel, (batch * heads * blocks,), on=q, options=config.options,
-            **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks, rows=rows,
-            BLOCK_Q=config.block_q, TILES=key_tiles(keys, config.block_kv),
-        )  # fmt: skip
+    if k.shape[1] <= keys_on_chip(head_dim, q.element_size(), bias is not None):
+        _launch_on_chip(arguments, out, lse)
     else:
-        config = configuration_for("fwd_loop", q)
-        blocks = -(-queries // config.block_q)
-        machine.launch(
-            _attention_fwd_loop_kernel, (batch * heads * blocks,), on=q, options=config.options,
-            **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks,
-            BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-            TAIL=tail_width(keys, config.block_kv, q.element_size()),
-        )  # fmt: skip
+        _launch_loop(arguments, out, lse)
     return out, lse
