@@ -1,7 +1,7 @@
 """The Triton kernels of attention as PyTorch sees them: autograd, torch.compile, and the backend's functions.
 
-In eager mode the autograd function is called directly; a registered operator would cost more host time per call.
-Under torch.compile the same launchers run behind opaque operators.
+In eager mode the autograd function is called directly; a registered operator would cost more host time per
+call. Under torch.compile the same launchers run behind opaque operators.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _(q, k, v, bias, scale):
 
 @torch.library.custom_op("cvt_kernels::attention_backward", mutates_args=())
 def _backward_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor, scale: float,
-    need_bias: bool,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, need_bias: bool,
 ) -> list[Tensor]:  # fmt: skip
     gradients = attention_backward(q, k, v, bias, out, lse, dout, scale, need_bias=need_bias)
     return [gradient for gradient in gradients if gradient is not None]
@@ -109,9 +109,9 @@ def attention(
 ) -> Tensor:
     """Serves ``cvt_kernels.attention``, whose checks it relies on.
 
-    q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise they are
-    copied first. Under autocast it computes in autocast's dtype, as ``F.scaled_dot_product_attention`` does; the bias
-    keeps its own.
+    q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
+    they are copied first. Under autocast it computes in autocast's dtype, as
+    ``F.scaled_dot_product_attention`` does; the bias keeps its own.
     """
     if scale is None:
         scale = q.shape[3] ** -0.5

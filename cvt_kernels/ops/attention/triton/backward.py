@@ -2,13 +2,14 @@
 
 With δ = Σ_j p_j dp_j:
 
-    dv = pᵀ dout     dp = dout vᵀ     ds = p ∘ (dp − δ)     dq = scale · ds k     dk = scale · dsᵀ q     dbias = ds
+    dv = pᵀ dout    dp = dout vᵀ    ds = p ∘ (dp − δ)    dq = scale · ds k    dk = scale · dsᵀ q    dbias = ds
 
-- all keys in one tile: one launch. A program owns one head of one image and walks over its queries; δ comes from
-  p and dp, and ``out`` is not read.
+- all keys in one tile: one launch. A program owns one head of one image and walks over its queries; δ comes
+  from p and dp, and ``out`` is not read.
 - otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries.
-- dbias: a program owns a tile of the bias and walks over the images, heads and queries that share it, so nothing of
-  size (B, h, Nq, Nkv) is written unless the bias has it. That costs the two products q kᵀ and dout vᵀ once more.
+- dbias: a program owns a tile of the bias and walks over the images, heads and queries that share it, so
+  nothing of size (B, h, Nq, Nkv) is written unless the bias has it. That costs the two products q kᵀ and dout
+  vᵀ once more.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _probabilities(scores, factor, lse, AXIS: tl.constexpr):
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, lse, delta, row, first, head, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    dq, q, dout, lse, delta, row, first, head,
+    BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Takes one more tile of keys into dq."""
     key = first + tl.arange(0, BLOCK_KV)
@@ -153,7 +155,7 @@ def _attention_bwd_dkdv_kernel(
     strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of one tile of keys, in a loop over the queries. Keys beyond the last are not stored."""
+    """Computes dk and dv of a tile of keys, looping over the queries; keys beyond the last are not stored."""
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
@@ -233,14 +235,15 @@ def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tenso
 @triton.jit
 def _attention_bwd_bias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr,
-    strides, dout_strides, scale, log2_scale, heads, queries, keys,
-    bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks, splits, query_blocks, key_blocks,
+    strides, dout_strides, scale, log2_scale, heads, queries, keys, splits, query_blocks, key_blocks,
+    bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SUM_QUERIES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of the bias's gradient, summed over a part of what shares it.
 
-    dbias is (splits, bias_images, bias_heads, bias_queries, Nkv), in query_blocks × key_blocks tiles. Each is shared by
-    shared_images images, shared_heads heads and shared_blocks blocks of queries, which the splits divide among them.
+    dbias is (splits, bias_images, bias_heads, bias_queries, Nkv), in query_blocks × key_blocks tiles. Each is
+    shared by shared_images images, shared_heads heads and shared_blocks blocks of queries, which the splits
+    divide among them.
     """
     program = tl.program_id(0)
     key = program % key_blocks * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -293,9 +296,9 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
     dbias = bias.new_empty(splits, bias_images, bias_heads, bias_queries, bias_keys, dtype=dtype)
     machine.launch(
         _attention_bwd_bias_kernel, (splits * tiles,), on=q, options=config.options,
-        **arguments, dbias_ptr=dbias, bias_images=bias_images, bias_heads=bias_heads, bias_queries=bias_queries,
+        **arguments, dbias_ptr=dbias, splits=splits, query_blocks=query_blocks, key_blocks=key_blocks,
+        bias_images=bias_images, bias_heads=bias_heads, bias_queries=bias_queries,
         shared_images=shared_images, shared_heads=shared_heads, shared_blocks=shared_blocks,
-        splits=splits, query_blocks=query_blocks, key_blocks=key_blocks,
         BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv, SUM_QUERIES=bias_queries < queries,
     )  # fmt: skip
     return (dbias.squeeze(0) if splits == 1 else dbias.sum(0).to(bias.dtype)).view(bias.shape)
@@ -305,10 +308,10 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
 
 
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor, scale: float,
-    *, need_kv: bool = True, need_bias: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, *, need_kv: bool = True, need_bias: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns the gradients of q, k, v and the bias, contiguous; None instead of one neither needed nor free."""
+    """Returns the gradients of q, k, v and the bias, contiguous; None for one neither needed nor free."""
     dout = maybe_contiguous(dout)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]

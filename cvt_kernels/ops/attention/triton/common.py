@@ -1,4 +1,4 @@
-"""The parts that all Triton kernels of attention share: configurations, device functions, launch arguments."""
+"""The parts that attention's Triton kernels share: configurations, launch arguments, device functions."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class LaunchConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By generation, bytes per element and padded head dimension. "80" is every chip whose tensor cores take their operands
-# from registers (sm_80, sm_86, sm_89, sm_120), "90" those that take them from shared memory (sm_90, sm_100): there, 64
-# rows per 4 warps are one instruction, and registers are left for wider tiles. float32 products run without
-# tensor cores unless TF32 is allowed, and hold their operands in registers: small tiles, many warps.
+# By generation, bytes per element and padded head dimension. "80" is every chip whose tensor cores take their
+# operands from registers (sm_80, sm_86, sm_89, sm_120), "90" those that take them from shared memory (sm_90,
+# sm_100): there, 64 rows per 4 warps are one instruction, and registers are left for wider tiles. float32
+# products run without tensor cores unless TF32 is allowed, and hold their operands in registers: small tiles,
+# many warps.
 #
 # Chosen by what the compiler makes of them. For CvT (D = 64) nothing spills on sm_80, sm_90 and sm_100
 # (tests/cvt/commands/test_compile.py). Elsewhere little does, and mostly with a bias or at D = 128. Where
@@ -120,7 +121,7 @@ def configuration(kernel: str, head_dim: int, element_size: int, capability: int
 
 @contextlib.contextmanager
 def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
-    """Within it, :func:`configuration` returns ``config`` for ``kernel``, such as ``"bwd_dq"``, on every chip.
+    """Within it, :func:`configuration` returns ``config`` for ``kernel``, such as "bwd_dq", on every chip.
 
     It is for tuning; like the registry of backends, it is one for the process.
     """
@@ -138,14 +139,15 @@ def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
 
 
 def padded(size: int) -> int:
-    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two of at least 16."""
+    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
     return max(triton.next_power_of_2(size), 16)
 
 
 def tail_width(keys: int, block_kv: int, element_size: int) -> int:
     """Returns the width of the last tile of keys after as many whole ones as there are; 0 for none.
 
-    In float32 it is as wide as the others, which makes it one of the loop: code of its own would double the registers.
+    In float32 it is as wide as the others, which makes it one of the loop: code of its own would double the
+    registers.
     """
     if keys % block_kv == 0:
         return 0
@@ -227,11 +229,11 @@ class LaunchArguments(NamedTuple):
     Attributes:
         q_ptr, k_ptr, v_ptr: Tensors that the kernels can read as they lie.
         bias_ptr: The bias; without one, anything.
-        strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where it
-            broadcasts. Plain tuples, which the kernels unpack: at each launch Triton takes about 2 µs for a NamedTuple.
+        strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
+            it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
         scale: The factor on scores.
-        log2_scale: |scale| · log2 e, which makes scores exponents of two; never 0, which would turn a masked key's −∞
-            into NaN.
+        log2_scale: |scale| · log2 e, which makes scores exponents of two; never 0, which would turn a masked
+            key's −∞ into NaN.
         heads, queries, keys: h, Nq and Nkv.
         SPEC: The specification of the kernels.
     """
@@ -274,9 +276,9 @@ class LaunchArguments(NamedTuple):
 
 
 def maybe_contiguous(x: Tensor) -> Tensor:
-    """Returns ``x`` (B, N, h, D) itself if its last dimension is adjacent, whatever the other strides; else a copy.
+    """Returns ``x`` (B, N, h, D) itself if its last dimension is adjacent, else a copy.
 
-    Also copied is what spreads one image over more than 32 bits of offsets.
+    The other strides are free, as long as the offsets within one image fit 32 bits.
     """
     _, tokens, heads, head_dim = x.shape
     _, token, head, channel = x.stride()
@@ -319,7 +321,7 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its bias and the bias's strides, and what makes scores exponents of two."""
+    """One head's inputs: its tokens, its bias with strides, and the factor making scores exponents of two."""
 
     q: Rows
     k: Rows
@@ -375,7 +377,7 @@ def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, 
 
 @triton.jit
 def load_rows(rows, row, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Returns the tokens ``row``, [len(row), BLOCK_D]; zeros beyond the last token (if MASKED) and channel."""
+    """Returns the tokens ``row``, [rows, block_d]; zeros beyond the last channel and, if MASKED, token."""
     d = tl.arange(0, SPEC.block_d)
     ptrs = rows.ptr + row[:, None] * rows.stride + d[None, :]
     if SPEC.block_d > SPEC.head_dim:
@@ -405,10 +407,10 @@ def dot(a, b, SPEC: tl.constexpr):
 
 @triton.jit
 def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Returns the scores a·b, and the factor that makes them exponents of two; MASKED puts −∞ beyond the last key.
+    """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
 
-    Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied. ``query``
-    and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
+    Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
+    ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
     """
     scores = dot(a, b, SPEC)
     if SPEC.is_negative:

@@ -2,11 +2,11 @@
 
 Keys are cut into tiles whose widths add up to little more than Nkv:
 
-- as many keys as registers allow (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. All scores
-  of a row exist at once, so the softmax is taken as it is written. K and V are loaded once per program, which walks
-  over several tiles of queries.
-- beyond: whole tiles, unmasked, and a masked last one as narrow as fits: 784 = 12 · 64 + 16. The softmax is rescaled
-  as larger scores turn up.
+- as many keys as registers allow (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. All
+  scores of a row exist at once, so the softmax is taken as it is written. K and V are loaded once per
+  program, which walks over several tiles of queries.
+- beyond: whole tiles, unmasked, and a masked last one as narrow as fits: 784 = 12 · 64 + 16. The softmax is
+  rescaled as larger scores turn up.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .common import (
 
 # Tiles of keys --------------------------------------------------------------------------------------------
 
-#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: some waves of what a
-#: GPU of 132 multiprocessors holds, lest the last wave leave it idle.
+#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: some waves
+#: of what a GPU of 132 multiprocessors holds, lest the last wave leave it idle.
 ENOUGH_PROGRAMS = 2048
 
 
@@ -117,8 +117,8 @@ def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, S
 
 @triton.jit
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks, rows,
-    BLOCK_Q: tl.constexpr, TILES: tl.constexpr, SPEC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
+    rows, BLOCK_Q: tl.constexpr, TILES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     BLOCK_D: tl.constexpr = SPEC.block_d
@@ -169,7 +169,8 @@ def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> Non
 
 @triton.jit
 def _online_step(
-    maximum, total, acc, q, row, first, head, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    maximum, total, acc, q, row, first, head,
+    BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Takes one more tile of keys into the running maximum, sum and output."""
     key = first + tl.arange(0, BLOCK_KV)
@@ -188,7 +189,7 @@ def _attention_fwd_loop_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0 for none).
+    """Computes one tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0: none).
 
     A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
     """
