@@ -256,9 +256,8 @@ def _attention_bwd_bias_kernel(
     for part in range(split * share, tl.minimum(split * share + share, parts)):
         image = (bias_plane // bias_heads + part // (shared_heads * shared_blocks)).to(tl.int64)
         index = (bias_plane % bias_heads + part // shared_blocks % shared_heads).to(tl.int64)
-        block = own_block + part % shared_blocks
-        place = Place(image=image, head=index, plane=image * heads + index, block=block)
-        row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        place = Place(image, index, plane=image * heads + index, block=own_block + part % shared_blocks)
+        row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
         q = load_rows(head.q, row, True, SPEC)
         k = load_rows(head.k, key, True, SPEC)

@@ -11,6 +11,7 @@ Keys are cut into tiles whose widths add up to little more than Nkv:
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -57,19 +58,15 @@ def keys_on_chip(head_dim: int, element_size: int, has_bias: bool) -> int:
 
 def key_tiles(keys: int, widest: int) -> KeyTiles:
     """Returns tiles of powers of two from 16 to ``widest``; fewer than 16 keys are wasted."""
-    firsts: list[int] = []
     widths: list[int] = []
-    first = 0
-    while first < keys:
-        left = keys - first
+    left = keys
+    while left > 0:
         width = padded(left)
         if width - left >= 16:
             width //= 2
-        width = min(width, widest)
-        firsts.append(first)
-        widths.append(width)
-        first += width
-    return KeyTiles(tuple(firsts), tuple(widths))
+        widths.append(min(width, widest))
+        left -= widths[-1]
+    return KeyTiles(firsts=tuple(accumulate(widths[:-1], initial=0)), widths=tuple(widths))
 
 
 # Softmax --------------------------------------------------------------------------------------------------
@@ -189,7 +186,7 @@ def _attention_fwd_loop_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of queries, in a loop over whole tiles of keys and a last one of width TAIL (0: none).
+    """Computes one tile of queries, in a loop over whole tiles of keys and a last of width TAIL (0: none).
 
     A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
     """
