@@ -102,7 +102,7 @@ def attention_launches(
     bias: bool = False,
 ) -> list[machine.Launch]:
     """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
-    from cvt_kernels.ops.attention import triton as kernels
+    from cvt_kernels.ops.attention.triton import backward, forward
 
     (height, width), channels, class_tokens = stage
     queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
@@ -114,9 +114,9 @@ def attention_launches(
     q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
     table = meta(heads, queries, keys) if bias else None
     with machine.recorded_launches(chip) as launches:
-        out, lse = kernels.forward(q, k, v, table, channels**-0.5)
+        out, lse = forward.attention_forward(q, k, v, table, channels**-0.5)
         if training:
-            kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+            backward.attention_backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
     return launches
 
 
