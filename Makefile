@@ -27,14 +27,14 @@ RESULTS ?= benchmarks/results
 gpu:
 	$(PYTHON) benchmarks/run.py --results '$(RESULTS)' $(if $(TUNE),--tune)
 
-# The same suites on the CPU of this machine, which should have nothing else to do; takes up to an hour.
+# The same suites and cvt bench on the CPU of this machine, which should have nothing else to do; takes up to an hour.
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 \
-		--parts ceilings conv_projection attention layer_norm_gelu linear profile model
+	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts ceilings \
+		bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear profile model
 
 # docs/results.md from benchmarks/results/.
-results:
-	$(PYTHON) benchmarks/tabulate_results.py
+results: $(INSTALLED)
+	$(BIN)/python benchmarks/tabulate_results.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -4,11 +4,12 @@ import signal
 import time
 
 import pytest
-import timing
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import machine
+
+from . import suites
 
 _deadline = float("inf")
 
@@ -23,7 +24,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Before the suites are imported, since their parameters depend on it."""
     global _deadline
-    timing.TINY = config.getoption("tiny", False) or config.getoption("benchmark_disable", False)
+    suites.TINY = config.getoption("tiny", False) or config.getoption("benchmark_disable", False)
     seconds = config.getoption("seconds", None)
     if seconds is not None:
         _deadline = time.monotonic() + seconds
@@ -67,14 +68,14 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info.pop("node", None)
     machine_info |= facts._asdict() | {
         "cvt_kernels": ck.__version__,
-        "device": timing.device_name(),
-        "device_type": timing.DEVICE,
+        "device": suites.device_name(),
+        "device_type": suites.DEVICE,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
-        "tiny": timing.TINY,
+        "tiny": suites.TINY,
     }
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
     """Adds the ceilings that the shares refer to."""
-    output_json["ceilings"] = timing.CEILINGS
+    output_json["ceilings"] = suites.CEILINGS

@@ -1,22 +1,23 @@
-"""Where the time of CvT-13 goes: one inference and one training step, by kernel, as JSON.
+"""Profiles CvT-13: one inference and one training step, by kernel, as JSON.
 
-``python benchmarks/profile_model.py FILE``. On a GPU time is the device's, elsewhere the CPU's.
+``python -m benchmarks.profile_model FILE``. On a GPU time is the device's, elsewhere the CPU's. Every kernel
+takes part, experimental ones too.
 """
 
 import argparse
 import json
-import time
 from pathlib import Path
 
-import timing
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
+from cvt.commands.bench.breakdown import by_kernel
 from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt_kernels import backends, measure
+
+from . import suites
 
 SCHEMA = 1
 TOP = 40  # kernels that are listed
@@ -24,20 +25,20 @@ TOP = 40  # kernels that are listed
 
 def main() -> None:
     """Profiles and writes."""
-    parser = argparse.ArgumentParser(prog="benchmarks/profile_model.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.profile_model", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    timing.TINY = options.tiny
-    size, batch, dtype = 64 if options.tiny else 224, timing.batch(), timing.dtypes()[0]
+    suites.TINY = options.tiny
+    size, batch, dtype = 64 if options.tiny else 224, suites.batch(), suites.dtypes()[0]
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2))
     model = create_model(small if options.tiny else "cvt_13")
     randomize(model)
-    x = timing.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
-    labels = torch.arange(batch, device=timing.DEVICE) % 1000
+    x = suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
+    labels = torch.arange(batch, device=suites.DEVICE) % 1000
 
     def training():
-        with torch.autocast(timing.DEVICE, dtype, enabled=dtype.itemsize == 2):
+        with torch.autocast(suites.DEVICE, dtype, enabled=dtype.itemsize == 2):
             loss = F.cross_entropy(trained(x), labels)
         torch.autograd.grad(loss, list(trained.parameters()))
 
@@ -45,8 +46,8 @@ def main() -> None:
         with torch.inference_mode():
             served(images)
 
-    trained = model.to(timing.DEVICE).train()
-    with timing.every_kernel():
+    trained = model.to(suites.DEVICE).train()
+    with suites.every_kernel():
         steps = {"training": profiled(training)}
         served, images = model.eval().to(dtype), x.to(dtype)
         steps["inference"] = profiled(inference)
@@ -54,11 +55,11 @@ def main() -> None:
             "schema": SCHEMA,
             "model": f"cvt_13 at {size}",
             "batch": batch,
-            "dtype": timing.short(dtype),
-            "device": timing.device_name(),
-            "device_type": timing.DEVICE,
+            "dtype": suites.short(dtype),
+            "device": suites.device_name(),
+            "device_type": suites.DEVICE,
             "cvt_kernels": ck.__version__,
-            "backends": {o: backends.backend_for(o, timing.DEVICE) for o in backends.OPERATORS},
+            "backends": {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS},
             "steps": steps,
         }
     options.path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -70,35 +71,14 @@ def main() -> None:
 
 
 def profiled(step) -> dict:
-    """One step after two that warm up: time by kernel, and by the clock without the profiler."""
-    for _ in range(2):
-        step()
-    timing.synchronize()
-    start = time.perf_counter()
+    """Measures a step that is warm: time by the clock without the profiler, then by kernel."""
     step()
-    timing.synchronize()
-    wall = time.perf_counter() - start
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if timing.CUDA else [])]
-    with profile(activities=activities) as found:
-        step()
-        timing.synchronize()
-    rows = [
-        {"name": row.key, "calls": row.count, "microseconds": microseconds(row)}
-        for row in found.key_averages()
-        if microseconds(row) > 0
-    ]
-    rows.sort(key=lambda row: -row["microseconds"])
+    ((wall,),) = measure.seconds_in_turns([step], 1, suites.DEVICE)
+    rows = by_kernel(measure.profiled(step, suites.DEVICE), suites.CUDA)
     total = sum(row["microseconds"] for row in rows)
     for row in rows:
         row["share"] = row["microseconds"] / total
     return {"wall_seconds": wall, "microseconds": total, "kernels": rows[:TOP]}
-
-
-def microseconds(row) -> float:
-    """Of a kernel on the GPU, or of an operator without those that it calls on the CPU."""
-    if not timing.CUDA:
-        return row.self_cpu_time_total
-    return row.self_device_time_total if row.device_type == torch.autograd.DeviceType.CUDA else 0.0
 
 
 if __name__ == "__main__":

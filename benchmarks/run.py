@@ -34,6 +34,9 @@ NAMES = (
     "gpu_tests",
     "triton_tests",
     "ceilings",
+    "bench",
+    "bench_bfloat16",
+    "bench_training",
     "conv_projection",
     "attention",
     "layer_norm_gelu",
@@ -44,6 +47,8 @@ NAMES = (
 )
 #: Those of ``--tune``, which takes all the time that there is.
 TUNING = ("build", "ceilings", "tune")
+#: The command ``cvt bench`` of this checkout.
+BENCH = "import sys; from cvt.commands import main; sys.exit(main(['bench', *sys.argv[1:]]))"
 #: What the project itself imports.
 REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tqdm")
 #: Seconds from the interrupt, after which pytest still reports what it has, to the end.
@@ -69,11 +74,11 @@ class Part(NamedTuple):
 
 
 def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
-    """Every part by name. The limits are for a GPU; a CPU may take all the time that there is."""
+    """Returns every part by name. Limits are for a GPU; a CPU may take all the time that there is."""
     cuda = device == "cuda"
-    python, size = [sys.executable], ["--tiny"] if tiny else []
+    module, size = [sys.executable, "-m"], ["--tiny"] if tiny else []
     # Warnings are errors elsewhere; here they would cost measurements.
-    pytest = [sys.executable, "-m", "pytest", "-W", "default", "--tb=short", "-q"]
+    pytest = [*module, "pytest", "-W", "default", "--tb=short", "-q"]
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
     kernels = [
         "tests/cvt_kernels/ops/test_conv_projection_triton.py",
@@ -92,20 +97,34 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         command = [*pytest, f"benchmarks/test_{name}.py", *options, *size]
         return Part(name, command, seconds, ("pytest", "pytest_benchmark"))
 
+    def bench(name: str, *options: str) -> Part:
+        command = [sys.executable, "-c", BENCH, "--device", device, "--json", output(name), *options]
+        command += ["--image-size", "64", "--rounds", "4"] if tiny else []
+        return Part(name, command, 40, ("transformers", "sklearn"))
+
+    batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
+    trained = ["2"] if tiny else ["256"] if cuda else ["8"]
+    # torch.compile takes minutes for each batch size, more than a GPU is lent for.
+    peers = ["--peers", "hf" if tiny or cuda else "compile"]
     parts = [
-        Part("build", [*python, "setup.py", "build_ext", "--inplace"], 150, ("setuptools",), for_build),
+        Part(
+            "build", [sys.executable, "setup.py", "build_ext", "--inplace"], 150, ("setuptools",), for_build
+        ),
         Part("gpu_tests", [*pytest, "-m", "gpu", "tests"], 70, for_tests),
         Part("triton_tests", [*pytest, *workers, "-m", "not gpu", *kernels], 90, for_tests),
-        Part("ceilings", [*python, "benchmarks/timing.py", output("ceilings"), *size], 30),
+        Part("ceilings", [*module, "benchmarks.ceilings", output("ceilings"), *size], 30),
+        bench("bench", "--batch-size", *batches, *peers),
+        bench("bench_bfloat16", "--batch-size", *batches[:2], "--dtype", "bfloat16"),
+        bench("bench_training", "--batch-size", *trained, "--train"),
         suite("conv_projection", 50),
         suite("attention", 50),
         suite("layer_norm_gelu", 50),
         suite("linear", 30),
-        Part("profile", [*python, "benchmarks/profile_model.py", output("profile"), *size], 60),
+        Part("profile", [*module, "benchmarks.profile_model", output("profile"), *size], 60),
         suite("model", 240),
         Part(
             "tune",
-            [*python, "benchmarks/tune.py", output("tune"), "--seconds={seconds}", *size],
+            [*module, "benchmarks.tune", output("tune"), "--seconds={seconds}", *size],
             60 * minutes,
             ("pytest",),
             {} if cuda else {"TRITON_INTERPRET": "1"},
@@ -115,12 +134,12 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
 
 
 def cpus() -> int:
-    """Of those that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def capability() -> str:
-    """Of the GPU, as in ``9.0``."""
+    """Returns the compute capability of the GPU, as in ``9.0``."""
     import torch
 
     return "{}.{}".format(*torch.cuda.get_device_capability())
@@ -175,7 +194,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: float, device: str) -> bool:
-    """Runs parts one after the other; ``path`` holds the summary so far. Whether none failed."""
+    """Runs parts one after the other, and returns whether none failed; ``path`` holds the summary so far."""
     deadline = time.monotonic() + 60 * minutes
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -195,7 +214,7 @@ def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: floa
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What the summary says before any part has run.
+    """Returns what the summary says before any part has run.
 
     Raises:
         ValueError: There is no such device.
@@ -227,7 +246,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts; 1 if one failed, 2 if this machine or the arguments are not up to it."""
+    """Runs the parts; returns 1 if one failed, 2 if this machine or the arguments are not up to it."""
     parser = argparse.ArgumentParser(prog="benchmarks/run.py", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt.commands.bench import results as bench_results
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
 SCHEMA = 1
+#: The files of ``cvt bench``.
+BENCHES = ("bench", "bench_bfloat16", "bench_training")
 SUITES = {
     "model": "Models",
     "conv_projection": "Projection",
@@ -22,7 +27,7 @@ SUITES = {
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
 }
-OURS = ("cvt_kernels", "native", "triton", "cvt", "cvt_graph", "cvt_compiled", "accelerated")
+OURS = ("cvt_kernels", "native", "triton", "cvt", "cvt-graph", "cvt-compile", "accelerate")
 INTRODUCTION = """\
 # Results
 
@@ -33,18 +38,29 @@ Operators: median microseconds and, in brackets, the share of the ceiling that t
 a large copy's bandwidth or a large product's rate, whichever the call comes closer to). Models: images per
 second by the wall clock and, in brackets, the most memory that tensors took beyond weights and images. The
 last column sets our fastest against the fastest of the others.
+
+"Beside Hugging Face's model" is what `cvt bench` measured: all contenders in turns, with the same weights, on
+real photographs; `hf` is Hugging Face's model as it is. In brackets stand the quartiles.
+[How to read `cvt bench`](report.md) says more.
 """
 
 
 class Run(NamedTuple):
-    """What one run on one device left."""
+    """The results of one run on one device.
+
+    Attributes:
+        summary: How each part went.
+        suites: The JSON of pytest-benchmark, by suite.
+        benches: The results of ``cvt bench``.
+    """
 
     summary: dict[str, Any]
     suites: dict[str, dict[str, Any]]
+    benches: list[bench_results.Results]
 
 
 def load(results: Path) -> list[Run]:
-    """The newest run of each device, GPUs first.
+    """Reads the newest run of each device, GPUs first.
 
     Raises:
         ValueError: A file is not what benchmarks/run.py writes, or holds a rehearsal.
@@ -59,28 +75,31 @@ def load(results: Path) -> list[Run]:
             raise ValueError(f"{path}: got schema {summary.get('schema')!r}, expected {SCHEMA}")
         if summary.get("tiny"):
             raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
-        files = {name: path.parent / f"{name}.json" for name in SUITES}
-        runs.append(Run(summary, {name: read(file) for name, file in files.items() if file.exists()}))
+        files = {name: path.parent / f"{name}.json" for name in (*BENCHES, *SUITES)}
+        there = {name: file for name, file in files.items() if file.exists()}
+        suites = {name: read(there[name]) for name in SUITES if name in there}
+        benches = [bench_results.read(there[name]) for name in BENCHES if name in there]
+        runs.append(Run(summary, suites, benches))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The file holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no object")
-    return found
+    return content
 
 
 def page(runs: list[Run]) -> str:
-    """The page."""
+    """Returns the page."""
     types = {run.summary["device_type"] for run in runs}
     lacking = [
         f"**There are no {name} results yet.** `{command}` makes them."
@@ -91,7 +110,7 @@ def page(runs: list[Run]) -> str:
 
 
 def section(run: Run) -> str:
-    """One device."""
+    """Returns the section of one device."""
     summary = run.summary
     facts = [f"torch {summary['torch']}", f"triton {summary['triton']}"]
     facts += [f"CUDA {summary['cuda']}"] if summary["cuda"] else [f"{summary['threads']} threads"]
@@ -105,6 +124,8 @@ def section(run: Run) -> str:
     wanting = {name: part["status"] for name, part in summary["parts"].items() if part["status"] != "passed"}
     if wanting:
         lines.append("Parts that did not pass: " + ", ".join(map(": ".join, wanting.items())) + ".")
+    if run.benches:
+        lines += ["### Beside Hugging Face's model", *map(beside_huggingface, run.benches)]
     for name, title in SUITES.items():
         rows = [benchmark["extra_info"] for benchmark in run.suites.get(name, {}).get("benchmarks", [])]
         rows = [row for row in rows if "seconds" in row]  # the others failed
@@ -112,52 +133,67 @@ def section(run: Run) -> str:
     return "\n\n".join(lines)
 
 
+def beside_huggingface(results: bench_results.Results) -> str:
+    """Returns a table of one run of ``cvt bench``, with a row for each batch size and contender."""
+    lines = [markdown(["batch", "contender", "images/s", "× hf", "memory, of hf's"]), "|---" * 5 + "|"]
+    for batch in results["batches"]:
+        size, rows = batch["batch_size"], {row["contender"]: row for row in batch["rows"]}
+        hf = rows["hf"]
+        for name, row in rows.items():
+            rate = number(size / statistics.median(row["seconds"]))
+            ratio = "1" if name == "hf" else str(bench_results.ratio(row["seconds"], hf["seconds"]))
+            known = row["peak_bytes"] is not None and hf["peak_bytes"]
+            memory = f"{row['peak_bytes'] / hf['peak_bytes']:.2f}" if known else "–"
+            lines.append(markdown([str(size), f"`{name}`", rate, ratio, memory]))
+    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(lines)])
+
+
 def ceiling(name: str, rate: float) -> str:
-    """In words."""
+    """Returns a ceiling in words."""
     if name == "copy":
         return f"copy {rate / 1e9:,.0f} GB/s"
     return f"{name.removeprefix('matmul_')} products {rate / 1e12:.3g} TFLOP/s"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row for each case, a column for each contender."""
+    """Returns a table with a row for each case and a column for each contender."""
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
     cases: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["case"], row["dtype"], row["batch"]), {})[row["contender"]] = row
     lines = [markdown(["case", "dtype", "batch", *contenders, "gain"]), "|---" * (len(contenders) + 4) + "|"]
-    for (case, dtype, batch), found in cases.items():
-        cells = [cell(found[name]) if name in found else "–" for name in contenders]
-        lines.append(markdown([case, dtype, str(batch), *cells, gain(found)]))
+    for (case, dtype, batch), row_of in cases.items():
+        cells = [cell(row_of[name]) if name in row_of else "–" for name in contenders]
+        lines.append(markdown([case, dtype, str(batch), *cells, gain(row_of)]))
     return "\n".join(lines)
 
 
 def markdown(cells: Iterable[str]) -> str:
-    """One line of a table."""
+    """Returns one line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Speed, and what it is to be seen beside."""
+    """Returns a speed, and the figure that it is to be seen beside."""
     if row["suite"] == "model":
         return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
     return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
 
 
 def number(value: float) -> str:
-    """With three digits or more."""
+    """Returns a number with three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def gain(found: dict[str, dict[str, Any]]) -> str:
-    """Of our fastest over the fastest of the others."""
-    ours = [row["seconds"] for name, row in found.items() if name in OURS]
-    others = [row["seconds"] for name, row in found.items() if name not in OURS]
+def gain(row_of: dict[str, dict[str, Any]]) -> str:
+    """Returns how many times as fast our fastest is as the fastest of the others."""
+    ours = [row["seconds"] for name, row in row_of.items() if name in OURS]
+    others = [row["seconds"] for name, row in row_of.items() if name not in OURS]
     return f"{min(others) / min(ours):.2f}×" if ours and others else "–"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page; 2 if the results cannot be used."""
+    """Writes the page; returns 2 if the results cannot be used."""
     parser = argparse.ArgumentParser(prog="benchmarks/tabulate_results.py", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)

@@ -7,48 +7,50 @@ and the outputs once forward (3.5), then x, the gradients of the outputs and dx 
 import functools
 
 import pytest
-import timing
 import torch
 from torch import nn
 
 import cvt_kernels as ck
 
-pytestmark = pytest.mark.benchmark(**timing.TIMER)
+from . import suites
+
+pytestmark = pytest.mark.benchmark(**suites.TIMER)
 
 UNITS = {"evaluation": 2.5, "training": 7.0}
 
 
 @functools.cache
 def setting(stage, dtype):
-    """x, its grid and the three branches, whose BatchNorm stays in float32."""
-    grid, channels, class_tokens = timing.stages()[stage]
+    """Returns x, its grid and the three branches, whose BatchNorm stays in float32."""
+    grid, channels, class_tokens = suites.stages()[stage]
     torch.manual_seed(0)
-    x = timing.randn(timing.batch(), grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
+    x = suites.randn(suites.batch(), grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
     branches = []
     for stride in (1, 2, 2):
         conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
         branches.append(
             ck.ConvBatchNorm.from_modules(
-                conv.to(timing.DEVICE, dtype), nn.BatchNorm2d(channels).to(timing.DEVICE)
+                conv.to(suites.DEVICE, dtype), nn.BatchNorm2d(channels).to(suites.DEVICE)
             )
         )
     return x, grid, branches
 
 
 def leaves_of(x, branches):
-    return [x, *(t for branch in branches for t in branch[:3])]
+    """Returns what gradients are wanted of."""
+    return [x, *(t for branch in branches for t in (branch.weight, branch.bn_weight, branch.bn_bias))]
 
 
 def gradients(x, grid, branches):
-    """Those of the outputs."""
+    """Returns gradients of the outputs."""
     class_tokens = x.shape[1] - grid[0] * grid[1]
     tokens = (h * w + class_tokens for h, w in (branch.output_grid(grid) for branch in branches))
-    return [timing.randn(x.shape[0], t, x.shape[2], dtype=x.dtype, seed=i) for i, t in enumerate(tokens)]
+    return [suites.randn(x.shape[0], t, x.shape[2], dtype=x.dtype, seed=i) for i, t in enumerate(tokens)]
 
 
 def contender(name, grid, branches, training):
-    """A function of x and each branch's weight, γ and β; running statistics are those of ``branches``."""
-    function = timing.implementation("conv_projection", name)
+    """Returns a function of x and each branch's weight, γ and β; running statistics are ``branches``' own."""
+    function = suites.implementation("conv_projection", name)
 
     def call(x, *parameters):
         groups = (parameters[i : i + 3] for i in range(0, len(parameters), 3))
@@ -68,35 +70,35 @@ def doubled(branches):
     ]
 
 
-@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
+@pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
 @pytest.mark.parametrize("mode", UNITS)
-@pytest.mark.parametrize("stage", timing.stages())
-@pytest.mark.parametrize("name", timing.contenders("conv_projection"))
+@pytest.mark.parametrize("stage", suites.stages())
+@pytest.mark.parametrize("name", suites.contenders("conv_projection"))
 def test_conv_projection(benchmark, stage, mode, dtype, name):
     x, grid, branches = setting(stage, dtype)
     training = mode == "training"
     leaves = leaves_of(x, branches)
     call = contender(name, grid, branches, training)
     douts = gradients(x, grid, branches) if training else None
-    found = timing.served(call, leaves, douts)
+    outputs = suites.served(call, leaves, douts)
 
-    same = timing.results(contender("reference", grid, branches, training), leaves, douts)
+    same = suites.results(contender("reference", grid, branches, training), leaves, douts)
     wide = doubled(branches)
-    exact = timing.results(
+    exact = suites.results(
         contender("reference", grid, wide, training),
         leaves_of(x.double(), wide),
         douts and [t.double() for t in douts],
     )
-    timing.check(found, same, exact, dtype)
+    suites.check(outputs, same, exact, dtype)
 
-    timing.measure(
+    suites.record(
         benchmark,
-        lambda: timing.results(call, leaves, douts),
+        lambda: suites.results(call, leaves, douts),
         {
             "suite": "conv_projection",
             "case": f"{stage}, {grid[0]}×{grid[1]}×{x.shape[2]}, {mode}",
             "contender": name,
-            "dtype": timing.short(dtype),
+            "dtype": suites.short(dtype),
             "batch": x.shape[0],
         },
         moved=int(UNITS[mode] * x.nbytes),

@@ -3,29 +3,37 @@
 import functools
 
 import pytest
-import timing
 
-pytestmark = pytest.mark.benchmark(**timing.TIMER)
+from . import suites
 
-#: Operator and GELU → what must move, in tensors of the shape of x: forward, forward and backward.
-CALLS = {
-    ("layer_norm", None): (2, 5),
-    ("add_layer_norm", None): (4, 8),
-    ("gelu", "none"): (2, 5),
-    ("gelu", "quick"): (2, 5),
-    ("bias_gelu", "none"): (2, 5),
-    ("bias_gelu", "quick"): (2, 5),
-    ("layer_norm_gelu", "none"): (2, 5),
-}
+pytestmark = pytest.mark.benchmark(**suites.TIMER)
+
+#: Operator and GELU.
+CALLS = (
+    ("layer_norm", None),
+    ("add_layer_norm", None),
+    ("gelu", "none"),
+    ("gelu", "quick"),
+    ("bias_gelu", "none"),
+    ("bias_gelu", "quick"),
+    ("layer_norm_gelu", "none"),
+)
+
+
+def tensors_moved(operator, backward):
+    """Returns how many tensors of the shape of x must be read or written."""
+    if operator == "add_layer_norm":
+        return 8 if backward else 4
+    return 5 if backward else 2
 
 
 def make(operator, stage, dtype):
-    """The arguments, tokens first; an MLP has four times the channels."""
-    (height, width), channels, class_tokens = timing.stages()[stage]
+    """Returns the arguments, tokens first; an MLP has four times the channels."""
+    (height, width), channels, class_tokens = suites.stages()[stage]
     channels *= 4 if operator in ("gelu", "bias_gelu") else 1
     tokens = height * width + class_tokens
-    x, residual = (timing.randn(timing.batch(), tokens, channels, dtype=dtype, seed=i) for i in (0, 1))
-    weight, bias = (timing.randn(channels, dtype=dtype, seed=i) for i in (2, 3))
+    x, residual = (suites.randn(suites.batch(), tokens, channels, dtype=dtype, seed=i) for i in (0, 1))
+    weight, bias = (suites.randn(channels, dtype=dtype, seed=i) for i in (2, 3))
     return {
         "layer_norm": (x, weight, bias),
         "add_layer_norm": (x, residual, weight, bias),
@@ -35,40 +43,40 @@ def make(operator, stage, dtype):
     }[operator]
 
 
-@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
+@pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("stage", timing.stages())
+@pytest.mark.parametrize("stage", suites.stages())
 @pytest.mark.parametrize(
     ("name", "operator", "approximate"),
     # The compiled ones last.
     sorted(
-        ((name, *call) for call in CALLS for name in timing.contenders(call[0])),
+        ((name, *call) for call in CALLS for name in suites.contenders(call[0])),
         key=lambda row: row[0] in ("compiled", "max_autotune"),
     ),
 )
 def test_layer_norm_gelu(benchmark, stage, direction, dtype, name, operator, approximate):
     keywords = {} if approximate is None else {"approximate": approximate}
     call, reference = (
-        functools.partial(timing.implementation(operator, which), **keywords) for which in (name, "reference")
+        functools.partial(suites.implementation(operator, which), **keywords) for which in (name, "reference")
     )
     leaves = make(operator, stage, dtype)
     backward = direction == "forward+backward"
     x = leaves[0]
     outputs = 2 if operator == "add_layer_norm" else 1
-    douts = [timing.randn(*x.shape, dtype=dtype, seed=4 + i) for i in range(outputs)] if backward else None
-    found = timing.served(call, leaves, douts)
+    douts = [suites.randn(*x.shape, dtype=dtype, seed=4 + i) for i in range(outputs)] if backward else None
+    outputs = suites.served(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [t.double() for t in douts]
-    timing.check(found, timing.results(reference, leaves, douts), timing.results(reference, *exact), dtype)
+    suites.check(outputs, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)
 
-    timing.measure(
+    suites.record(
         benchmark,
-        lambda: timing.results(call, leaves, douts),
+        lambda: suites.results(call, leaves, douts),
         {
             "suite": "layer_norm_gelu",
             "case": f"{operator}{f' ({approximate})' if approximate else ''}, {stage}, {direction}",
             "contender": name,
-            "dtype": timing.short(dtype),
+            "dtype": suites.short(dtype),
             "batch": x.shape[0],
         },
-        moved=CALLS[operator, approximate][backward] * x.nbytes,
+        moved=tensors_moved(operator, backward) * x.nbytes,
     )

@@ -1,54 +1,55 @@
 """The linear layers of CvT-13: PyTorch's and, on a CPU, the primitive that ``cvt_kernels.linear`` chooses."""
 
 import pytest
-import timing
 from torch.nn import functional as F
 
 import cvt_kernels as ck
 
-pytestmark = pytest.mark.benchmark(**timing.TIMER)
+from . import suites
+
+pytestmark = pytest.mark.benchmark(**suites.TIMER)
 
 LAYERS = {"projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # channels in and out, in units of C
 
 
 # On a GPU ours is PyTorch's.
-CONTENDERS = {"pytorch": F.linear} if timing.CUDA else {"pytorch": F.linear, "cvt_kernels": ck.linear}
+CONTENDERS = {"pytorch": F.linear} if suites.CUDA else {"pytorch": F.linear, "cvt_kernels": ck.linear}
 
 
 def make(layer, stage, dtype):
-    """x, weight and bias of ordinary size, and the gradient of the output."""
-    (height, width), channels, class_tokens = timing.stages()[stage]
+    """Returns x, weight and bias of ordinary size, and the gradient of the output."""
+    (height, width), channels, class_tokens = suites.stages()[stage]
     fan_in, fan_out = (factor * channels for factor in LAYERS[layer])
-    rows = timing.batch(), height * width + class_tokens
+    rows = suites.batch(), height * width + class_tokens
     shapes = enumerate(((*rows, fan_in), (fan_out, fan_in), (fan_out,), (*rows, fan_out)))
-    x, weight, bias, dout = (timing.randn(*shape, dtype=dtype, seed=i) for i, shape in shapes)
+    x, weight, bias, dout = (suites.randn(*shape, dtype=dtype, seed=i) for i, shape in shapes)
     return x, weight / fan_in**0.5, bias, dout
 
 
-@pytest.mark.parametrize("dtype", timing.dtypes(), ids=timing.short)
+@pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("stage", timing.stages())
+@pytest.mark.parametrize("stage", suites.stages())
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_linear(benchmark, stage, layer, direction, dtype, name):
     *leaves, dout = make(layer, stage, dtype)
     x, weight, _ = leaves
     douts = [dout] if direction == "forward+backward" else None
     call = CONTENDERS[name]
-    found = timing.results(call, leaves, douts)
+    outputs = suites.results(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [dout.double()]
-    timing.check(found, timing.results(F.linear, leaves, douts), timing.results(F.linear, *exact), dtype)
+    suites.check(outputs, suites.results(F.linear, leaves, douts), suites.results(F.linear, *exact), dtype)
 
     passes = 1 if douts is None else 3
     once = x.nbytes + weight.nbytes + dout.nbytes
-    timing.measure(
+    suites.record(
         benchmark,
-        lambda: timing.results(call, leaves, douts),
+        lambda: suites.results(call, leaves, douts),
         {
             "suite": "linear",
             "case": f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, {direction}",
             "contender": name,
-            "dtype": timing.short(dtype),
+            "dtype": suites.short(dtype),
             "batch": x.shape[0],
             "primitive": ck.linear_primitives()[dtype] if name == "cvt_kernels" else None,
         },

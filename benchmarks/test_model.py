@@ -1,76 +1,99 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
-Hugging Face's model as it is, compiled, and accelerated; ours, compiled, and replayed as a CUDA graph. All
-have the same weights. The time is the wall clock's; for small batches on a GPU most of it is the host's.
+The contenders are those of ``cvt bench``, and ours compiled and replayed as a CUDA graph. The time is the
+wall clock's; for small batches on a GPU most of it is the host's.
 """
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import itertools
-import tempfile
+from typing import NamedTuple
 
 import pytest
-import timing
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model, save_huggingface
-from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt import CvTConfig
+from cvt.commands.bench.contenders import (
+    COMPILED,
+    HUGGINGFACE,
+    build_contender,
+    build_huggingface,
+    build_ours,
+    freezing,
+    logits_of,
+)
+from cvt_kernels import backends, measure
 
-#: Preset, image size and the batches of inference on a CPU, where time is short.
+from . import suites
+
+
+class Measured(NamedTuple):
+    """A model to be measured.
+
+    Attributes:
+        model: A preset, or a configuration.
+        image_size: Pixels of each side.
+        cpu_batches: The batches of inference on a CPU, where time is short; training takes the first.
+    """
+
+    model: str | CvTConfig
+    image_size: int
+    cpu_batches: tuple[int, ...]
+
+
 MODELS = {
-    "cvt_13 at 224": ("cvt_13", 224, (8, 1, 32)),
-    "cvt_21 at 224": ("cvt_21", 224, (8, 1)),
-    "cvt_13 at 384": ("cvt_13", 384, (8, 1)),
-    "cvt_w24 at 384": ("cvt_w24", 384, (1,)),
+    "cvt_13 at 224": Measured("cvt_13", 224, (8, 1, 32)),
+    "cvt_21 at 224": Measured("cvt_21", 224, (8, 1)),
+    "cvt_13 at 384": Measured("cvt_13", 384, (8, 1)),
+    "cvt_w24 at 384": Measured("cvt_w24", 384, (1,)),
 }
-#: What torch.compile makes, which takes long.
-COMPILED = ("compiled", "max_autotune")
 #: Images on which training is checked at most, lest float32 take more memory than there is.
 CHECKED = 32
-if timing.TINY:
+if suites.TINY:
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 2, 3))
-    MODELS = {"small at 64": (small, 64, (2,))}
+    MODELS = {"small at 64": Measured(small, 64, (2,))}
 
 
 def batches(model, training):
-    if timing.CUDA and not timing.TINY:
+    """Returns the batch sizes of a model, what says most first."""
+    if suites.CUDA and not suites.TINY:
         return (256, 32) if training else (256, 32, 1)
-    return MODELS[model][2][:1] if training else MODELS[model][2]
+    return MODELS[model].cpu_batches[:1] if training else MODELS[model].cpu_batches
 
 
 def names(training):
-    """The plain ones, then those that torch.compile takes long for."""
+    """Lists the plain contenders, then those that torch.compile takes long for."""
     theirs = importlib.util.find_spec("transformers") is not None
-    found = ["hugging_face", "accelerated"] if theirs else ["reference"]
-    found.append("cvt")
-    if timing.CUDA and not training:
-        found.append("cvt_graph")
-    if timing.TINY:
-        return found
-    found += ["hugging_face_compiled", "cvt_compiled"] if theirs else ["cvt_compiled"]
-    if timing.CUDA and theirs and not training:
-        found.append("hugging_face_max_autotune")
-    return found
+    plain = ["hf", "accelerate"] if theirs else ["eager"]
+    plain.append("cvt")
+    if suites.CUDA and not training:
+        plain.append("cvt-graph")
+    if suites.TINY:
+        return plain
+    compiled = ["compile", "cvt-compile"] if theirs else ["cvt-compile"]
+    if suites.CUDA and theirs and not training:
+        compiled.append("compile-max")
+    return plain + compiled
 
 
 def cases():
-    """Everything, what says most first in case time runs out."""
+    """Lists everything, what says most first in case time runs out."""
     rows = [
         (model, mode, batch, dtype, name)
         for model, mode in itertools.product(MODELS, ("inference", "training"))
         for batch, dtype, name in itertools.product(
-            batches(model, mode == "training"), timing.dtypes(), names(mode == "training")
+            batches(model, mode == "training"), suites.dtypes(), names(mode == "training")
         )
     ]
 
     def rank(row):
         model, _, batch, _, name = row
-        compiled, first = name.endswith(COMPILED), model == next(iter(MODELS))
+        compiled, first = name in COMPILED, model == next(iter(MODELS))
         if first and not compiled:
             return 0
         if first and batch == batches(model, False)[0]:
@@ -82,56 +105,41 @@ def cases():
 
 @functools.lru_cache(maxsize=1)
 def originals(model):
-    """Ours and, if it is installed, Hugging Face's, both in float32 with the same weights."""
-    preset = MODELS[model][0]
-    ours = create_model(preset, activation="gelu", drop_path_rate=0.0)
-    randomize(ours)
-    if importlib.util.find_spec("transformers") is None:
-        return ours, None
-    from transformers import CvtForImageClassification
-
-    with tempfile.TemporaryDirectory() as scratch:
-        save_huggingface(ours, scratch)
-        return ours, CvtForImageClassification.from_pretrained(scratch)
+    """Returns ours and, if it is installed, Hugging Face's, both in float32 with the same weights."""
+    _, ours = build_ours(MODELS[model].model)
+    theirs = importlib.util.find_spec("transformers") is not None
+    return ours, build_huggingface(ours) if theirs else None
 
 
 def build(model, name, dtype, training):
-    """The contender's module; for training in half precision in float32, since autocast does the rest."""
-    ours, theirs = originals(model)
-    module = copy.deepcopy(ours if name.startswith(("cvt", "reference")) else theirs)
+    """Returns the contender; for training in half precision in float32, since autocast does the rest."""
     if training and dtype != torch.float64:
         dtype = torch.float32
-    module = module.to(timing.DEVICE, dtype).train(training)
-    if name == "accelerated":
-        ck.accelerate(module)
-    options = {"freezing": True} if not timing.CUDA and not training else None
-    if name.endswith("compiled"):
-        return torch.compile(module, dynamic=False, options=options)
-    if name.endswith("max_autotune"):
-        return torch.compile(module, dynamic=False, mode="max-autotune")
-    return module
+    ours, theirs = originals(model)
+    key = "cvt" if name == "cvt-graph" else name
+    module = copy.deepcopy(theirs if key in HUGGINGFACE else ours).to(suites.DEVICE, dtype).train(training)
+    return build_contender(key, module, module)
 
 
 def infer(module, x):
+    """Runs a forward; returns the logits."""
     with torch.inference_mode():
-        outputs = module(x)
-        return getattr(outputs, "logits", outputs)
+        return logits_of(module(x))
 
 
 def step(module, x, labels, dtype):
-    """A training step: the loss, and the gradients of the first and the last parameter."""
+    """Runs a training step; returns the loss, and the gradients of the first and the last parameter."""
     parameters = list(module.parameters())
-    with torch.autocast(timing.DEVICE, dtype, enabled=dtype.itemsize == 2):
-        outputs = module(x)
-        loss = F.cross_entropy(getattr(outputs, "logits", outputs), labels)
+    with torch.autocast(suites.DEVICE, dtype, enabled=dtype.itemsize == 2):
+        loss = F.cross_entropy(logits_of(module(x)), labels)
     gradients = torch.autograd.grad(loss, parameters)
     return loss.detach(), gradients[0], gradients[-1]
 
 
 @functools.cache
 def operations_per_image(model):
-    """Of the forward's products and convolutions."""
-    _, size, _ = MODELS[model]
+    """Counts the operations of the forward's products and convolutions."""
+    size = MODELS[model].image_size
     shadow = copy.deepcopy(originals(model)[0]).to("meta").eval()
     with ck.use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(torch.empty(1, 3, size, size, device="meta"))
@@ -140,71 +148,73 @@ def operations_per_image(model):
 
 @pytest.fixture(autouse=True)
 def _every_kernel():
-    with timing.every_kernel():
+    with suites.every_kernel():
         yield
     torch.compiler.reset()
 
 
 @functools.lru_cache(maxsize=4)
 def plain(model, batch, dtype, training):
-    """What the plain operators make of the same weights: in this dtype, and in the next wider one."""
-    found = []
-    with ck.use_backend("reference"):
-        for kind in (dtype, torch.float64 if dtype == torch.float32 else torch.float32):
-            module = build(model, "reference", kind, training)
-            found.append(run(module, *inputs(model, batch, kind, training), kind))
-    return found
+    """Returns what the plain operators make of the same weights, in this dtype and in the next wider one."""
+    outputs = []
+    for kind in (dtype, torch.float64 if dtype == torch.float32 else torch.float32):
+        eager = build(model, "eager", kind, training)
+        with ck.use_backend(eager.backend):
+            outputs.append(run(eager.model, *inputs(model, batch, kind, training), kind))
+    return outputs
 
 
 def inputs(model, batch, dtype, training):
-    """Images, and labels to train by."""
-    size = MODELS[model][1]
-    few = timing.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
+    """Returns images, and labels to train by."""
+    size = MODELS[model].image_size
+    few = suites.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
     x = few.repeat(-(-batch // CHECKED), 1, 1, 1)[:batch]  # so that the first are the same in every batch
     if training:
-        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=timing.DEVICE) % 1000
+        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=suites.DEVICE) % 1000
     return x.to(dtype), None
 
 
 def run(module, x, labels, dtype):
-    """One forward or training step."""
+    """Runs a forward or a training step."""
     return [infer(module, x)] if labels is None else step(module, x, labels, dtype)
 
 
 @pytest.mark.parametrize(
     ("model", "mode", "batch", "dtype", "name"),
     cases(),
-    ids=lambda value: timing.short(value) if isinstance(value, torch.dtype) else None,
+    ids=lambda value: suites.short(value) if isinstance(value, torch.dtype) else None,
 )
 def test_model(benchmark, model, mode, batch, dtype, name):
     training = mode == "training"
-    backend = "reference" if name == "reference" else "auto"
+    compiling = contextlib.nullcontext()
+    if name in COMPILED and not suites.CUDA and not training:
+        compiling, _ = freezing()
     try:
-        module = build(model, name, dtype, training)
-        call = functools.partial(run, module, *inputs(model, batch, dtype, training), dtype)
-        with ck.use_backend(backend):
+        contender = build(model, name, dtype, training)
+        call = functools.partial(run, contender.model, *inputs(model, batch, dtype, training), dtype)
+        with ck.use_backend(contender.backend), compiling:
             few = min(batch, CHECKED if training else 2)
-            if name.endswith(COMPILED):  # for this batch and no other
+            if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
-                found = call() if training else [logits[:few] for logits in call()]
+                outputs = call() if training else [logits[:few] for logits in call()]
             else:
-                found = run(module, *inputs(model, few, dtype, training), dtype)
-            timing.check(found, *plain(model, few, dtype, training), dtype)
+                outputs = run(contender.model, *inputs(model, few, dtype, training), dtype)
+            suites.check(outputs, *plain(model, few, dtype, training), dtype)
             facts = {
                 "suite": "model",
                 "case": f"{model}, {mode}",
                 "contender": name,
-                "dtype": timing.short(dtype),
+                "dtype": suites.short(dtype),
                 "batch": batch,
             }
-            if not name.startswith("hugging_face"):
-                facts["backends"] = {o: backends.backend_for(o, timing.DEVICE) for o in backends.OPERATORS}
-            if name == "cvt_graph":
-                facts["peak_memory_bytes"] = timing.peak_memory(call)  # a replay allocates nothing
-                call = timing.graphed(call)
+            if contender.backend != "reference":
+                facts["backends"] = {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS}
+            if name == "cvt-graph":
+                facts["peak_memory_bytes"] = suites.peak_memory(call)  # a replay allocates nothing
+                call = measure.graph_replay(call)
                 assert call is not None, "the forward cannot be captured"
             passes = 3 if training else 1
             operations = passes * batch * operations_per_image(model)
-            timing.measure(benchmark, call, facts, operations=operations, host=True)
+            suites.record(benchmark, call, facts, operations=operations, host=True)
     except torch.OutOfMemoryError:
         pytest.skip("out of memory")

@@ -1,6 +1,6 @@
 """Times other launch configurations of the Triton kernels at CvT-13's shapes, and writes the fastest as JSON.
 
-``python benchmarks/tune.py FILE --seconds 300``. Each candidate differs from the configuration that ships in
+``python -m benchmarks.tune FILE --seconds 300``. Each candidate differs from the configuration that ships in
 one field; last comes the combination of the best values. A candidate must give the results of what ships.
 Processes beside this one compile ahead, into Triton's cache. No code is rewritten: that is for the reader.
 """
@@ -8,35 +8,31 @@ Processes beside this one compile ahead, into Triton's cache. No code is rewritt
 import argparse
 import contextlib
 import dataclasses
-import functools
+import importlib
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-import timing
 import torch
 
-from cvt_kernels import machine
-from cvt_kernels.ops.attention import triton as attention_triton
-from cvt_kernels.ops.conv_projection import triton as conv_projection_triton
+from cvt_kernels import machine, measure
+
+from . import suites
 
 SCHEMA = 1
-#: Operator → its module, the function that looks configurations up, and its kernels.
-OPERATORS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "conv_projection": (
-        conv_projection_triton,
-        "_config",
-        ("fwd", "bwd_input", "bwd_conv", "bwd_sums", "stats"),
-    ),
-    "attention": (attention_triton, "configuration", ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv")),
+#: Operator → its kernels that are tuned.
+KERNELS = {
+    "conv_projection": ("fwd", "bwd_input", "bwd_conv", "bwd_sums", "stats"),
+    "attention": ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv"),
 }
-#: Field → values worth trying; what a kernel cannot take it says itself.
+#: Channels of a head, in all of CvT.
+HEAD_DIM = 64
+#: Field → values worth trying; a kernel that cannot take one says so itself.
 VALUES = {
     "pixels": (8, 16, 32),
     "rows": (1, 2, 4),
@@ -59,7 +55,7 @@ class Job(NamedTuple):
 
 
 def neighbours(config: Any) -> list[Any]:
-    """Configurations that differ from ``config`` in one field."""
+    """Returns the configurations that differ from ``config`` in one field."""
     return [
         dataclasses.replace(config, **{field.name: value})
         for field in dataclasses.fields(config)
@@ -69,7 +65,7 @@ def neighbours(config: Any) -> list[Any]:
 
 
 def combination(config: Any, times: dict[Any, float]) -> Any:
-    """The shipped configuration with, of each field, the value of the fastest that was timed."""
+    """Returns the shipped configuration with, of each field, the value of the fastest that was timed."""
     best = {}
     for field in dataclasses.fields(config):
         seconds = {
@@ -82,87 +78,103 @@ def combination(config: Any, times: dict[Any, float]) -> Any:
 
 
 def step(operator: str, stage: str) -> tuple[torch.Tensor, ...]:
-    """A training step on the inputs of the suite: outputs and gradients."""
-    # Not above: other tests have a module of this name too.
+    """Runs a training step on the inputs of the suite; returns outputs and gradients."""
+    # Not above, since the shapes of a suite depend on what main sets.
     if operator == "attention":
-        import test_attention
+        from . import test_attention
 
-        *leaves, dout = test_attention.make(stage, timing.dtypes()[0])
-        return timing.results(test_attention.contender("triton", leaves[0]), leaves, [dout])
-    import test_conv_projection
+        *leaves, dout = test_attention.make(stage, suites.dtypes()[0])
+        return suites.results(test_attention.contender("triton", leaves[0]), leaves, [dout])
+    from . import test_conv_projection
 
-    setting = test_conv_projection.setting(stage, timing.dtypes()[0])
+    setting = test_conv_projection.setting(stage, suites.dtypes()[0])
     x, _, branches = setting
     call = test_conv_projection.contender("triton", *setting[1:], True)
     leaves = test_conv_projection.leaves_of(x, branches)
-    return timing.results(call, leaves, test_conv_projection.gradients(*setting))
+    return suites.results(call, leaves, test_conv_projection.gradients(*setting))
 
 
-def work(job: Job, candidate: Any, launch: Any) -> tuple[torch.Tensor, ...]:
-    """The step with a candidate for one kernel; what would be launched goes to ``launch``."""
-    module, lookup, _ = OPERATORS[job.operator]
-    original = getattr(module, lookup)
+def configuration_module(operator: str) -> Any:
+    """Returns the module of an operator that has the configurations of its kernels."""
+    return importlib.import_module(f"cvt_kernels.ops.{operator}.triton.common")
 
-    def configure(kernel: str, *arguments: Any) -> Any:
-        return candidate if kernel == job.kernel else original(kernel, *arguments)
 
-    with mock.patch.object(module, lookup, configure), mock.patch.object(machine, "launch", launch):
-        return step(job.operator, job.stage)
+def shipped_configuration(operator: str, kernel: str) -> Any:
+    """Returns the configuration that ships for a kernel on this machine."""
+    capability = machine.chip(torch.empty(0, device=suites.DEVICE).device).capability
+    if operator == "attention":
+        return configuration_module(operator).configuration(
+            kernel, HEAD_DIM, suites.dtypes()[0].itemsize, capability
+        )
+    return configuration_module(operator).configuration(kernel, capability)
 
 
 def shipped(operator: str, stage: str) -> dict[str, Any]:
-    """Kernel → the configuration that a step looks up for it."""
-    module, lookup, kernels = OPERATORS[operator]
-    original, found = getattr(module, lookup), {}
+    """Returns the configurations of the kernels that a step launches."""
+    launched: list[machine.Launch] = []
 
-    def configure(kernel: str, *arguments: Any) -> Any:
-        found[kernel] = original(kernel, *arguments)
-        return found[kernel]
+    def note(launch: machine.Launch) -> None:
+        launched.append(launch)
+        launch.start()
 
-    with mock.patch.object(module, lookup, configure):
+    with machine.intercepted_launches(note):
         step(operator, stage)
-    return {kernel: found[kernel] for kernel in kernels if kernel in found}
+    return {
+        kernel: shipped_configuration(operator, kernel)
+        for kernel in KERNELS[operator]
+        if any(is_of(Job(operator, stage, kernel), launch) for launch in launched)
+    }
+
+
+def is_of(job: Job, launch: machine.Launch) -> bool:
+    """Returns whether a launch is of the kernel that a job is about."""
+    return launch.kernel.__name__ == f"_{job.operator}_{job.kernel}_kernel"
+
+
+def work(job: Job, candidate: Any, take: Callable[[machine.Launch], Any]) -> tuple[torch.Tensor, ...]:
+    """Runs the step with a candidate for one kernel; ``take`` gets the launches instead of the GPU."""
+    with (
+        configuration_module(job.operator).overridden(job.kernel, candidate),
+        machine.intercepted_launches(take),
+    ):
+        return step(job.operator, job.stage)
 
 
 def compile_ahead(job: Job, candidate: Any) -> None:
     """Compiles a candidate into Triton's cache, and launches nothing."""
 
-    def compile_only(kernel: Any, grid: Any, *args: Any, config: Any, **constants: Any) -> None:
-        if is_of(job, kernel):
-            kernel.warmup(*args, grid=grid, **constants, **config.options)
+    def compile_only(launch: machine.Launch) -> None:
+        if is_of(job, launch):
+            launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
     work(job, candidate, compile_only)
 
 
-def is_of(job: Job, kernel: Any) -> bool:
-    """Whether a kernel is the one that a job is about."""
-    return kernel.__name__ == f"_{job.operator}_{job.kernel}_kernel"
-
-
 def seconds_of(job: Job, candidate: Any, expected: tuple[torch.Tensor, ...]) -> float:
-    """Of the kernel alone.
+    """Returns the seconds of the kernel alone.
 
     Raises:
         ValueError: It is not launched at all, or the results are others.
     """
-    launches = []
+    launches: list[machine.Launch] = []
 
-    def note(kernel: Any, *args: Any, original: Any = machine.launch, **keywords: Any) -> None:
-        original(kernel, *args, **keywords)
-        if is_of(job, kernel):
-            launches.append(functools.partial(original, kernel, *args, **keywords))
+    def note(launch: machine.Launch) -> None:
+        launch.start()
+        if is_of(job, launch):
+            launches.append(launch)
 
-    found = work(job, candidate, note)
+    outputs = work(job, candidate, note)
     if not launches:
         raise ValueError("is not launched with this configuration")
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(outputs, expected, strict=True):
         if not (ours - theirs).abs().max() <= 0.02 * theirs.abs().max():  # nor NaN
             raise ValueError("computes something else")
-    return sum(timing.fastest(launch, rounds=2 if timing.TINY else 20) for launch in launches)
+    rounds = 2 if suites.TINY else 20
+    return sum(measure.fastest(launch.start, suites.DEVICE, rounds) for launch in launches)
 
 
 def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> dict[str, Any]:
-    """The entry of one kernel and shape; what time did not suffice for is missing from it."""
+    """Returns the entry of one kernel and shape; what time did not suffice for is missing from it."""
     expected = step(job.operator, job.stage)
     times: dict[Any, float] = {}
     errors: dict[Any, str] = {}
@@ -195,27 +207,27 @@ def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> di
 
 def main() -> None:
     """Tunes kernel by kernel; the file holds what is done so far."""
-    parser = argparse.ArgumentParser(prog="benchmarks/tune.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
-    timing.TINY = options.tiny
+    suites.TINY = options.tiny
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "device": timing.device_name(),
-        "batch": timing.batch(),
-        "dtype": timing.short(timing.dtypes()[0]),
+        "device": suites.device_name(),
+        "batch": suites.batch(),
+        "dtype": suites.short(suites.dtypes()[0]),
         "kernels": [],
     }
-    stages = list(reversed(timing.stages()))  # the last has most of the blocks
-    if timing.TINY:
+    stages = list(reversed(suites.stages()))  # the last has most of the blocks
+    if suites.TINY:
         stages = stages[:1]
     configs = {
         Job(operator, stage, kernel): config
         for stage in stages
-        for operator in OPERATORS
+        for operator in KERNELS
         for kernel, config in shipped(operator, stage).items()
     }
     with ahead_of_time(configs) as futures:
@@ -232,7 +244,7 @@ def main() -> None:
 def ahead_of_time(configs: dict[Job, Any]) -> Iterator[dict[Job, dict[Any, Future]]]:
     """Compiles all neighbours meanwhile, if this machine has a GPU to compile for and processors to spare."""
     workers = min(8, (os.cpu_count() or 1) - 1)
-    if not timing.CUDA or workers < 1:
+    if not suites.CUDA or workers < 1:
         yield {}
         return
     context = multiprocessing.get_context("spawn")
@@ -247,7 +259,7 @@ def ahead_of_time(configs: dict[Job, Any]) -> Iterator[dict[Job, dict[Any, Futur
 
 
 def line(entry: dict[str, Any]) -> str:
-    """For whoever watches."""
+    """Returns a line about an entry."""
     name = f"{entry['operator']} {entry['kernel']}, {entry['stage']}"
     if entry["best"] is None or "microseconds" not in entry["shipped"]:
         return f"{name}: nothing was timed"

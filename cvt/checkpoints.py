@@ -1,4 +1,4 @@
-"""Reading and writing weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors``, and what we trained.
+"""Reading and writing of weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors`` and our own.
 
 Our parameter names are Microsoft's; Hugging Face holds the same tensors under names of its own. Files are
 read without running code from them, and a model is changed only once everything is known to fit.
@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .config import PRESETS, CvTConfig
-from .files import filling
+from .files import filling, write_json
+from .model import CvT, CvTFeatures
 
 _PathLike = str | os.PathLike[str]
 
@@ -73,29 +74,17 @@ _HF_ARCHITECTURE = (
 )
 
 
-class CvTModule(Protocol):
-    """What this file needs of a model; ``cvt.model`` imports this file, not the other way round."""
-
-    config: CvTConfig
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """As ``nn.Module.state_dict``."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """As ``nn.Module.load_state_dict``."""
-
-
 class CheckpointError(ValueError):
     """A file is not a checkpoint that can be read, or not one of this model."""
 
 
 class ModelCard(NamedTuple):
-    """What a model is and how it wants its images, as ``cvt train`` writes it beside the weights.
+    """The description of a model and of its images that ``cvt train`` writes beside the weights.
 
     Attributes:
         config: The architecture.
         labels: Class names.
-        image_size: Pixels of each side, as in :func:`cvt.data.preprocess`.
+        image_size: Pixels of each side, as in :func:`cvt.images.preprocess`.
         crop_fraction: Likewise.
     """
 
@@ -105,12 +94,12 @@ class ModelCard(NamedTuple):
     crop_fraction: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, which ``torch.load(weights_only=True)`` reads."""
+        """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
         return {**self._asdict(), "config": dataclasses.asdict(self.config)}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> ModelCard:
-        """What :meth:`to_dict` gave."""
+        """Builds a card from what :meth:`to_dict` returned."""
         card = cls(**{**content, "config": CvTConfig(**content["config"])})
         if len(card.labels) != card.config.num_classes:
             raise ValueError(f"got {len(card.labels)} labels for {card.config.num_classes} classes")
@@ -118,7 +107,7 @@ class ModelCard(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Weights as read from a file, under our names.
+    """The weights of a file, under our names.
 
     Attributes:
         path: Where they come from.
@@ -134,13 +123,13 @@ class Checkpoint(NamedTuple):
 
     @property
     def num_classes(self) -> int | None:
-        """Outputs of the head, or None if there is no head."""
+        """The number of outputs of the head, or None if there is no head."""
         head = self.tensors.get("head.weight")
         return None if head is None or head.ndim != 2 else head.shape[0]
 
     @property
     def labels(self) -> list[str] | None:
-        """Class names, if the checkpoint has one for each class."""
+        """The class names, or None if the checkpoint does not have one for each class."""
         if self.card is not None:
             return self.card.labels
         id2label = (self.hf_config or {}).get("id2label")
@@ -158,7 +147,7 @@ class Checkpoint(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """What :func:`load_checkpoint` did besides copying tensors.
+    """The report of :func:`load_checkpoint` on what it did besides copying tensors.
 
     Attributes:
         head_replaced: The number of classes differed, so the model kept a head of its own.
@@ -204,7 +193,7 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
     return Checkpoint(str(path), tensors, hf_config, card)
 
 
-def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> LoadReport:
+def load_checkpoint(model: CvT | CvTFeatures, checkpoint: _PathLike | Checkpoint) -> LoadReport:
     """Loads weights into a ``CvT`` or ``CvTFeatures``; every parameter and buffer must be there and fit.
 
     A head for another number of classes is not loaded: the model's own stays as it is, with a warning.
@@ -236,7 +225,7 @@ def load_checkpoint(model: CvTModule, checkpoint: _PathLike | Checkpoint) -> Loa
     return LoadReport(head_replaced, unused)
 
 
-def save_huggingface(model: CvTModule, directory: _PathLike, *, labels: Sequence[str] | None = None) -> None:
+def save_huggingface(model: CvT, directory: _PathLike, *, labels: Sequence[str] | None = None) -> None:
     """Writes a ``CvT`` as a directory that ``CvtForImageClassification.from_pretrained`` loads.
 
     Warns if the activation is not exact GELU, the only one that Hugging Face's model has: its outputs differ.
@@ -270,11 +259,11 @@ def save_huggingface(model: CvTModule, directory: _PathLike, *, labels: Sequence
     directory.mkdir(parents=True, exist_ok=True)
     with filling(directory) as scratch:
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        (scratch / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+        write_json(scratch / "config.json", hf_config, indent=2)
 
 
 def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """``config`` in the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
+    """Returns the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
 
     Raises:
         TypeError: If ``labels`` are not strings.
@@ -324,9 +313,9 @@ def _check_expressible(config: CvTConfig) -> None:
         # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
         "stage of so few blocks": any(depth <= i for i, depth in enumerate(config.depths)),
     }
-    found = [obstacle for obstacle, present in obstacles.items() if present]
-    if found:
-        raise ValueError(f"model: Hugging Face's CvT has no {', no '.join(found)}")
+    present = [obstacle for obstacle, is_present in obstacles.items() if is_present]
+    if present:
+        raise ValueError(f"model: Hugging Face's CvT has no {', no '.join(present)}")
 
 
 # Names ----------------------------------------------------------------------------------------------------
@@ -358,7 +347,7 @@ def _to_huggingface(name: str) -> str:
 
 
 def _from_huggingface(name: str) -> str:
-    """Hugging Face's name to ours, with or without the prefix of the base model; another name stays."""
+    """Translates a name of Hugging Face, with or without the base model's prefix; another name stays."""
     if name.startswith("encoder.stages."):
         name = "cvt." + name
     return _translate(name, _HF_TO_OURS) or name
@@ -427,7 +416,7 @@ def _card(content: Any, path: Path) -> ModelCard | None:
 
 
 def load_pickle(path: Path) -> Any:
-    """What ``torch.save`` wrote, onto the CPU, without running code from it.
+    """Reads what ``torch.save`` wrote, onto the CPU, without running code from it.
 
     Raises:
         CheckpointError: The file is damaged, or holds pickled code.
@@ -448,7 +437,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """The mapping of names to tensors inside ``content``, without wrappers' prefixes."""
+    """Returns the mapping of names to tensors inside ``content``, without wrappers' prefixes."""
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -483,14 +472,16 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mappi
     reshaped = [
         f"{name} {tuple(t.shape)} for {tuple(o.shape)}" for name, t, o in common if t.shape != o.shape
     ]
-    unreadable = [f"{name}, {t.dtype} {t.layout} on {t.device}" for name, t, o in common if not _copies(t, o)]
+    of_other_kind = [
+        f"{name}, {t.dtype} {t.layout} on {t.device}" for name, t, o in common if not _is_copyable(t, o)
+    ]
     problems = [
         f"{len(names)} {what} (first: {names[0]})"
         for what, names in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("of another shape", reshaped),
-            ("of another kind", unreadable),
+            ("of another kind", of_other_kind),
         )
         if names
     ]
@@ -499,15 +490,15 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mappi
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {', '.join(problems)}{guess}")
 
 
-def _copies(source: Tensor, target: Tensor) -> bool:
-    """Whether ``target.copy_(source)`` keeps the values, but for rounding."""
-    same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
-    dense = source.layout == torch.strided and not source.is_quantized
-    return same_kind and dense and not source.is_meta and not target.is_meta
+def _is_copyable(source: Tensor, target: Tensor) -> bool:
+    """Tells whether ``target.copy_(source)`` keeps the values, but for rounding."""
+    is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
+    is_dense = source.layout == torch.strided and not source.is_quantized
+    return is_same_kind and is_dense and not source.is_meta and not target.is_meta
 
 
 def _check_hf_config(checkpoint: Checkpoint, config: CvTConfig) -> None:
-    """Strides, heads and the like leave no trace in the shapes, so compare them too."""
+    """Compares strides, heads and the like, which leave no trace in the shapes."""
     if checkpoint.hf_config is None:
         return
     model_type = checkpoint.hf_config.get("model_type")
@@ -515,8 +506,8 @@ def _check_hf_config(checkpoint: Checkpoint, config: CvTConfig) -> None:
         raise CheckpointError(f"{checkpoint.path}: is a model of type {model_type!r}, expected 'cvt'")
     expected, defaults = huggingface_config(config), huggingface_config(PRESETS["cvt_13"])
     for field in _HF_ARCHITECTURE:
-        found = checkpoint.hf_config.get(field, defaults[field])
-        if found != expected[field]:
+        value = checkpoint.hf_config.get(field, defaults[field])
+        if value != expected[field]:
             raise CheckpointError(
-                f"{checkpoint.path}: config.json has {field} {found}, this model {expected[field]}"
+                f"{checkpoint.path}: config.json has {field} {value}, this model {expected[field]}"
             )

@@ -1,4 +1,4 @@
-"""What a CvT is made of: frozen dataclasses, and the three models of the paper as a table.
+"""The configuration of a CvT as frozen dataclasses, and the three models of the paper as a table.
 
 Source: Wu et al. 2021, "CvT: Introducing Convolutions to Vision Transformers", table 2, and the experiment
 files of Microsoft's repository.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 ACTIVATIONS = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
 SCALES = ("embed_dim", "head_dim")
@@ -17,29 +17,38 @@ POOLS = ("cls", "avg")
 EMBED_NORMS = ("layer_norm", "batch_layer_norm")
 DROP_PATH_SCHEDULES = ("stage", "depth", "constant")
 
-# Field → (type of one value, smallest value, values must be below) of the fields with one value per stage.
-_PER_STAGE: dict[str, tuple[type, float, float]] = {
-    "embed_dims": (int, 1, math.inf),
-    "depths": (int, 1, math.inf),
-    "num_heads": (int, 1, math.inf),
-    "patch_sizes": (int, 1, math.inf),
-    "patch_strides": (int, 1, math.inf),
-    "patch_paddings": (int, 0, math.inf),
-    "mlp_ratio": (float, 0, math.inf),
-    "qkv_bias": (bool, 0, 2),
-    "kernel_size": (int, 1, math.inf),
-    "stride_q": (int, 1, math.inf),
-    "stride_kv": (int, 1, math.inf),
-    "cls_token": (bool, 0, 2),
-    "drop_rate": (float, 0, 1),
-    "attn_drop_rate": (float, 0, 1),
-    "drop_path_rate": (float, 0, 1),
+
+class _Limits(NamedTuple):
+    """The type of a number, its smallest value, and what it must be below."""
+
+    kind: type
+    least: float
+    below: float
+
+
+# The fields with one value per stage.
+_PER_STAGE = {
+    "embed_dims": _Limits(int, 1, math.inf),
+    "depths": _Limits(int, 1, math.inf),
+    "num_heads": _Limits(int, 1, math.inf),
+    "patch_sizes": _Limits(int, 1, math.inf),
+    "patch_strides": _Limits(int, 1, math.inf),
+    "patch_paddings": _Limits(int, 0, math.inf),
+    "mlp_ratio": _Limits(float, 0, math.inf),
+    "qkv_bias": _Limits(bool, 0, 2),
+    "kernel_size": _Limits(int, 1, math.inf),
+    "stride_q": _Limits(int, 1, math.inf),
+    "stride_kv": _Limits(int, 1, math.inf),
+    "cls_token": _Limits(bool, 0, 2),
+    "drop_rate": _Limits(float, 0, 1),
+    "attn_drop_rate": _Limits(float, 0, 1),
+    "drop_path_rate": _Limits(float, 0, 1),
 }
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage of a CvT; the fields are those of :class:`CvTConfig`, for this stage."""
+    """The configuration of one stage; the fields are those of :class:`CvTConfig`, for this stage."""
 
     in_chans: int
     embed_dim: int
@@ -64,7 +73,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class CvTConfig:
-    """A whole CvT. Fields typed as tuples have one value per stage; a single value serves every stage.
+    """The configuration of a CvT. Tuples have one value per stage; a single value serves every stage.
 
     The defaults are CvT-13, as Microsoft published it.
 
@@ -165,7 +174,7 @@ class CvTConfig:
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """The configuration of each stage."""
+        """The configurations of the stages, first stage first."""
         return tuple(self._stage(i) for i in range(len(self.embed_dims)))
 
     def _stage(self, i: int) -> StageConfig:
@@ -203,7 +212,7 @@ class CvTConfig:
 
 
 def _ramp(last: float, count: int) -> tuple[float, ...]:
-    """``count`` equally spaced values from 0 to ``last``; a single value is 0, as torch.linspace gives."""
+    """Returns ``count`` equally spaced values from 0 to ``last``; a single one is 0, as in torch.linspace."""
     return tuple(last * j / max(count - 1, 1) for j in range(count))
 
 
@@ -239,7 +248,7 @@ PRESETS: dict[str, CvTConfig] = {
 
 
 def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:
-    """The preset of that name (or the configuration itself) with some fields replaced.
+    """Returns the preset of that name (or the configuration itself) with some fields replaced.
 
     Raises:
         TypeError: An override that is not a field, or of the wrong type.

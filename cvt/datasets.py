@@ -1,4 +1,4 @@
-"""Data sets of labelled images, and batches of them."""
+"""Data sets of labeled images, and batches of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Image = str | os.PathLike[str] | Image.Image
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """The train transform up to batches: random resized crop (Szegedy et al. 2015), then a flip.
+    """The random part of training's transform: a resized crop (Szegedy et al. 2015), then a flip.
 
     Attributes:
         min_scale: The crop has at least this part of the image's area.
@@ -39,7 +39,7 @@ class RandomCrop:
     flip: float = 0.5
 
     def box(self, width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the crop; the largest central one if ten draws do not fit."""
+        """Draws the crop: left, top, right and bottom; the largest central one if ten draws do not fit."""
         for _ in range(10):
             area = width * height * rng.uniform(self.min_scale, 1)
             ratio = math.exp(rng.uniform(-math.log(self.ratio), math.log(self.ratio)))
@@ -53,7 +53,7 @@ class RandomCrop:
         return left, top, left + w, top + h
 
     def __call__(self, image: Image.Image, image_size: int, rng: np.random.Generator) -> Tensor:
-        """RGB of any size to uint8 (3, image_size, image_size)."""
+        """Crops an RGB image of any size to uint8 (3, image_size, image_size)."""
         box = self.box(*image.size, rng)
         image = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
         if rng.random() < self.flip:
@@ -62,7 +62,7 @@ class RandomCrop:
 
 
 class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
-    """Labelled images, as the tensors that a model is trained or evaluated on.
+    """Labeled images, as the tensors that a model is trained or evaluated on.
 
     An image that cannot be used comes as the exception that says why; :class:`Batches` deals with it.
 
@@ -76,7 +76,7 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
             the image only, not on the number of workers or processes.
 
     Attributes:
-        epoch: Of the random numbers; set by :class:`Batches`.
+        epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
         seed: Likewise.
 
     Raises:
@@ -131,7 +131,7 @@ def open_dataset(
     crop_fraction: float | None = None,
     random_crop: RandomCrop | None = None,
 ) -> ImageDataset:
-    """Opens a data set.
+    """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
     Args:
         source: ``"digits"``, the 1797 scanned digits of scikit-learn, every fifth of which is held out; or
@@ -165,7 +165,7 @@ def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
 
 
 def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
-    """Every file below a class folder is an image of that class, but for hidden files; sorted by name."""
+    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
@@ -188,7 +188,7 @@ def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]
 
 
 class Batches:
-    """One process' share of a data set, in batches.
+    """The batches of one process' share of a data set.
 
     With ``shuffle`` the order depends on seed and epoch only, each process gets as many images, and what does
     not fill a batch (of all processes together) is left out. Otherwise every image comes exactly once.
@@ -256,7 +256,7 @@ class Batches:
             self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of images (B, 3, H, W), uint8 if cropped at random, else normalised, and labels (B,)."""
+        """Yields images (B, 3, H, W), uint8 if cropped at random, else normalized, and labels (B,)."""
         for images, labels, errors in self._loader:
             for error in errors:
                 if self._corrupt == "error":

@@ -1,4 +1,4 @@
-"""``create_model``, which builds a CvT with weights, and ``randomize``, which makes up weights."""
+"""Construction of a CvT with weights from a checkpoint (``create_model``) or made up (``randomize``)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def create_model(
     Args:
         model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`.
         checkpoint: What :func:`load_checkpoint` reads. A model given by name and without ``num_classes`` gets
-            as many classes as the checkpoint has; with another number, its head is left freshly initialised.
+            as many classes as the checkpoint has; with another number, its head is left freshly initialized.
             Weights of a Hugging Face directory run the preset's activation too, with a warning, unless
             ``activation`` is given.
         features_only: Build a :class:`CvTFeatures` instead of a classifier.
@@ -94,7 +94,7 @@ def create_model(
 def randomize(model: nn.Module, seed: int = SEED) -> None:
     """Fills a model with reproducible weights whose every parameter and statistic matters to the output.
 
-    A freshly initialised model has biases of 0, norms of 1 and logits that hardly depend on the image, which
+    A freshly initialized model has biases of 0, norms of 1 and logits that hardly depend on the image, which
     would hide errors.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Photographs, read as a person sees them and made into the tensors that CvT takes; class names."""
+"""Reading of photographs, their transform to the tensors that CvT takes, and class names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 CROP_FRACTION = 0.875
 #: From this size on the official evaluation resizes to the square instead of cropping one.
 UNCROPPED_SIZE = 384
-
 
 _EXIF_ORIENTATION = 0x0112
 #: EXIF orientation → what turns the stored picture upright.
@@ -70,7 +69,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """16-bit grayscale to 8 bits, with alpha where one value stands for transparent."""
+    """Converts 16-bit grayscale to 8 bits, with alpha where one value stands for transparent."""
     values = np.asarray(image)
     gray = Image.fromarray((values / 257).round().astype(np.uint8))
     transparent = image.info.get("transparency")
@@ -84,9 +83,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 def preprocess(
     image: Image.Image, image_size: int = 224, *, crop_fraction: float | None = None, upscale: bool = False
 ) -> Tensor:
-    """The evaluation transform of Microsoft's CvT: resize, centre crop, normalise.
+    """Resizes, crops and normalizes an image as the evaluation of Microsoft's CvT does.
 
-    Below 384 the shorter side is resized to ``image_size / 0.875`` (256 for 224) and the centre is cropped;
+    Below 384 the shorter side is resized to ``image_size / 0.875`` (256 for 224) and the center is cropped;
     from 384 on the whole image is resized to the square. Bicubic; ImageNet's mean and standard deviation.
 
     Args:
@@ -110,21 +109,21 @@ def preprocess(
         image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
     else:
         shorter = int(image_size / crop_fraction)
-        size = [int(shorter * side / min(width, height)) for side in (width, height)]
-        image = image.resize((size[0], size[1]), Image.Resampling.BICUBIC)
-        left, top = (round((side - image_size) / 2) for side in size)
+        width, height = (int(shorter * side / min(width, height)) for side in (width, height))
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        left, top = (round((side - image_size) / 2) for side in (width, height))
         image = image.crop((left, top, left + image_size, top + image_size))
     return normalize(to_tensor(image) / 255)
 
 
 def normalize(pixels: Tensor) -> Tensor:
-    """Pixels (..., 3, H, W) from 0 to 1, less ImageNet's mean, over its standard deviation."""
+    """Returns pixels (..., 3, H, W) from 0 to 1, less ImageNet's mean, over its standard deviation."""
     mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return (pixels - mean) / std
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """RGB to uint8 (3, H, W)."""
+    """Returns an RGB image as uint8 (3, H, W)."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 

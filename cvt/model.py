@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import cvt_kernels as ck
 from cvt_kernels.checks import autocast_enabled
+from cvt_kernels.ops.conv_projection.modules import project
 
 from .config import CvTConfig, StageConfig
 
@@ -22,14 +23,14 @@ Grid = tuple[int, int]
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dimension, computed by ``cvt_kernels.layer_norm``."""
+    """An ``nn.LayerNorm`` over the last dimension, computed by ``cvt_kernels.layer_norm``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ck.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, computed by ``cvt_kernels.linear``."""
+    """An ``nn.Linear``, computed by ``cvt_kernels.linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ck.linear(x, self.weight, self.bias)
@@ -64,7 +65,7 @@ class LayerScale(nn.Module):
 
 
 class ConvEmbed(nn.Module):
-    """Convolutional token embedding (section 3.1): images (B, C, H, W) to normalised tokens."""
+    """The convolutional token embedding (section 3.1), from images (B, C, H, W) to normalized tokens."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -88,7 +89,7 @@ class ConvEmbed(nn.Module):
 
 
 class ConvProjection(nn.Module):
-    """Parameters of one branch of the convolutional projection; ``Attention`` computes all three."""
+    """The parameters of one branch of the convolutional projection; ``Attention`` computes all three."""
 
     def __init__(self, dim: int, kernel_size: int, stride: int):
         super().__init__()
@@ -97,7 +98,7 @@ class ConvProjection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Convolutional projection (section 3.2) and multi-head attention."""
+    """Multi-head attention behind convolutional projections (section 3.2)."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -115,7 +116,8 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        q, k, v = self._project(x, grid)
+        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
+        q, k, v = project(x, grid, [(branch.conv, branch.bn) for branch in branches])
         q, k, v = (
             linear(t).unflatten(2, (self.num_heads, -1))
             for linear, t in ((self.proj_q, q), (self.proj_k, k), (self.proj_v, v))
@@ -124,22 +126,9 @@ class Attention(nn.Module):
         out = ck.attention(q, k, v, scale=self.scale, dropout_p=dropout_p)
         return self.proj_drop(self.proj(out.flatten(2)))
 
-    def _project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """The inputs of the three linear layers: BatchNorm(depthwise convolution) of ``x``."""
-        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
-        convs = [ck.ConvBatchNorm.from_modules(branch.conv, branch.bn) for branch in branches]
-        modes = [branch.bn.training for branch in branches]
-        if len(set(modes)) == 1:
-            return ck.conv_projection(x, grid, convs, training=modes[0])
-        # Somebody froze only some of the three.
-        return tuple(
-            ck.conv_projection(x, grid, [conv], training=mode)[0]
-            for conv, mode in zip(convs, modes, strict=True)
-        )
-
 
 class Mlp(nn.Module):
-    """Linear, GELU, linear."""
+    """A linear layer, GELU, and a linear layer back to the width of the stage."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -155,7 +144,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with convolutional projections."""
+    """A pre-norm transformer block with convolutional projections."""
 
     def __init__(self, config: StageConfig, drop_path_rate: float):
         super().__init__()
@@ -181,7 +170,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Token embedding and blocks; upstream ``VisionTransformer``."""
+    """A token embedding and its blocks; Microsoft's ``VisionTransformer``."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -192,7 +181,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(Block(config, rate) for rate in config.drop_path_rates)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Grid]:
-        """Image or feature map (B, C, H, W) to tokens (B, T, C) and their grid."""
+        """Turns images or feature maps (B, C, H, W) into tokens (B, T, C) and their grid."""
         x, grid = self.patch_embed(image)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
@@ -203,23 +192,23 @@ class Stage(nn.Module):
 
 
 class FeatureInfo(list[dict[str, Any]]):
-    """One ``dict(num_chs, reduction, module)`` per feature map, as in timm."""
+    """A list of one ``dict(num_chs, reduction, module)`` per feature map, as in timm."""
 
     def channels(self) -> list[int]:
-        """Channels of each map."""
+        """Returns the channels of each map."""
         return [info["num_chs"] for info in self]
 
     def reduction(self) -> list[int]:
-        """Stride of each map with respect to the image."""
+        """Returns the stride of each map with respect to the image."""
         return [info["reduction"] for info in self]
 
     def module_name(self) -> list[str]:
-        """The module that makes each map."""
+        """Returns the name of the module that makes each map."""
         return [info["module"] for info in self]
 
 
 class _Stages(nn.Module):
-    """``stage0``, ``stage1``, … of a configuration: what the classifier and the feature extractor share."""
+    """The stages ``stage0``, ``stage1``, … of a classifier or a feature extractor."""
 
     def __init__(self, config: CvTConfig, count: int):
         super().__init__()
@@ -277,15 +266,15 @@ class _Stages(nn.Module):
                 )
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay should leave alone, besides biases and norms."""
+        """Returns the names of parameters that weight decay should leave alone, besides biases and norms."""
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
 
 class CvT(_Stages):
-    """CvT with a classification head.
+    """A CvT with a classification head.
 
     Args:
-        config: What to build; ``create_model`` has the names of the paper.
+        config: The sizes and choices; ``create_model`` has them by the names of the paper.
 
     Attributes:
         config: The configuration as it stands (``reset_classifier`` replaces it).
@@ -311,18 +300,18 @@ class CvT(_Stages):
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the head; 0 for none."""
+        """The number of outputs of the head; 0 for none."""
         return self.config.num_classes
 
     def _build_head(self, num_classes: int) -> nn.Module:
         return nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
 
     def get_classifier(self) -> nn.Module:
-        """The head: ``nn.Linear``, or ``nn.Identity`` for ``num_classes=0``."""
+        """Returns the head: ``nn.Linear``, or ``nn.Identity`` for ``num_classes=0``."""
         return self.head
 
     def reset_classifier(self, num_classes: int, pool: str | None = None) -> None:
-        """Replaces the head by a freshly initialised one, on the same device and of the same dtype.
+        """Replaces the head by a freshly initialized one, on the same device and of the same dtype.
 
         Args:
             num_classes: Outputs of the new head; 0 for none.
@@ -337,7 +326,7 @@ class CvT(_Stages):
         self.head.apply(_init_weights)
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Images to the normalised tokens of the last stage, (B, T, C), class token first if there is one."""
+        """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""
         self._check_images(images)
         for stage in self._built_stages():
             tokens, grid = stage(images)
@@ -345,7 +334,7 @@ class CvT(_Stages):
         return self.norm(tokens)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens of ``forward_features`` to logits; with ``pre_logits`` to what the head would read."""
+        """Turns the tokens of ``forward_features`` into logits, with ``pre_logits`` into the head's input."""
         if self.config.pool == "cls":
             pooled = tokens[:, 0]
         else:
@@ -357,19 +346,20 @@ class CvT(_Stages):
 
 
 class CvTFeatures(_Stages):
-    """The stages of a CvT as a backbone: images to a list of feature maps (B, C, H, W).
+    """The stages of a CvT as a backbone, from images to a list of feature maps (B, C, H, W).
 
     Parameter names are those of :class:`CvT`; stages after the last requested one are not built.
 
     Args:
-        config: What to build.
+        config: The sizes and choices.
         out_indices: The stages whose maps are returned, in this order; negative ones count from the end.
 
     Attributes:
         feature_info: Channels and reduction of each returned map, as in timm.
 
     Raises:
-        ValueError: If an index is out of range or there is none.
+        TypeError: ``out_indices`` is no tuple or list of integers.
+        ValueError: An index is out of range, or there is none.
     """
 
     def __init__(self, config: CvTConfig, out_indices: Sequence[int] | None = None):
@@ -395,14 +385,14 @@ class CvTFeatures(_Stages):
 
 
 def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
-    """Tokens (B, T, C) to their map (B, C, H, W), a channels-last view without the class token."""
+    """Returns the map (B, C, H, W) of tokens (B, T, C), a channels-last view without the class token."""
     height, width = grid
     spatial = tokens[:, tokens.shape[1] - height * width :]
     return spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Microsoft's ``trunc_norm`` initialisation; convolutions and norms keep PyTorch's own."""
+    """Applies Microsoft's ``trunc_norm`` initialization; convolutions and norms keep PyTorch's own."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

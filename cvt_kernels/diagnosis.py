@@ -1,4 +1,4 @@
-"""What is installed on this machine, which backend serves each operator, and why not another: for people."""
+"""A report for people: what is installed here, which backend serves each operator, and why not another."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -227,30 +227,47 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     options: dict[str, int]
 
+    def start(self) -> None:
+        """Starts it on the current GPU and stream."""
+        self.kernel[self.grid](**self.arguments, **self.options)
 
-class _Recording(NamedTuple):
-    chip: Chip
-    launches: list[Launch]
+
+class _Interception(NamedTuple):
+    chip: Chip | None
+    take: Callable[[Launch], Any]
 
 
-_recording: _Recording | None = None
+_interception: _Interception | None = None
 
 
 @contextlib.contextmanager
 def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
     """Lists a block's launches of Triton kernels, planned for ``chip``, instead of starting them."""
-    global _recording
-    previous, _recording = _recording, _Recording(chip, [])
+    launches: list[Launch] = []
+    with intercepted_launches(launches.append, chip):
+        yield launches
+
+
+@contextlib.contextmanager
+def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None) -> Iterator[None]:
+    """Gives a block's launches of Triton kernels to ``take`` instead of starting them.
+
+    Args:
+        take: Is called with each launch, and may start it.
+        chip: The GPU that the launches are planned for; None for the one that there is.
+    """
+    global _interception
+    previous, _interception = _interception, _Interception(chip, take)
     try:
-        yield _recording.launches
+        yield
     finally:
-        _recording = previous
+        _interception = previous
 
 
 def chip(device: torch.device) -> Chip:
     """Returns the GPU of a device; for Triton's interpreter on the CPU, an sm_90 of one multiprocessor."""
-    if _recording is not None:
-        return _recording.chip
+    if _interception is not None and _interception.chip is not None:
+        return _interception.chip
     return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
 
 
@@ -270,8 +287,8 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         options: Triton's options, such as ``num_warps``.
         arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
     """
-    if _recording is not None:
-        _recording.launches.append(Launch(kernel, grid, arguments, options))
+    if _interception is not None:
+        _interception.take(Launch(kernel, grid, arguments, options))
         return
     with torch.cuda.device_of(on):
         kernel[grid](**arguments, **options)

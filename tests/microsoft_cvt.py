@@ -1,8 +1,8 @@
-"""Microsoft's CvT (``lib/models/cls_cvt.py``) for tests: its class and attribute names, structure, behaviour.
+"""A stand-in for Microsoft's CvT (``lib/models/cls_cvt.py``): its names, structure and behavior, for tests.
 
-No code of it is included; that this computes the same is tested with ``tests/data/microsoft_tiny.npz``. Kept
-where it is odd, too: LayerNorm in float32 whatever comes, a misspelt ``rearrage``, and a single image that
-loses its batch dimension.
+No code of it is included; that this computes the same is tested with ``tests/data/microsoft_tiny.npz``. Its
+oddities are kept: LayerNorm in float32 whatever comes, a misspelt ``rearrage``, and a single image that loses
+its batch dimension.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class LayerNorm(nn.LayerNorm):
-    """In float32; the result has the dtype of the input."""
+    """A LayerNorm computed in float32; the result has the dtype of the input."""
 
     def forward(self, x):
         return super().forward(x.type(torch.float32)).type(x.dtype)
@@ -41,7 +41,7 @@ class DropPath(nn.Module):
 
 
 class Rearrange(nn.Module):
-    """einops' layer, for the one pattern in use."""
+    """The layer of einops, for the one pattern in use."""
 
     def __init__(self, pattern):
         super().__init__()
@@ -52,7 +52,7 @@ class Rearrange(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, activation, linear."""
+    """A linear layer, an activation, and a linear layer back."""
 
     def __init__(self, in_features, hidden_features, act_layer=nn.GELU, drop=0.0):
         super().__init__()
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a LayerNorm and with a residual."""
+    """An attention and an MLP, each after a LayerNorm and with a residual."""
 
     def __init__(
         self, dim, num_heads, mlp_ratio, drop, drop_path, act_layer, norm_layer, with_cls_token, **attention
@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 
 class ConvEmbed(nn.Module):
-    """Convolutional token embedding; a map to a map."""
+    """The convolutional token embedding, from a map to a map."""
 
     def __init__(self, patch_size, in_chans, embed_dim, stride, padding, norm_layer=None):
         super().__init__()
@@ -170,7 +170,7 @@ class ConvEmbed(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """One stage: a map to a map and the class token."""
+    """One stage, from a map to a map and the class token."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class VisionTransformer(nn.Module):
 
 
 class ConvolutionalVisionTransformer(nn.Module):
-    """Stages ``stage0``, ``stage1``, … and a head on the class token; the defaults are CvT-13."""
+    """The stages ``stage0``, ``stage1``, … and a head on the class token; the defaults are CvT-13."""
 
     def __init__(
         self,

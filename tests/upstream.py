@@ -1,7 +1,8 @@
-"""The models that people have, small, and what their accelerated copies are compared by."""
+"""Small models of every upstream, and comparisons of them with their accelerated copies."""
 
 import copy
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -9,12 +10,13 @@ import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from tests import microsoft_cvt
+from tests.conftest import DATA
 
 RANDOM = {"drop": 0.2, "drop_path": 0.4}
 
 
 def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", model_class=None, **config):
-    """Its drop path takes the rate of block i in every block of stage i, so stage i needs i + 1 blocks."""
+    """Returns Hugging Face's model. Its drop path takes a rate per block, so stage i needs i + 1 blocks."""
     import transformers
 
     if size == "small":
@@ -47,8 +49,14 @@ def microsoft(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", **co
 
 
 def microsoft_plain(**config):
-    """With PyTorch's LayerNorm and exact GELU, as its configuration allows; runs in float64."""
+    """Returns Microsoft's model with PyTorch's LayerNorm and exact GELU, which runs in float64."""
     return microsoft(norm_layer=nn.LayerNorm, act_layer=nn.GELU, **config)
+
+
+def microsoft_numbers():
+    """Returns what the original code gave for a tiny model: its weights, inputs, outputs and gradients."""
+    with np.load(DATA / "microsoft_tiny.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 def ours(*, drop=0.0, drop_path=0.0):
@@ -58,7 +66,7 @@ def ours(*, drop=0.0, drop_path=0.0):
     return model
 
 
-#: Those whose models are somebody else's.
+#: The makers of models that are somebody else's.
 UPSTREAMS = [huggingface, microsoft]
 
 
@@ -67,7 +75,7 @@ def logits(outputs):
 
 
 def pair(make, mode="eval", **config):
-    """The upstream model, and its accelerated copy."""
+    """Returns an upstream model and its accelerated copy."""
     own = make(**config)
     getattr(own, mode)()
     fused = ck.accelerate(copy.deepcopy(own))
@@ -80,7 +88,7 @@ def images(batch=2, height=64, width=64, dtype=torch.float32):
 
 
 def with_right_gradients(model):
-    """The upstream model, but that the gradients of its BatchNorms' outputs have the usual strides.
+    """Lets the gradients of the outputs of a model's BatchNorms have the usual strides; returns the model.
 
     For a batch of one, upstream's views give them strides from which the CPU's batch_norm computes wrong
     gradients (seen in torch 2.13; ``test_upstream_gradients_of_one_image`` shows whether that is so still).
@@ -96,7 +104,7 @@ def with_right_gradients(model):
 
 
 def step(model, x, seed=3):
-    """A forward and a backward; returns the logits."""
+    """Runs a forward and a backward; returns the logits."""
     torch.manual_seed(seed)
     model.zero_grad()
     out = logits(model(x))
@@ -105,7 +113,7 @@ def step(model, x, seed=3):
 
 
 def assert_same_step(own, fused, x, tolerance):
-    """Outputs, every gradient and every buffer, relative to the largest value of its kind."""
+    """Compares outputs, every gradient and every buffer, relative to the largest value of its kind."""
     assert relative(step(fused, x), step(own, x)) < tolerance
     largest = max(p.grad.abs().max() for p in own.parameters())
     for (name, a), b in zip(own.named_parameters(), fused.parameters(), strict=True):
@@ -115,13 +123,14 @@ def assert_same_step(own, fused, x, tolerance):
 
 
 def relative(actual, expected):
+    """Returns the largest difference over the largest expected value; dtypes and shapes must be equal."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def in_float64(model):
-    """The upstream model in float64, which Microsoft's LayerNorm, casting to float32, cannot run in."""
+    """Turns a model into float64, in which Microsoft's LayerNorm, casting to float32, cannot run."""
     for module in model.modules():
         if type(module) is microsoft_cvt.LayerNorm:
             module.__class__ = nn.LayerNorm

@@ -1,15 +1,24 @@
-"""What the commands share."""
+"""The arguments, the loading of models and the output that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cvt_kernels import BackendUnavailable
+
+from ..checkpoints import Checkpoint, CheckpointError, ModelCard, read_checkpoint
+from ..config import ACTIVATIONS, PRESETS, CvTConfig
+from ..factory import create_model
+from ..model import CvT
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:
@@ -31,11 +40,46 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
     return code or 0
 
 
+# Arguments ------------------------------------------------------------------------------------------------
+
+
 def positive_int(text: str) -> int:
-    """Type of an argparse argument."""
+    """Parses an argument of argparse that must be a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
     return int(text)
+
+
+def add_photos_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the photographs, for :meth:`LoadedModel.read`."""
+    parser.add_argument("photos", nargs="+", metavar="PHOTO", help="JPEG, PNG or whatever Pillow reads")
+
+
+def add_labels_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--labels``, for :meth:`LoadedModel.labels`."""
+    parser.add_argument(
+        "--labels", metavar="FILE", help="class names: one per line, or a JSON list or {index: name}"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--checkpoint``, ``--model``, ``--activation`` and ``--image-size``, for :func:`load_model`."""
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="official .pth, .safetensors, a Hugging Face directory, or one of cvt train",
+    )
+    parser.add_argument("--model", choices=tuple(PRESETS), help="default: what the checkpoint looks like")
+    parser.add_argument(
+        "--activation",
+        choices=tuple(ACTIVATIONS),
+        help="default: quick_gelu, with which the published weights were trained; Hugging Face runs gelu",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=positive_int,
+        help="pixels (default: as trained; 224, for cvt_w24 384); from 384 on uncropped",
+    )
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +88,7 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device of that name, tried out; None chooses.
+    """Returns the device of that name, tried out; None chooses.
 
     Raises:
         ValueError: There is no such device.
@@ -58,3 +102,95 @@ def resolve_device(name: str | None) -> torch.device:
     if device.type == "meta":
         raise ValueError("--device meta: computes nothing")
     return device
+
+
+# Models ---------------------------------------------------------------------------------------------------
+
+
+class LoadedModel(NamedTuple):
+    """A model in evaluation mode, the size of its images, and the warnings of its loading."""
+
+    model: CvT
+    checkpoint: Checkpoint
+    image_size: int
+    remarks: list[str]
+
+    @property
+    def crop_fraction(self) -> float | None:
+        """The crop fraction of the images that the model was trained with, or None for the default."""
+        card = self.checkpoint.card
+        return card.crop_fraction if card else None
+
+    def read(self, photos: list[str]) -> Tensor:
+        """Reads photographs as the model takes them: float32 (len(photos), 3, image_size, image_size)."""
+        from ..images import load_images  # Pillow, which --help need not wait for
+
+        upscale = self.checkpoint.card is not None
+        return load_images(photos, self.image_size, crop_fraction=self.crop_fraction, upscale=upscale)
+
+    def labels(self, file: str | None) -> list[str] | None:
+        """Reads the class names from a file; without one, returns those of the checkpoint, if it has any."""
+        from ..images import read_labels
+
+        return self.checkpoint.labels if file is None else read_labels(file, self.model.num_classes)
+
+
+def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
+    """Loads the model that the arguments of :func:`add_model_arguments` ask for.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+        CheckpointError: The file is not a checkpoint of this model.
+    """
+    checkpoint = read_checkpoint(arguments.checkpoint)
+    name = architecture(arguments.model, checkpoint)
+    overrides = {} if arguments.activation is None else {"activation": arguments.activation}
+    with recorded_warnings() as remarks:
+        model = create_model(name, checkpoint=checkpoint, **overrides).to(device).eval()
+    image_size = arguments.image_size or _image_size(name, checkpoint.card)
+    return LoadedModel(model, checkpoint, image_size, remarks)
+
+
+def architecture(model: str | None, checkpoint: Checkpoint) -> str | CvTConfig:
+    """Returns the model that was asked for, else what the checkpoint says, else what it looks like.
+
+    Raises:
+        CheckpointError: It does not look like any model of the paper.
+    """
+    name = model or (checkpoint.card.config if checkpoint.card else checkpoint.preset)
+    if name is None:
+        raise CheckpointError(f"{checkpoint.path}: is not a CvT of {', '.join(PRESETS)}")
+    return name
+
+
+def _image_size(model: str | CvTConfig, card: ModelCard | None) -> int:
+    from ..images import UNCROPPED_SIZE
+
+    if card is not None:
+        return card.image_size
+    return UNCROPPED_SIZE if model == "cvt_w24" else 224
+
+
+# Output ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Yields a list that holds the messages of all warnings of the block once the block has ended."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught]
+
+
+def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None:
+    """Prints remarks on stderr, each after the name of the command."""
+    for remark in remarks:
+        print(f"cvt {arguments.command}: {remark}", file=sys.stderr)
+
+
+def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str]) -> None:
+    """Prints the result, and before it on stderr the remarks; to be called when everything is done."""
+    print_remarks(arguments, remarks)
+    print("\n".join(lines))

@@ -1,7 +1,11 @@
-"""Models for use without this package: ``torch.export`` and ONNX files, compared with the model."""
+"""``cvt export``: a model as a file of ``torch.export`` or ONNX, compared with the model.
+
+The file needs nothing of this package.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -10,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +24,31 @@ from cvt_kernels import use_backend
 from ..extras import require
 from ..files import replacing
 from ..model import CvT
+from .common import add_model_arguments, load_model, print_result
 
 FORMATS = ("pt2", "onnx")
 #: Largest accepted difference of the logits, relative to the largest logit.
 TOLERANCE = 1e-4
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    parser = commands.add_parser("export", help="write a model for torch.export or ONNX, and compare the two")
+    add_model_arguments(parser)
+    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    loaded = load_model(arguments, "cpu")
+    size, config = loaded.image_size, loaded.model.config
+    difference = export(loaded.model, arguments.output, arguments.format, image_size=size)
+    line = (
+        f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "
+        f"(batch, {config.num_classes}), within {difference:.1e} of the model"
+    )
+    print_result(arguments, [line], loaded.remarks)
 
 
 def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size: int) -> float:  # noqa: A002
@@ -64,14 +90,14 @@ def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size:
         try:
             with use_backend("reference"), _quiet():
                 _write(model, images[:2], scratch, format)
-                found = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
+                logits = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
         except OSError:
             raise
         except Exception as error:  # a tracer can stumble over anything
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"model: cannot be exported: {first_line}") from error
         largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        difference = ((found - expected).abs().max() / largest).item()
+        difference = ((logits - expected).abs().max() / largest).item()
         if not difference <= TOLERANCE:
             raise ValueError(
                 f"model: its export differs by {difference:.1e} of the largest logit, "
@@ -115,7 +141,7 @@ def _import_onnxruntime() -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PyTorch tells its developers: graphs of models that fail, packages that are not there."""
+    """Silences what PyTorch tells its developers: graphs of models that fail, packages that are not there."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,34 +17,42 @@ from .recipe import TrainConfig
 RAND_AUGMENT_SIZE = 128
 
 
+class Box(NamedTuple):
+    """A rectangle of pixels; ``bottom`` and ``right`` lie outside."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
 def mixup(images: Tensor, targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Each image and target (Zhang et al. 2018) with 1 − lam of the one at the other end of the batch."""
+    """Mixes lam of each image and target with the one at the batch's other end (Zhang et al. 2018)."""
     return lam * images + (1 - lam) * images.flip(0), lam * targets + (1 - lam) * targets.flip(0)
 
 
-def cutmix(images: Tensor, targets: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """The box (top, bottom, left, right) (Yun et al. 2019) from the image at the other end of the batch."""
-    top, bottom, left, right = box
+def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+    """Copies into each image the box of the one at the batch's other end (Yun et al. 2019)."""
     inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
-    inside[top:bottom, left:right] = True
-    lam = 1 - (bottom - top) * (right - left) / inside.numel()
+    inside[box.top : box.bottom, box.left : box.right] = True
+    lam = 1 - (box.bottom - box.top) * (box.right - box.left) / inside.numel()
     return torch.where(inside, images.flip(0), images), lam * targets + (1 - lam) * targets.flip(0)
 
 
-def cut_box(height: int, width: int, lam: float) -> tuple[int, int, int, int]:
-    """A box of 1 − lam of the area around a random centre, clipped to the image."""
+def cut_box(height: int, width: int, lam: float) -> Box:
+    """Draws a box of 1 − lam of the area around a random center, clipped to the image."""
     half = math.sqrt(1 - lam) / 2
-    edges = []
+    edges: list[int] = []
     for side in (height, width):
-        centre = torch.rand(()).item() * side
-        edges += [round(max(centre - half * side, 0)), round(min(centre + half * side, side))]
-    return edges[0], edges[1], edges[2], edges[3]
+        center = torch.rand(()).item() * side
+        edges += [round(max(center - half * side, 0)), round(min(center + half * side, side))]
+    return Box(*edges)
 
 
 class Augment:
-    """Batches of uint8 images and labels to normalised images and targets, on their device.
+    """The transform of batches of uint8 images and labels to normalized images and targets, on their device.
 
-    Colour jitter, RandAugment (the same two operations for a whole batch) and erasing are kornia's, imported
+    Color jitter, RandAugment (the same two operations for a whole batch) and erasing are kornia's, imported
     only if one of them is on.
 
     Raises:
@@ -67,7 +76,7 @@ class Augment:
             self._erase = augmentation.RandomErasing(p=config.random_erasing)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets are labels (B,), or with Mixup or CutMix probabilities (B, classes)."""
+        """Returns images and targets: labels (B,), or with Mixup or CutMix probabilities (B, classes)."""
         images = self._erase(normalize(self._pixels(images / 255)))
         alphas = {mixup: self._config.mixup, cutmix: self._config.cutmix}
         chosen = [mix for mix, alpha in alphas.items() if alpha]

@@ -1,4 +1,4 @@
-"""The recipe of training: its numbers, and its formulas."""
+"""The recipe of training: its numbers and its formulas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from ..config import PRESETS, CvTConfig, check_number
 from ..model import CvT
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: The dtype to which autocast casts, None for no autocast.
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTILLATIONS = ("none", "soft", "hard")
 
-#: What ``--model`` knows: the models of the paper, and a small one for digits.
+#: The models that can be trained by name: those of the paper, and a small one for digits.
 MODELS = {
     **PRESETS,
     "cvt_nano": CvTConfig(
@@ -47,7 +48,7 @@ def _option(default: Any, help: str, least: float = 0, below: float = math.inf) 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What decides about the weights that come out. The defaults are for ImageNet from scratch.
+    """The configuration that decides on the weights that come out; by default for ImageNet from scratch.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -78,7 +79,7 @@ class TrainConfig:
     distillation: str = _option("none", "none, soft or hard, from a teacher")
     distillation_weight: float = _option(0.5, "of the teacher beside the labels", 0, 1 + 1e-9)
     temperature: float = _option(1.0, "of soft distillation", 1e-3)
-    freeze_bn: bool = _option(False, "BatchNorm keeps its running statistics and normalises by them", 0, 2)
+    freeze_bn: bool = _option(False, "BatchNorm keeps its running statistics and normalizes by them", 0, 2)
     sync_bn: bool = _option(True, "BatchNorm takes its statistics over all processes", 0, 2)
     shard: bool = _option(False, "FSDP2 instead of DDP: each process keeps a part of the weights", 0, 2)
     seed: int = _option(0, "of everything random")
@@ -124,7 +125,7 @@ DIGITS_OPTIONS: dict[str, Any] = {
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """Of a step, counted from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``."""
+    """Returns the rate of a step, from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``."""
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -133,15 +134,15 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
 
 
 def parameter_groups(model: CvT, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Groups for an optimizer, by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
+    """Groups parameters for an optimizer by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
 
     The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's
     embedding and class token have that of its first block, the first stage's one more.
     """
-    alone = model.no_weight_decay()
+    undecayed = model.no_weight_decay()
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        decay = 0.0 if parameter.ndim <= 1 or name in alone else weight_decay
+        decay = 0.0 if parameter.ndim <= 1 or name in undecayed else weight_decay
         scale = layer_decay ** _depth_below_head(name, model.config.depths)
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
         groups.setdefault((decay, scale), group)["params"].append(parameter)
@@ -159,9 +160,11 @@ def _depth_below_head(name: str, depths: Sequence[int]) -> int:
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: float = 1.0) -> Tensor:
-    """``"soft"``: T² · KL(softmax(teacher / T) ‖ softmax(logits / T)), the mean over the batch (Hinton et al.
-    2015). ``"hard"``: cross-entropy with the teacher's choice (Touvron et al. 2021).
-    """  # noqa: D205
+    """Computes what a student loses by differing from its teacher, the mean over the batch.
+
+    ``"soft"``: T² · KL(softmax(teacher / T) ‖ softmax(logits / T)) (Hinton et al. 2015). ``"hard"``: the
+    cross-entropy with the teacher's choice (Touvron et al. 2021).
+    """
     if teacher.shape != logits.shape:
         raise ValueError(
             f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)} as the model"

@@ -1,24 +1,21 @@
-"""Training of a CvT: the recipe of the paper (that of DeiT, Touvron et al. 2021), on PyTorch's own parts.
+"""The loop of training, for one process or for those that ``torchrun`` started.
 
-``Trainer`` is the loop, for one process or for those that ``torchrun`` started. Random numbers are seeded
-anew in every epoch, so that a run which is stopped at any moment, and resumed from the checkpoint of its last
-whole epoch, goes on as if it had not been stopped: on a CPU, to the same bits.
+Random numbers are seeded anew in every epoch, so that a run which is stopped at any moment, and resumed from
+the checkpoint of its last whole epoch, goes on as if it had not been stopped: on a CPU, to the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import gc
-import io
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +31,11 @@ from tqdm import tqdm
 
 from ..checkpoints import BEST, ModelCard, load_pickle
 from ..datasets import Batches, ImageDataset
-from ..extras import require
+from ..evaluation import Sums, add_up
+from ..files import replacing
 from ..model import Block, CvT
 from .augment import Augment
+from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 
 LAST = "last.pth"
@@ -44,69 +43,6 @@ LAST = "last.pth"
 
 class NonFiniteLossError(ValueError):
     """The loss is NaN or infinite; the checkpoint on disk is of an epoch before."""
-
-
-# Files ----------------------------------------------------------------------------------------------------
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Whenever the process or the machine dies, the file is whole: as it was, or as ``write`` wrote it."""
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-class Logs:
-    """TensorBoard's event files, ``log.csv`` and ``curves.png`` in a directory.
-
-    Raises:
-        ModuleNotFoundError: TensorBoard or Matplotlib is not installed.
-    """
-
-    def __init__(self, directory: Path, step: int):
-        self._directory, self._figure = directory, require("matplotlib.figure", "train").Figure
-        tensorboard = require("torch.utils.tensorboard", "train")
-        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=step)
-
-    def step(self, step: int, **values: float) -> None:
-        """Notes values of one step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def epoch(self, step: int, history: list[dict[str, float]]) -> None:
-        """Notes the last of the epochs so far, and writes all of them."""
-        self.step(step, **{name: value for name, value in history[-1].items() if name != "epoch"})
-        self._writer.flush()
-        text = io.StringIO(newline="")
-        rows = csv.DictWriter(text, history[0], lineterminator="\n")
-        rows.writeheader()
-        rows.writerows(history)
-        write_atomically(self._directory / "log.csv", lambda file: file.write(text.getvalue().encode()))
-
-    def close(self, history: list[dict[str, float]]) -> None:
-        """Draws the learning curve."""
-        self._writer.close()
-        figure = self._figure(figsize=(9, 4), layout="constrained")
-        epochs = [row["epoch"] for row in history]
-        for axis, names in zip(
-            figure.subplots(1, 2), (("train_loss", "val_loss"), ("top1", "top5")), strict=True
-        ):
-            for name in names:
-                axis.plot(epochs, [row[name] for row in history], marker=".", label=name)
-            axis.set_xlabel("epoch")
-            axis.legend()
-        figure.savefig(self._directory / "curves.png")
-
-
-# The loop -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -126,7 +62,7 @@ def distributed(device: torch.device) -> Iterator[torch.device]:
 
 
 class Trainer:
-    """One model in training; :meth:`fit` is the loop over epochs.
+    """The training of one model; :meth:`fit` is the loop over epochs.
 
     Args:
         model: A classifier, on the CPU or on ``device``; it is trained in place.
@@ -139,11 +75,11 @@ class Trainer:
             ``logits``).
         resume: Go on from ``output/last.pth``, which must be there. Otherwise it must not.
         workers: Processes that decode images, for each process.
-        corrupt: As in :class:`cvt.data.Batches`.
+        corrupt: As in :class:`cvt.datasets.Batches`.
 
     Attributes:
         epoch: Number of whole epochs.
-        history: A row of numbers of each.
+        history: A row of numbers for each of them.
 
     Raises:
         CheckpointError: ``resume`` from a damaged file.
@@ -196,8 +132,8 @@ class Trainer:
         self.wrapped = self._wrap()
         groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
-        dtype = PRECISIONS[config.precision]
-        self._autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        self._dtype = PRECISIONS[config.precision]
+        self._autocast = torch.autocast(self.device.type, self._dtype, enabled=self._dtype is not None)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -207,15 +143,15 @@ class Trainer:
         self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
 
     def _wrap(self) -> nn.Module:
-        """What computes the gradients of all processes: the model under DDP or FSDP2, or itself."""
-        synchronise = self.config.sync_bn and self.world_size > 1
+        """Returns what computes the gradients of all processes: the model under DDP or FSDP2, or itself."""
+        synchronize = self.config.sync_bn and self.world_size > 1
         if not self.config.shard:
             wrapped = DistributedDataParallel(self.model) if self.world_size > 1 else self.model
-            if synchronise:
+            if synchronize:
                 # After DDP, which takes it on GPUs only; cvt_kernels.conv_projection has it on CPUs too.
                 nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
             return wrapped
-        if synchronise:
+        if synchronize:
             nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for module in self.model.modules():
@@ -259,7 +195,7 @@ class Trainer:
         return self.history
 
     def train_epoch(self) -> list[float]:
-        """One epoch; returns the loss of every step, the mean over all processes."""
+        """Trains for one epoch; returns the loss of every step, the mean over all processes."""
         entropy = np.random.SeedSequence((self.config.seed, self.epoch, self.rank))
         torch.manual_seed(int(entropy.generate_state(1)[0]))
         self.train_batches.set_epoch(self.epoch)
@@ -280,7 +216,7 @@ class Trainer:
         return losses
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]], step: int) -> Tensor:
-        """One step of the optimizer; returns the loss of this process."""
+        """Takes one step of the optimizer; returns the loss of this process."""
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step, self.steps_per_epoch) * group["lr_scale"]
@@ -314,11 +250,11 @@ class Trainer:
         distilled = distillation_loss(logits, teacher, config.distillation, config.temperature)
         return (1 - config.distillation_weight) * loss + config.distillation_weight * distilled
 
-    def _synchronized(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are exchanged once per step, with its last micro-batch."""
+    def _synchronized(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Lets the processes exchange gradients once per step, with its last micro-batch."""
         if isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(last)
-        elif isinstance(self.wrapped, DistributedDataParallel) and not last:
+            self.wrapped.set_requires_gradient_sync(is_last)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not is_last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
@@ -339,26 +275,19 @@ class Trainer:
             saved = saved if self.history else "nothing was saved"
             raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """``val_loss``, ``top1`` and ``top5`` of the averaged weights, or of the model without any."""
+        """Returns ``val_loss``, ``top1`` and ``top5`` of the averaged weights, else of the model."""
         model = (self.ema or self.model).eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for images, labels in self.val_batches:
-            images, labels = images.to(self.device), labels.to(self.device)
-            with self._autocast:
-                logits = model(images).float()
-            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
-            sums[3] += len(labels)
+        sums = add_up(model, self.val_batches, self.device, autocast=self._dtype)
         if self.world_size > 1:
-            dist.all_reduce(sums)
-        loss, top1, top5 = (sums[:3] / sums[3]).tolist()
-        return {"val_loss": loss, "top1": top1, "top5": top5}
+            joined = torch.tensor(sums, dtype=torch.float64, device=self.device)
+            dist.all_reduce(joined)
+            sums = Sums(*joined.tolist())
+        images = sums.images or math.nan  # without any the loss is not finite, which stops the training
+        return {"val_loss": sums.loss / images, "top1": sums.top1 / images, "top5": sums.top5 / images}
 
     def _save(self) -> None:
-        """``last.pth`` to go on from; and ``best.pth``, written first, if every epoch before was worse."""
+        """Writes ``last.pth`` to go on from, and before it ``best.pth`` if every epoch before was worse."""
         if self.config.shard:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
@@ -370,7 +299,7 @@ class Trainer:
         if all(row["top1"] < self.history[-1]["top1"] for row in self.history[:-1]):
             weights = self.ema.module.state_dict() if self.ema else model
             best = {**content, "model": weights, "metrics": self.history[-1]}
-            write_atomically(self.output / BEST, lambda file: torch.save(best, file))
+            _write(best, self.output / BEST)
         content |= {
             "same": self._same,
             "history": self.history,
@@ -379,9 +308,10 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else {},
         }
-        write_atomically(self.output / LAST, lambda file: torch.save(content, file))
+        _write(content, self.output / LAST)
 
     def _load(self) -> None:
+        """Goes on from ``last.pth``."""
         path = self.output / LAST
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
@@ -406,8 +336,14 @@ class Trainer:
         self.epoch, self.history = state["epoch"], state["history"]
 
 
+def _write(content: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint; whenever the process or the machine dies, the old one or the new one is whole."""
+    with replacing(path) as scratch, open(scratch, "wb") as file:
+        torch.save(content, file)
+
+
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Every BatchNorm normalises by its running statistics, and keeps them, until ``model.train()``."""
+    """Lets every BatchNorm normalize by its running statistics, and keep them, until ``model.train()``."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -426,8 +362,8 @@ def _check(
     world_size: int,
 ) -> None:
     if train_set.classes != val_set.classes:
-        odd = sorted(set(train_set.classes) ^ set(val_set.classes))
-        raise ValueError(f"data: train and val have different classes: {', '.join(odd[:5])}")
+        in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
+        raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
     if train_set.image_size != val_set.image_size or train_set.random_crop is None or val_set.random_crop:
         raise ValueError("data: expected images of one size, cropped at random in train and not in val")
     if (model.config.num_classes, model.config.in_chans) != (len(train_set.classes), 3):

@@ -1,4 +1,4 @@
-"""``coverage``: which blocks of a model run fused, by which backends, and why others do not."""
+"""Reports which blocks of a model run fused, by which backends, and why others do not."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import nn
 
 from .. import backends
 from ..tables import aligned
-from . import _Entry, _is_fused, _mismatch, _refusal, find_blocks
+from .entries import BlockEntry
+from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
 
 class BlockCoverage(NamedTuple):
-    """One block in :func:`coverage`.
+    """A row of :func:`coverage`: one block.
 
     Attributes:
         path: Its name in ``model.named_modules()``.
         class_name: Name of its class.
-        fused: Whether a call would run the fused forward now.
+        fused: True if a call would run the fused forward now.
         backends: Operator → the backend that serves it on the block's device; ``"none"`` if the requested
             one cannot. A single call may still be refused for its shapes, which ``fallbacks`` tells.
-        reason: Why it is not fused, or None.
+        reason: Says why it is not fused; None if it is.
     """
 
     path: str
@@ -37,16 +38,16 @@ class Coverage(list[BlockCoverage]):
     def __str__(self) -> str:
         rows = [("block", "class", "fused", "operators and their backends, or why not")]
         for row in self:
-            backends = ", ".join(f"{operator} {backend}" for operator, backend in row.backends.items())
+            served = ", ".join(f"{operator} {backend}" for operator, backend in row.backends.items())
             rows.append(
-                (row.path, row.class_name, "yes" if row.fused else "no", row.reason or backends or "linear")
+                (row.path, row.class_name, "yes" if row.fused else "no", row.reason or served or "linear")
             )
         fused = sum(row.fused for row in self)
         return "\n".join([*aligned(rows), "", f"{fused} of {len(self)} blocks fused"])
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """Every block that :func:`accelerate` knows, as it is now: fused or not, by which backends, and why not.
+    """Lists the blocks that :func:`accelerate` knows as they are now: fused by which backends, or why not.
 
     Args:
         model: Any module, accelerated or not; wrappers are looked into.
@@ -58,18 +59,18 @@ def coverage(model: nn.Module) -> Coverage:
         TypeError: ``model`` is not a module.
         ValueError: It has no block that could be supported.
     """
-    return Coverage(_cover(*found) for found in find_blocks(model))
+    return Coverage(_cover(path, block, entry) for path, block, entry in find_blocks(model))
 
 
-def _cover(path: str, block: nn.Module, entry: _Entry) -> BlockCoverage:
-    reason = _mismatch(block, entry)
+def _cover(path: str, block: nn.Module, entry: BlockEntry) -> BlockCoverage:
+    reason = why_mismatched(block, entry)
     if reason is None and entry.forward is not None:
-        reason = _refusal(block, entry) if _is_fused(block) else "accelerate() has not been called"
+        reason = why_not_now(block, entry) if is_fused(block) else "accelerate() has not been called"
     if reason is None and "forward" in vars(block):
         reason = "its forward has been replaced in this object"
     served: dict[str, str] = {}
     if reason is None:
-        # A quantised or flattened block may have no parameter of its own.
+        # A quantized or flattened block may have no parameter of its own.
         tensors = itertools.chain(block.parameters(), block.buffers())
         device_type = next((t.device.type for t in tensors), "cpu")
         for operator in entry.operators(block, device_type):

@@ -1,10 +1,9 @@
-"""``verify``: an accelerated model beside itself restored, with its own weights, on the user's own inputs."""
+"""Compares an accelerated model with itself restored, with its own weights, on the user's own inputs."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,26 +12,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..backends import requested_backend, use_backend
+from ..tables import aligned
 from . import accelerate, restore
 from .coverage import coverage
 
-#: How many times the error of plain PyTorch in the same dtype is allowed, besides a unit in the last place of
-#: the largest value, or eight where there are few values, whose largest error is a matter of luck.
+#: The factors by which an error may exceed that of plain PyTorch in the same dtype, besides a unit in the
+#: last place of the largest value, or eight where there are few values, whose largest error is luck.
 VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 _FEW = 1000
 
-#: Likewise for the difference between the two models in a step with dropout, where the exact result is not
-#: known. Other random numbers would make it larger by orders of magnitude.
+#: The same factor for the difference between the two models in a step with dropout, where the exact result is
+#: not known. Other random numbers would make it larger by orders of magnitude.
 RANDOM_FACTOR = 10.0
 
 
 class Error(NamedTuple):
-    """Largest error against float64, over the largest exact value.
+    """The largest errors of both models against float64, each over the largest exact value.
 
     Attributes:
         accelerated: Of the accelerated model.
         eager: Of the restored model in the same dtype.
-        allowed: What the accelerated model may have.
+        allowed: The largest that is allowed to the accelerated model.
     """
 
     accelerated: float
@@ -41,7 +41,7 @@ class Error(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the accelerated model's error is allowed; NaN is not."""
+        """True if the accelerated model's error is allowed; NaN is not."""
         return self.accelerated <= self.allowed
 
     def __str__(self) -> str:
@@ -49,16 +49,16 @@ class Error(NamedTuple):
 
 
 class LayerErrors(NamedTuple):
-    """The errors of one block, and all that came before it in the model.
+    """The errors of one block, together with all that came before it in the model.
 
     Attributes:
         path: Its name in ``model.named_modules()``; empty for the whole model.
         class_name: Name of its class.
-        fused: Whether its fused forward ran in evaluation.
-        evaluation: Of its output in evaluation.
-        training: Of its output in a training step.
-        gradients: Of its parameters' gradients.
-        statistics: Of its running statistics after the step; None if it has none.
+        fused: True if its fused forward ran in evaluation.
+        evaluation: Error of its output in evaluation.
+        training: Error of its output in a training step.
+        gradients: Error of its parameters' gradients.
+        statistics: Error of its running statistics after the step; None if it has none.
     """
 
     path: str
@@ -84,10 +84,10 @@ class Speed(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What :func:`verify` found; as a string, a report.
+    """The result of :func:`verify`; as a string, a report.
 
     Attributes:
-        heading: What was run.
+        heading: The model, its dtype and device, and the shapes of the inputs.
         layers: The blocks in the model's order, then the whole model.
         random: With dropout and drop path active and the same random numbers, the difference between the
             outputs of the two models, over the largest value; None if the model has neither.
@@ -103,8 +103,8 @@ class Verification(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        """One line for everything that is less accurate than is allowed."""
-        found = [
+        """One line for each error that is larger than allowed."""
+        failures = [
             f"{layer.path or 'model'}, {name}: {error}"
             for layer in self.layers
             for name in ("evaluation", "training", "gradients", "statistics")
@@ -112,12 +112,12 @@ class Verification(NamedTuple):
         ]
         whole = self.layers[-1].training
         if self.random is not None and not self.random <= RANDOM_FACTOR * max(whole.eager, whole.allowed):
-            found.append(f"model, with random numbers: differs by {self.random:.1e}")
-        return found
+            failures.append(f"model, with random numbers: differs by {self.random:.1e}")
+        return failures
 
     @property
     def passed(self) -> bool:
-        """Whether everything is as accurate as plain PyTorch, by the factors of this module."""
+        """True if everything is as accurate as plain PyTorch, by the factors of this module."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -125,13 +125,11 @@ class Verification(NamedTuple):
         for layer in self.layers:
             errors = (layer.evaluation, layer.training, layer.gradients, layer.statistics or "")
             rows.append([layer.path or "(model)", layer.class_name, *map(str, errors)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
         lines = [
             self.heading,
             "largest error against float64 over the largest value, accelerated / restored",
             "",
-            *(line.rstrip() for line in table),
+            *aligned(rows),
             "",
             f"forward        {self.evaluation}",
             f"training step  {self.training}",
@@ -150,7 +148,7 @@ class Verification(NamedTuple):
 def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     """Runs a model accelerated and restored, in evaluation and for a training step, and compares them.
 
-    Block by block, the errors of both against the restored model in float64 are compared: outputs, gradients
+    The errors of both against the restored model in float64 are compared block by block: outputs, gradients
     of the sum of the outputs' sines, and BatchNorm's running statistics. For these, dropout and drop path are
     off, since they draw other random numbers in float64; one more step compares the two models with them.
 
@@ -160,7 +158,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     Args:
         model: A model with blocks that :func:`~cvt_kernels.accelerate` supports, accelerated or not. If it is
             in training mode, the training step keeps the modes of its parts, such as frozen BatchNorms.
-        inputs: What it takes: one tensor, a tuple of positional or a dict of keyword arguments.
+        inputs: The arguments of the model: one tensor, a tuple of positional or a dict of keyword arguments.
         rounds: Timed runs of each model.
 
     Returns:
@@ -187,8 +185,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     with torch.random.fork_rng(devices=cuda):
         records = [run.record() for run in (*runs, oracle)]
         random = _random_difference(*runs) if _random_modules(model) else None
-        evaluation = _time_in_turns([run.evaluate for run in runs], rounds)
-        training = _time_in_turns([run.train for run in runs], rounds)
+        evaluation = _speed([run.evaluate for run in runs], rounds, model)
+        training = _speed([run.train for run in runs], rounds, model)
     rows = coverage(accelerated.eval())
     layers = tuple(_compare(row.path, row.class_name, row.fused, *records) for row in rows)
     whole = _compare("", type(model).__name__, any(layer.fused for layer in layers), *records)
@@ -206,7 +204,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """The model in float64, with exact gradients."""
+    """Turns a model into float64, with exact gradients."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
             module.__class__ = nn.LayerNorm  # Microsoft's would cast to float32, and fail on its weights
@@ -216,16 +214,17 @@ def _in_float64(model: nn.Module) -> nn.Module:
 
 
 def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
-    """For one image, upstream's views make strides from which the CPU's batch_norm computes wrong gradients.
+    """Gives the gradient of an output the usual strides.
 
-    Seen in torch 2.13; the accelerated model is not affected, and should not be found wrong for it.
+    For one image, upstream's views make others, from which the CPU's batch_norm computes wrong gradients
+    (seen in torch 2.13). The accelerated model is not affected, and should not be found wrong for it.
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
 
 
 def _random_modules(model: nn.Module) -> list[nn.Module]:
-    """What draws random numbers in training: dropout, and every project's own drop path."""
+    """Returns what draws random numbers in training: dropout, and every project's own drop path."""
     return [
         module
         for module in model.modules()
@@ -235,7 +234,7 @@ def _random_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class _Record(NamedTuple):
-    """Tensors by the path of the block that they belong to."""
+    """The tensors of one run, by the path of the block that they belong to."""
 
     evaluation: dict[str, list[Tensor]]
     training: dict[str, list[Tensor]]
@@ -244,7 +243,7 @@ class _Record(NamedTuple):
 
 
 class _Run:
-    """One of the models, what it is given, and the backend that it asks for."""
+    """One of the models, with its inputs and the backend that it asks for."""
 
     def __init__(self, model: nn.Module, inputs: Any, backend: str):
         self.model, self.inputs, self.backend = model, inputs, backend
@@ -258,7 +257,7 @@ class _Run:
             return self._forward()
 
     def train(self, random: bool = True) -> Any:
-        """A forward and a backward; ``random``: with dropout and drop path."""
+        """Runs a forward and a backward; ``random`` says whether with dropout and drop path."""
         for module, mode in self.modes:
             module.training = mode
         for module in [] if random else _random_modules(self.model):
@@ -301,7 +300,7 @@ class _Run:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in what a model returns or takes."""
+    """Yields the floating tensors in what a model returns or takes."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -347,7 +346,7 @@ def _error(factor: float, ours: list[Tensor], theirs: list[Tensor], oracle: list
 
 
 def _largest(tensors: list[Tensor]) -> float:
-    """The largest absolute value, NaN if there is one."""
+    """Returns the largest absolute value, NaN if there is one."""
     return torch.stack([t.abs().max() for t in tensors if t.numel()]).max().item()
 
 
@@ -360,23 +359,12 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
 
 
-def _time_in_turns(functions: list[Callable[[], Any]], rounds: int) -> Speed:
-    """Each after one run that is not timed."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for i in range(rounds + 1):
-        for function, times in zip(functions, seconds, strict=True):
-            _synchronize()
-            start = time.perf_counter()
-            function()
-            _synchronize()
-            if i > 0:
-                times.append(time.perf_counter() - start)
-    return Speed(*map(statistics.median, seconds))
+def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) -> Speed:
+    """Returns the median seconds of two functions, run in turns where the model is."""
+    from .. import measure  # is not needed where nothing is verified
 
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    device = next(model.parameters()).device
+    return Speed(*map(statistics.median, measure.seconds_in_turns(functions, rounds, device)))
 
 
 def _heading(model: nn.Module, inputs: Any) -> str:

@@ -14,10 +14,10 @@ another than ``F.linear`` must win by a quarter, so that chance does not decide 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,9 @@ def _by_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], -1)
 
 
-_PRIMITIVES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+Primitive = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+_PRIMITIVES: dict[str, Primitive] = {
     "linear": F.linear,
     "convolution": _by_convolution,
     "float32": _by_float32,
@@ -110,6 +112,21 @@ _CANDIDATES = {
     torch.bfloat16: ("linear", "convolution", "float32"),
     torch.float16: ("linear", "convolution", "float32"),
 }
+
+
+@contextlib.contextmanager
+def replaced(replace: Callable[[str, Primitive], Primitive]) -> Iterator[None]:
+    """Replaces every primitive by ``replace(name, primitive)`` within a block.
+
+    Tools that count, label or time calls need this; it applies to the whole process.
+    """
+    global _PRIMITIVES
+    previous = _PRIMITIVES
+    _PRIMITIVES = {name: replace(name, primitive) for name, primitive in previous.items()}
+    try:
+        yield
+    finally:
+        _PRIMITIVES = previous
 
 
 @functools.cache
@@ -128,17 +145,16 @@ def _choose(dtype: torch.dtype, threads: int) -> str:
 
 
 def _measure(dtype: torch.dtype) -> dict[str, float]:
-    """Seconds that the candidates take at best, in turns."""
+    """Returns the seconds that the candidates take at best, in turns."""
+    from .. import measure  # is not needed before the first product
+
     rows, inputs, outputs = _PROBE
     # Ones need no random numbers, whose state belongs to the user.
     x, weight, bias = (
         torch.ones(shape, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,))
     )
-    seconds: dict[str, list[float]] = {name: [] for name in _CANDIDATES[dtype]}
+    names = _CANDIDATES[dtype]
+    calls = [functools.partial(_PRIMITIVES[name], x, weight, bias) for name in names]
     with torch.no_grad():
-        for _ in range(_ROUNDS + 1):  # the first warms up
-            for name, times in seconds.items():
-                start = time.perf_counter()
-                _PRIMITIVES[name](x, weight, bias)
-                times.append(time.perf_counter() - start)
-    return {name: min(times[1:]) for name, times in seconds.items()}
+        seconds = measure.seconds_in_turns(calls, _ROUNDS, "cpu")
+    return dict(zip(names, map(min, seconds), strict=True))

@@ -1,6 +1,5 @@
-"""What ``make gpu``, ``make bench`` and ``make results`` run: parts, limits, tables."""
+"""Tests of what ``make gpu``, ``make bench`` and ``make results`` run: parts, limits, tables."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels.ops.attention import triton as attention_triton
+from benchmarks import run, suites, tune
+from benchmarks import tabulate_results as tabulate
+from cvt.commands.bench import results as bench_results
+from cvt_kernels import backends, machine
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -29,30 +31,17 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pi
 time.sleep(60)
 """
 SUITE = """
-import functools, time, timing
+import functools, time
+from benchmarks import suites
 facts = {"suite": "suite", "case": "case", "contender": "ours", "dtype": "float32", "batch": 1}
 facts["peak_memory_bytes"] = 1  # known, so not measured
 def test_quick(benchmark):
-    timing.measure(benchmark, int, facts)
+    suites.record(benchmark, int, facts)
 def test_slow(benchmark):
-    timing.measure(benchmark, functools.partial(time.sleep, 2.0), facts)
+    suites.record(benchmark, functools.partial(time.sleep, 2.0), facts)
 def test_later(benchmark):
-    timing.measure(benchmark, int, facts)
+    suites.record(benchmark, int, facts)
 """
-
-
-def load(name):
-    """A script of benchmarks/, which is no package."""
-    if name in sys.modules:  # the suites are collected too, whose conftest.py has set it up
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for its dataclasses, and for those that import it
-    spec.loader.exec_module(module)
-    return module
-
-
-timing, run, tabulate, tune = map(load, ("timing", "run", "tabulate_results", "tune"))
 
 
 def python(code, name="part", seconds=30.0, **options):
@@ -136,8 +125,10 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
     for word in words:
         if word.endswith(".py"):
             assert (ROOT / word).is_file()
+        if word.startswith("benchmarks."):
+            assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 8
+    assert len(files) == len(set(files)) == 11
     assert all(part.seconds <= 540 for part in parts.values())
 
 
@@ -171,16 +162,24 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_suites_keep_to_their_time(tmp_path):
-    """What takes too long is interrupted and what comes after it skipped; what came before is written."""
+    """A test that takes too long is interrupted, those after it are skipped, those before it are written."""
     suite, target = tmp_path / "test_suite.py", tmp_path / "suite.json"
     suite.write_text(SUITE)
     # As a child of one of several workers pytest-benchmark would measure nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    options = ["-p", "conftest", "-W", "default", "-rs", "--seconds=10", f"--benchmark-json={target}"]
+    options = [
+        "-p",
+        "benchmarks.conftest",
+        "-W",
+        "default",
+        "-rs",
+        "--seconds=10",
+        f"--benchmark-json={target}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"},
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -196,48 +195,10 @@ def test_suites_keep_to_their_time(tmp_path):
 # Measuring ------------------------------------------------------------------------------------------------
 
 
-def test_peak_memory_counts_tensors_that_live_at_once():
-    def call():
-        first = torch.empty(1000, dtype=torch.float64)
-        second = torch.empty(500, dtype=torch.float64)
-        del first, second
-        return torch.empty(1200, dtype=torch.float64)
-
-    assert timing.peak_memory(call) == 12000
-
-
-def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
-    class Event:
-        now = 0.0
-
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at = Event.now
-
-        def synchronize(self):
-            Event.now += 5.0  # what was queued takes so long
-
-        def elapsed_time(self, other):
-            return other.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing, "_flush_buffer", lambda: torch.ones(1))
-    clock = timing.DeviceClock()
-    assert clock.read() == clock.read() == 0.0  # pytest-benchmark reads it at other times too
-    for measured in (3.0, 4.0):
-        clock.arm()
-        before = clock.read()
-        Event.now += measured
-        assert clock.read() - before == pytest.approx(measured / 1e3)
-        assert clock.read() == clock.read()
-
-
 def test_rates_are_shares_of_the_ceilings(monkeypatch):
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(timing, "matmul_rate", {"float32": 4e12}.__getitem__)
-    assert timing.rates(2.0, "float32", 10**9, 10**12) == {
+    monkeypatch.setattr(suites, "copy_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(suites, "product_rate", {"float32": 4e12}.__getitem__)
+    assert suites.rates(2.0, "float32", 10**9, 10**12) == {
         "gigabytes_per_second": 0.5,
         "share_of_copy": 0.25,
         "teraflop_per_second": 0.5,
@@ -249,22 +210,20 @@ def test_rates_are_shares_of_the_ceilings(monkeypatch):
 def test_a_wrong_result_is_not_timed():
     right = torch.linspace(-1, 1, 64, dtype=torch.float64)
     same = right.bfloat16()
-    timing.check([same], [same], [right], torch.bfloat16)
+    suites.check([same], [same], [right], torch.bfloat16)
     with pytest.raises(AssertionError):
-        timing.check([same + 0.05], [same], [right], torch.bfloat16)
+        suites.check([same + 0.05], [same], [right], torch.bfloat16)
     with pytest.raises(AssertionError):
-        timing.check([same * torch.nan], [same], [right], torch.bfloat16)
+        suites.check([same * torch.nan], [same], [right], torch.bfloat16)
 
 
 def test_every_kernel_is_within_reach_of_auto_and_no_longer():
-    from cvt_kernels import backends
-
     def opted_in():
         found = backends.registered("attention", "triton").experimental
         return dict(found)
 
     before = opted_in()
-    with timing.every_kernel():
+    with suites.every_kernel():
         assert opted_in() == {}
     assert opted_in() == before
 
@@ -273,7 +232,8 @@ def test_every_kernel_is_within_reach_of_auto_and_no_longer():
 
 
 def test_candidates_and_their_combination():
-    config = attention_triton.LaunchConfig(64, 128, num_warps=4, num_stages=2)
+    LaunchConfig = tune.configuration_module("attention").LaunchConfig
+    config = LaunchConfig(64, 128, num_warps=4, num_stages=2)
     others = tune.neighbours(config)
     assert len(others) == len(set(others)) == 2 + 3 + 2 + 3
     assert config not in others
@@ -283,7 +243,16 @@ def test_candidates_and_their_combination():
     assert tune.combination(config, times) == config
     for better in (("block_q", 32), ("num_warps", 8)):
         times[next(c for c in others if getattr(c, better[0]) == better[1])] = 1.0
-    assert tune.combination(config, times) == attention_triton.LaunchConfig(32, 128, 8, 2)
+    assert tune.combination(config, times) == LaunchConfig(32, 128, 8, 2)
+
+
+def test_the_kernel_of_a_job_is_told_by_its_name():
+    def _attention_bwd_kernel():
+        pass
+
+    launch = machine.Launch(_attention_bwd_kernel, (1,), {}, {})
+    assert tune.is_of(tune.Job("attention", "stage1", "bwd"), launch)
+    assert not tune.is_of(tune.Job("attention", "stage1", "bwd_dq"), launch)
 
 
 # Tables ---------------------------------------------------------------------------------------------------
@@ -315,8 +284,8 @@ def write_results(root, *, date="2026-01-02-0304", **changes):
     suites = {
         "attention": [row("sdpa", 3e-4), row("triton", 2e-4), {"extra_info": {}}],
         "model": [
-            row("hugging_face", 1e-3, **model),
-            row("compiled", 2e-3, **model | {"batch": 1}),
+            row("hf", 1e-3, **model),
+            row("compile", 2e-3, **model | {"batch": 1}),
         ],
     }
     for name, benchmarks in suites.items():
@@ -348,6 +317,61 @@ def test_tables(tmp_path):
     ):
         assert line in text.splitlines()
     assert text.count("Nothing was measured.") == 3
+
+
+def bench_file(path, **peaks):
+    """Writes a file of ``cvt bench``: hf, and cvt, which is twice as fast."""
+    rows = [
+        {
+            "contender": key,
+            "seconds": seconds,
+            "peak_bytes": peaks.get(key),
+            "parity": {"error": 0.0, "largest": 1.0, "top5": 5, "of": 5, "gradient_error": None},
+        }
+        for key, seconds in {"hf": [2.0, 4.0, 6.0, 8.0], "cvt": [1.0, 2.0, 3.0, 4.0]}.items()
+    ]
+    config = {
+        "model": "cvt_13",
+        "weights": "random weights",
+        "image_size": 224,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 2,
+        "train": False,
+        "rounds": 4,
+    }
+    results = {
+        "schema": bench_results.SCHEMA,
+        "version": bench_results.VERSION,
+        "config": config,
+        "contenders": {key: {"about": key, "ours": key == "cvt", "note": None} for key in ("hf", "cvt")},
+        "batches": [{"batch_size": 8, "rows": rows}],
+    }
+    bench_results.write(results, path)
+
+
+def test_tables_of_cvt_bench(tmp_path):
+    folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
+    bench_file(folder / "bench.json", hf=1000, cvt=410)
+    bench_file(folder / "bench_bfloat16.json")
+    lines = tabulate.page(tabulate.load(tmp_path)).splitlines()
+    assert "### Beside Hugging Face's model" in lines
+    heading = "cvt_13, random weights, 224×224, float32 on cpu, 2 threads, forward, 4 rounds:"
+    assert lines.count(heading) == 2
+    for line in (
+        "| batch | contender | images/s | × hf | memory, of hf's |",
+        "| 8 | `hf` | 1.6 | 1 | 1.00 |",
+        "| 8 | `cvt` | 3.2 | 2.00 (2.00–2.00) | 0.41 |",
+        "| 8 | `cvt` | 3.2 | 2.00 (2.00–2.00) | – |",
+    ):
+        assert line in lines
+
+
+def test_a_damaged_file_of_cvt_bench(tmp_path, capsys):
+    folder = write_results(tmp_path)
+    (folder / "bench.json").write_text("{}")
+    assert tabulate.main(["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 2
+    assert "bench.json has schema None" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The thin CvT: faithful to both originals, and what users of PyTorch models expect of it."""
+"""The thin CvT is faithful to both originals, and does what users of PyTorch models expect."""
 
 import copy
 import io
@@ -16,6 +16,7 @@ from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
+from tests.upstream import assert_same_step, microsoft_numbers, relative
 
 SMALL = CvTConfig(
     embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10, drop_path_rate=0.0
@@ -33,8 +34,7 @@ def small(**overrides):
 
 @pytest.fixture(scope="module")
 def microsoft():
-    with np.load(DATA / "microsoft_tiny.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return microsoft_numbers()
 
 
 @pytest.fixture
@@ -43,10 +43,6 @@ def tiny(microsoft):
     state = {name.removeprefix("sd/"): t for name, t in microsoft.items() if name.startswith("sd/")}
     model.load_state_dict(state, strict=True)
     return model
-
-
-def relative(actual, expected):
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -365,7 +361,7 @@ def test_no_weight_decay_names_live_parameters():
     assert CvTFeatures(SMALL, out_indices=(0,)).no_weight_decay() == set()
 
 
-def test_initialisation_is_microsofts():
+def test_initialization_is_microsofts():
     model = CvT(SMALL)
     for name, p in model.named_parameters():
         if name.endswith(("bias",)) and "patch_embed.proj" not in name:
@@ -381,28 +377,42 @@ def test_initialisation_is_microsofts():
 
 def test_blocks_use_the_public_operators():
     """Every block goes through the backend choice, so that a faster backend reaches all of it."""
+    model, x = small().eval(), torch.randn(2, 3, 32, 32)
+    with ck.use_backend("reference"):
+        expected = model(x)
+    compiled = model(x)
     called = record_all_calls()
-    model = small().eval()
     with ck.use_backend("native"):
-        logits = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+        assert torch.equal(model(x), expected)  # record_all_calls lets the reference serve
     block = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "gelu"]
     stages = [["layer_norm", *depth * block] for depth in SMALL.depths]
     assert called == [operator for stage in stages for operator in stage] + ["layer_norm"]
+    called.clear()
     with ck.use_backend("reference"):
-        assert torch.equal(
-            model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))), logits
-        )
+        model(x)
+    assert called == []
+    assert relative(compiled, expected) < 1e-5
 
 
 def test_partly_frozen_batch_norm():
-    model = small().train()
-    attn = model.stage0.blocks[0].attn
+    """Every linear layer reads what the branch's own modules compute, in the modes in which they are."""
+    attn = small().train().stage0.blocks[0].attn
     attn.conv_proj_k.bn.eval()
-    frozen = attn.conv_proj_k.bn.running_mean.clone()
-    moving = attn.conv_proj_q.bn.running_mean.clone()
-    model(torch.randn(2, 3, 32, 32))
-    assert torch.equal(attn.conv_proj_k.bn.running_mean, frozen)
-    assert not torch.equal(attn.conv_proj_q.bn.running_mean, moving)
+    own = copy.deepcopy(attn)
+    projected = {}
+    for letter in "qkv":
+        getattr(attn, f"proj_{letter}").register_forward_pre_hook(
+            lambda module, args, letter=letter: projected.__setitem__(letter, args[0])
+        )
+    x = torch.randn(2, 64, 16)
+    attn(x, (8, 8))
+    for letter in "qkv":
+        branch, own_branch = (getattr(parent, f"conv_proj_{letter}") for parent in (attn, own))
+        before = own_branch.bn.running_mean.clone()
+        expected = own_branch.bn(own_branch.conv(x.unflatten(1, (8, 8)).permute(0, 3, 1, 2)))
+        torch.testing.assert_close(projected[letter], expected.flatten(2).transpose(1, 2))
+        torch.testing.assert_close(branch.bn.state_dict(), own_branch.bn.state_dict())
+        assert torch.equal(branch.bn.running_mean, before) == (letter == "k")
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -412,6 +422,7 @@ def test_compiles_without_graph_breaks(mode):
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 48, 64)
     torch.testing.assert_close(compiled(x), model(x))
+    assert_same_step(model, compiled, x, 2e-5)
     for (name, ours), theirs in zip(model.named_buffers(), compiled.buffers(), strict=True):
         torch.testing.assert_close(theirs, ours, msg=name)
 
@@ -433,13 +444,21 @@ def test_exports():
 
 def test_autocast_trains_in_bfloat16_with_float32_weights():
     model = small().train()
+    exact = copy.deepcopy(model).double()
     x = torch.randn(4, 3, 64, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(x)
-    assert logits.dtype == torch.bfloat16
-    logits.float().square().sum().backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    gradients = []
+    for backend in ("reference", "auto"):
+        with ck.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
+            logits = model(x)
+        assert logits.dtype == torch.bfloat16
+        model.zero_grad()
+        logits.float().square().sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(logits.float(), model(x), rtol=0.1, atol=0.1)
+    exact(x.double()).square().sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    assert_accurate(gradients[1], gradients[0], expected, factor=3)
 
 
 def test_copies_and_pickles():

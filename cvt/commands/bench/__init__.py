@@ -48,22 +48,22 @@ def add_parser(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from . import report
+    from . import compare, plots, report, results
 
     if arguments.compare is not None:
-        print(report.comparison(*map(report.read, arguments.compare)))
+        print(compare.comparison(*map(results.read, arguments.compare)))
         return
     # What would fail at the end fails before the long run.
-    old = None if arguments.against is None else report.read(arguments.against)
+    old = None if arguments.against is None else results.read(arguments.against)
     for option in ("save_weights", "json", "report"):
         if (path := getattr(arguments, option)) is not None:
-            report.check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
+            results.check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
     if arguments.report is not None:
-        report.check_plots()
+        plots.check_plots()
     from . import measurements  # needs the bench extra
 
     try:
-        results = measurements.run(
+        measured = measurements.run(
             checkpoint=arguments.checkpoint,
             model=arguments.model,
             images=arguments.images,
@@ -79,10 +79,10 @@ def _bench(arguments: argparse.Namespace) -> None:
     except torch.OutOfMemoryError as error:
         raise ValueError(f"--batch-size: {error}") from error
     if arguments.json is not None:
-        report.write(results, arguments.json)
-    print(report.text(results))
+        results.write(measured, arguments.json)
+    print(results.text(measured))
     if arguments.report is not None:
-        page, *_ = report.write_report(results, arguments.report)
+        page, *_ = report.write_report(measured, arguments.report)
         print(f"\nreport: {page}")
     if old is not None:
-        print(f"\n{report.comparison(old, results)}")
+        print(f"\n{compare.comparison(old, measured)}")

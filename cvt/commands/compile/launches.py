@@ -64,10 +64,10 @@ def conv_projection_launches(
 
     Training is under autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
     """
-    from cvt_kernels.ops.conv_projection import triton as kernels
+    from cvt_kernels.ops.conv_projection.triton import backward, common, forward
 
     grid, channels, class_tokens = stage
-    geometry = kernels.Geometry(grid, (3, 3, 3), (1, 2, 2), (1, 1, 1), (1, 1, 1), (1e-5,) * 3)
+    geometry = common.Geometry(grid, (3, 3, 3), (1, 2, 2), (1, 1, 1), (1, 1, 1), (1e-5,) * 3)
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -78,15 +78,17 @@ def conv_projection_launches(
     tracked = [meta(dtype=torch.int64)] * 3
     dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
     with machine.recorded_launches(chip) as launches:
-        kernels.forward(x, geometry, weights, *[vectors] * 4)
+        forward.projection_forward(x, geometry, weights, *[vectors] * 4)
         if training:
-            mean, variance = kernels.statistics(x, geometry, weights)
-            kernels.update_running(mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3)
-            sums = kernels.backward_sums(x, geometry, weights, vectors, vectors, dys)
-            dconvs, _ = kernels.backward_conv(
+            mean, variance = forward.batch_statistics(x, geometry, weights)
+            forward.update_running_statistics(
+                mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3
+            )
+            sums = backward.backward_sums(x, geometry, weights, vectors, vectors, dys)
+            dconvs, _ = backward.backward_conv(
                 x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
             )
-            kernels.backward_input(geometry, weights, dconvs, dys)
+            backward.backward_input(geometry, weights, dconvs, dys)
     return launches
 
 
@@ -100,7 +102,7 @@ def attention_launches(
     bias: bool = False,
 ) -> list[machine.Launch]:
     """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
-    from cvt_kernels.ops.attention import triton as kernels
+    from cvt_kernels.ops.attention.triton import backward, forward
 
     (height, width), channels, class_tokens = stage
     queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
@@ -112,9 +114,9 @@ def attention_launches(
     q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
     table = meta(heads, queries, keys) if bias else None
     with machine.recorded_launches(chip) as launches:
-        out, lse = kernels.forward(q, k, v, table, channels**-0.5)
+        out, lse = forward.attention_forward(q, k, v, table, channels**-0.5)
         if training:
-            kernels.backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+            backward.attention_backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
     return launches
 
 

@@ -1,4 +1,4 @@
-"""``cvt bench``: what it measures, its files, its comparison and its page."""
+"""Tests of ``cvt bench``: what it measures, its files, its comparison and its page."""
 
 import base64
 import dataclasses
@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt import commands as cli
-from cvt.commands.bench import measurements as bench
-from cvt.commands.bench import report
-from cvt_kernels import backends
+from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
+from cvt.commands.bench import results as result_files
+from cvt_kernels import backends, measure
 from cvt_kernels.ops import linear
 from tests.checks import not_built
 
@@ -33,7 +33,7 @@ SMALL = dataclasses.replace(
 def make_small(patch):
     """Lets cvt_13 be a small model, profiled once."""
     patch.setitem(PRESETS, "cvt_13", SMALL)
-    patch.setattr(bench, "_PROFILES", 1)
+    patch.setattr(breakdown, "_PROFILES", 1)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def results():
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
         patch.setattr(torch, "compile", compile_quickly)
-        return bench.run(
+        return measurements.run(
             image_size=64, batch_sizes=BATCHES, rounds=ROUNDS, peers=("compile", "compile-max", "eager")
         )
 
@@ -138,13 +138,15 @@ class Allocating(nn.Module):
         return second.new_empty(400, 1000)
 
 
-class Normalising(nn.Module):
+class Normalizing(nn.Module):
     def forward(self, x):
         return ck.layer_norm(x)
 
 
 def peak(model, x, backend="auto"):
-    return bench._profile(bench._Contender("x", model.eval(), backend, hooks=False), x)["peak_bytes"]
+    return breakdown.memory_and_time(contenders.Contender("x", model.eval(), backend, has_parts=False), x)[
+        "peak_bytes"
+    ]
 
 
 def test_peak_of_memory_is_exact():
@@ -154,7 +156,7 @@ def test_peak_of_memory_is_exact():
 @pytest.mark.skipif(not_built(), reason="no compiler for the native extension")
 def test_memory_of_native_operators_is_seen():
     x = torch.randn(1000, 384)
-    assert 4 * x.numel() <= peak(Normalising(), x, "native") < 1.1 * 4 * x.numel()
+    assert 4 * x.numel() <= peak(Normalizing(), x, "native") < 1.1 * 4 * x.numel()
 
 
 @pytest.mark.parametrize("primitive", ["linear", "convolution", "float32"])
@@ -165,9 +167,9 @@ def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
         def forward(self, x):
             return ck.linear(x, torch.ones(64, 64))
 
-    contender = bench._Contender("x", Layer().eval(), "auto", hooks=False)
-    profiler = bench._profiled_step(contender, torch.randn(1000, 64))
-    seconds = bench._seconds(profiler, cuda=False)
+    contender = contenders.Contender("x", Layer().eval(), "auto", has_parts=False)
+    profiler = breakdown.profiled_step(contender, torch.randn(1000, 64))
+    seconds = breakdown.by_place(profiler, cuda=False)
     assert seconds["rest", "linear"] > 0
     assert {kind for _, kind in seconds} <= {"linear", "other"}
 
@@ -175,7 +177,9 @@ def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
 def test_profiling_leaves_no_trace():
     before = backends.registered("gelu", "native")
     model = create_model(SMALL).eval()
-    bench._profiled_step(bench._Contender("x", model, "auto", hooks=True), torch.randn(1, 3, 32, 32))
+    breakdown.profiled_step(
+        contenders.Contender("x", model, "auto", has_parts=True), torch.randn(1, 3, 32, 32)
+    )
     assert backends.registered("gelu", "native") is before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -190,7 +194,7 @@ def test_operations_agree_with_pytorchs_counter(name):
         model(images)
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     ours = Counter()
-    for row in bench._work(model.config, size, batch, 4):
+    for row in breakdown.work(model.config, size, batch, 4):
         ours[row["part"].split()[0], row["kind"]] += row["flops"]
     head = 2 * batch * model.num_features * 1000
     assert ours["block", "linear"] + head == counted["aten.addmm"]
@@ -203,7 +207,7 @@ def test_operations_agree_with_pytorchs_counter(name):
 
 
 def test_bytes_by_hand():
-    rows = {(r["part"], r["kind"]): r for r in bench._work(PRESETS["cvt_13"], 224, 10, 2)}
+    rows = {(r["part"], r["kind"]): r for r in breakdown.work(PRESETS["cvt_13"], 224, 10, 2)}
     tokens = 197 + 50  # of queries and keys in stage 3, each with the class token
     assert rows["block 3", "attention"]["bytes"] == 10 * 10 * 2 * 2 * tokens * 384
     assert rows["block 1", "gelu"]["bytes"] == 10 * 2 * 2 * 3136 * 256
@@ -215,7 +219,7 @@ def test_bytes_by_hand():
 
 @pytest.mark.usefixtures("small")
 def test_training_step():
-    results = bench.run(image_size=64, batch_sizes=(1,), rounds=1, train=True)
+    results = measurements.run(image_size=64, batch_sizes=(1,), rounds=1, train=True)
     rows = rows_of(results)
     assert list(rows) == [(1, "hf"), (1, "cvt"), (1, "accelerate")]
     for row in rows.values():
@@ -223,19 +227,19 @@ def test_training_step():
         kinds = {cell["kind"] for cell in row["breakdown"]}
         assert kinds >= {"linear", "attention", "convolution", "norm", "gelu"}
         assert row["peak_bytes"] > 4 * sum(p.numel() for p in create_model(SMALL).parameters())  # gradients
-    text = report.text(results)
+    text = result_files.text(results)
     assert "training step" in text
     assert "Δ of gradients' norms" in text
-    assert [name for name, *_ in report._figures(results)] == ["throughput", "memory", "operators-1"]
+    assert [plot.name for plot in plots.draw(results)] == ["throughput", "memory", "operators-1"]
 
 
 @pytest.mark.usefixtures("small")
 def test_a_wrong_operator_is_never_timed(monkeypatch):
-    monkeypatch.setattr(bench, "_time_in_turns", lambda *arguments: pytest.fail("timed"))
+    monkeypatch.setattr(measure, "seconds_in_turns", lambda *arguments, **keywords: pytest.fail("timed"))
     wrong = backends.Implementation(lambda x, **kwargs: 1.01 * ck.reference.gelu(x, **kwargs))
     backends.register("gelu", "native", wrong)
     with pytest.raises(ValueError, match=r"cvt: error \S+ against float64, expected .* nothing was timed"):
-        bench.run(image_size=64, batch_sizes=(1,), rounds=1)
+        measurements.run(image_size=64, batch_sizes=(1,), rounds=1)
 
 
 @pytest.mark.usefixtures("small")
@@ -244,12 +248,12 @@ def test_logits_that_are_not_finite_are_never_timed(tmp_path):
     model.head.weight.data[0, 0] = torch.nan
     torch.save(model.state_dict(), tmp_path / "nan.pth")
     with pytest.raises(ValueError, match=r"hf: error nan against float64"):
-        bench.run(checkpoint=str(tmp_path / "nan.pth"), image_size=64, batch_sizes=(1,), rounds=1)
+        measurements.run(checkpoint=str(tmp_path / "nan.pth"), image_size=64, batch_sizes=(1,), rounds=1)
 
 
 def test_without_freezing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
-    context, words = bench._freezing()
+    context, words = contenders.freezing()
     with context:
         assert words == ", without freezing, which this torch does not have"
 
@@ -271,8 +275,8 @@ def made(**seconds):
         "rounds": 4,
     }
     return {
-        "schema": report.SCHEMA,
-        "version": report.VERSION,
+        "schema": result_files.SCHEMA,
+        "version": result_files.VERSION,
         "date": "2026-01-01",
         "machine": {"cpu": "x"},
         "versions": {"torch": "2.11"},
@@ -282,8 +286,8 @@ def made(**seconds):
 
 
 def test_files_come_back(results, tmp_path):
-    report.write(results, tmp_path / "a.json")
-    assert report.read(tmp_path / "a.json") == results
+    result_files.write(results, tmp_path / "a.json")
+    assert result_files.read(tmp_path / "a.json") == results
 
 
 @pytest.mark.parametrize(
@@ -301,23 +305,23 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(message)):
-        report.read(path)
+        result_files.read(path)
     assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_quartiles_and_ratios():
-    assert report.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
-    assert report.quartiles([7]) == (7, 7, 7)
+    assert result_files.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+    assert result_files.quartiles([7]) == (7, 7, 7)
     # Twice as fast in every round, however the machine's pace changes.
-    assert report.ratio([1, 2, 3, 10], [2, 4, 6, 20]) == (2, 2, 2)
+    assert result_files.ratio([1, 2, 3, 10], [2, 4, 6, 20]) == (2, 2, 2)
 
 
 def test_comparison_by_hand():
     old = made(hf=[4, 4, 4, 4], cvt=[2, 2, 2, 2], eager=[1, 2, 3, 4])
     # The machine has become twice as slow. cvt was 2 times as fast as hf and is 1.6 times; eager stays.
     new = made(hf=[8, 8, 8, 8], cvt=[5, 5, 5, 5], accelerate=[1, 1, 1, 1], eager=[2, 4, 6, 8])
-    hf, cvt, eager = report.compare(old, new)
+    hf, cvt, eager = compare.compare(old, new)
     assert hf[:5] == (2, "hf", 0.5, 0.25, (0.5, 0.5, 0.5))
     assert hf.verdict == "slower"
     assert cvt[:5] == (2, "cvt", 1.0, 0.4, (0.8, 0.8, 0.8))
@@ -325,23 +329,23 @@ def test_comparison_by_hand():
     # Ratios to hf 4, 2, 4/3, 1 in both: median 5/3, quartiles 1.25 and 2.5.
     assert eager.factor == pytest.approx((1.0, 0.5, 2.0))
     assert eager.verdict == "within noise"
-    lines = report.comparison(old, new).splitlines()
+    lines = compare.comparison(old, new).splitlines()
     assert [line.split()[-1] for line in lines if line.startswith(("hf", "cvt", "eager"))] == [
         "slower",
         "slower",
         "noise",
     ]
-    better = report.compare(made(cvt=[2, 2, 2, 2]), made(cvt=[1, 1, 1, 1]))
+    better = compare.compare(made(cvt=[2, 2, 2, 2]), made(cvt=[1, 1, 1, 1]))
     assert [(c.factor.median, c.verdict) for c in better] == [(2, "faster")]
-    assert report.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].verdict == "too few rounds, expected 4"
+    assert compare.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].verdict == "too few rounds, expected 4"
     with pytest.raises(ValueError, match="no contender in the same batch size in common"):
-        report.compare(made(cvt=[1]), made(hf=[1]))
+        compare.compare(made(cvt=[1]), made(hf=[1]))
 
 
 def test_comparison_says_what_else_differs():
     old, new = made(hf=[1]), made(hf=[1])
     new["versions"]["torch"], new["config"]["dtype"] = "2.13", "bfloat16"
-    lines = report.comparison(old, new).splitlines()
+    lines = compare.comparison(old, new).splitlines()
     assert [line for line in lines if line.startswith("differs")] == [
         "differs: torch: 2.11 → 2.13",
         "differs: dtype: float32 → bfloat16",
@@ -352,7 +356,7 @@ def test_comparison_says_what_else_differs():
 
 
 def test_table(results):
-    lines = report.text(results).splitlines()
+    lines = result_files.text(results).splitlines()
     assert lines[0].startswith("cvt_13, random weights (seed 0), 64×64, float32 on cpu, ")
     start = lines.index(next(line for line in lines if line.startswith("batch 1")))
     header, *table = lines[start : start + 6]
@@ -408,23 +412,23 @@ def test_plots_leave_matplotlib_alone(results):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    report._png(next(iter(report._figures(results)))[-1])
+    plots.png(next(plots.draw(results)).figure)
     assert dict(matplotlib.rcParams) == before
 
 
 def test_command(results, tmp_path, capsys, monkeypatch):
     asked = {}
     results = {**results, "batches": results["batches"][:1]}
-    monkeypatch.setattr(bench, "run", lambda **arguments: asked.update(arguments) or results)
+    monkeypatch.setattr(measurements, "run", lambda **arguments: asked.update(arguments) or results)
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    report.write(results, old)
+    result_files.write(results, old)
     arguments = ["bench", "--batch-size", "1", "8", "--dtype", "bfloat16", "--train", "--peers", "hf,eager"]
     arguments += ["--device", "cpu", "--json", new, "--report", tmp_path / "report", "--against", old]
     assert cli.main(list(map(str, arguments))) == 0
     out = capsys.readouterr().out
     assert (asked["batch_sizes"], asked["dtype"], asked["train"]) == ([1, 8], "bfloat16", True)
     assert asked["peers"] == ["hf", "eager"]
-    assert out.startswith(report.text(results))
+    assert out.startswith(result_files.text(results))
     assert f"report: {tmp_path}/report/index.html" in out
     assert out.count("within noise") == len(rows_of(results))
     assert json.loads(new.read_text()) == results
@@ -436,14 +440,14 @@ def test_too_large_a_batch_is_one_line(capsys, monkeypatch):
     def run(**arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(measurements, "run", run)
     assert cli.main(["bench", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert error == "cvt bench: error: --batch-size: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
 def test_command_without_matplotlib_fails_before_it_measures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "run", lambda **arguments: pytest.fail("measured"))
+    monkeypatch.setattr(measurements, "run", lambda **arguments: pytest.fail("measured"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["bench", "--report", str(tmp_path)]) == 2
     assert "matplotlib is not installed; pip install 'cvt-kernels[bench]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Figures of an evaluation, against scikit-learn's; costs, against the paper's."""
+"""``cvt evaluate``: its table, its JSON, and what it rejects."""
 
 import json
 import math
@@ -10,153 +10,15 @@ from sklearn import metrics
 from sklearn.datasets import load_digits
 from torch import nn
 
-import cvt_kernels as ck
-from cvt import PRESETS, CvTConfig, create_model
-from cvt import commands as cli
+from cvt import create_model
 from cvt.checkpoints import ModelCard
-from cvt.commands.evaluate import Cost, Evaluation, as_json, cost, evaluate, report
+from cvt.commands import main
+from cvt.commands.evaluate import as_json, report
+from cvt.evaluation import Cost, Evaluation
 from cvt.factory import randomize
 from cvt.images import preprocess
 from cvt.training.recipe import MODELS
 from tests.checks import bad
-
-SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
-
-
-class Table(nn.Module):
-    """A model whose logits of image i are row i of a table; images hold nothing but their number."""
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits = nn.Parameter(logits)
-
-    def forward(self, images):
-        return self.logits[images.long()]
-
-
-def batches(labels, *sizes):
-    images = torch.arange(len(labels)).float()
-    return list(zip(images.split(sizes), labels.split(sizes), strict=True))
-
-
-@pytest.mark.parametrize("classes", [3, 7])
-def test_figures_are_those_of_scikit_learn_however_the_images_are_batched(classes):
-    logits, labels = torch.randn(20, classes), torch.randint(classes, (20,))
-    labels[labels == 1] = 0  # nobody is of class 1
-    probabilities, everything = logits.softmax(-1).numpy(), list(range(classes))
-    for sizes in ((20,), (8, 8, 4), (1,) * 20, (19, 1)):
-        found = evaluate(Table(logits), batches(labels, *sizes))
-        assert found.images == 20
-        assert found.top1 == metrics.accuracy_score(labels, probabilities.argmax(-1))
-        top5 = (
-            1.0
-            if classes < 5
-            else metrics.top_k_accuracy_score(labels, probabilities, k=5, labels=everything)
-        )
-        assert found.top5 == top5
-        assert found.loss == pytest.approx(
-            metrics.log_loss(labels, probabilities, labels=everything), rel=1e-6
-        )
-        confusion = metrics.confusion_matrix(labels, probabilities.argmax(-1), labels=everything)
-        assert found.confusion.tolist() == confusion.tolist()
-        assert math.isnan(found.per_class[1])
-        right = metrics.recall_score(labels, probabilities.argmax(-1), labels=[0, 2], average=None)
-        assert found.per_class[[0, 2]].tolist() == pytest.approx(right.tolist())
-
-
-def test_the_model_is_left_in_its_modes():
-    model = create_model(SMALL).train()
-    model.stage0.eval()
-    modes = [module.training for module in model.modules()]
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    labelled = [(torch.randn(3, 3, 32, 32), torch.tensor([1, 2, 3]))]
-    figures = [evaluate(model, labelled) for _ in range(2)]
-    assert figures[0].loss == figures[1].loss  # no stochastic depth
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
-    assert figures[0].images_per_second > 0
-    assert figures[0].peak_memory > 10 * 2**20
-    with pytest.raises(ValueError, match="label 10"):
-        evaluate(model, [(torch.randn(1, 3, 32, 32), torch.tensor([10]))])
-    assert [module.training for module in model.modules()] == modes
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    model, seen = create_model(SMALL), []
-    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    labelled = [(torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4]))]
-    exact, rounded = (evaluate(model, labelled, autocast=choice) for choice in (None, dtype))
-    assert seen == [torch.float32, dtype]
-    assert rounded.loss == pytest.approx(exact.loss, rel=1e-2)
-
-
-def test_bad_batches():
-    table = Table(torch.tensor([[0.0, 1.0], [0.0, math.nan], [math.inf, 0.0]]))
-
-    def fails(images, labels):
-        with pytest.raises(ValueError, match=r"^batches") as caught:
-            evaluate(
-                table, [(torch.tensor([0]), torch.tensor([0])), (torch.tensor(images), torch.tensor(labels))]
-            )
-        return str(caught.value)
-
-    assert fails([0, 0], [0, 2]) == "batches[1]: got label 2, expected 0 to 1, the model's classes"
-    assert "got label -1" in fails([0], [-1])
-    assert fails([1], [0]) == fails([2], [0]) == "batches[1]: the model gives logits that are not finite"
-    assert "labels of shape (1,) and dtype torch.int64, expected (2,)" in fails([0, 0], [0])
-    assert "dtype torch.float32" in fails([0], [0.0])
-    assert "logits of shape (1, 1, 2), expected (1, classes)" in fails([[0]], [0])
-    with pytest.raises(ValueError, match="got no images"):
-        evaluate(table, [])
-
-
-# Costs ----------------------------------------------------------------------------------------------------
-
-
-def multiply_adds(config, size):
-    """The formula, stage by stage, for square images that every stride divides."""
-    total, channels = 0, config.in_chans
-    for stage in config.stages:
-        size = (size + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
-        dim, grid, key_grid = stage.embed_dim, size**2, (-(-size // stage.stride_kv)) ** 2
-        queries, keys = grid + stage.cls_token, key_grid + stage.cls_token
-        total += grid * dim * channels * stage.patch_size**2
-        depthwise = dim * stage.kernel_size**2 * (grid + 2 * key_grid)
-        linear = dim**2 * (2 * queries + 2 * keys) + 2 * stage.mlp_ratio * dim**2 * queries
-        total += stage.depth * (depthwise + linear + 2 * queries * keys * dim)
-        channels = dim
-    return total + channels * config.num_classes
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "millions", "paper", "tolerance"),
-    [
-        # The paper has one decimal and does not say what it counts besides products.
-        ("cvt_13", 224, 20, 4.5, 0.015),
-        ("cvt_21", 224, 32, 7.1, 0.012),
-        ("cvt_13", 384, 20, 16.3, 0.003),
-        ("cvt_21", 384, 32, 24.9, 0.003),
-        ("cvt_w24", 384, 277, 193.2, 0.006),
-    ],
-)
-def test_multiply_adds_are_those_of_the_paper(name, size, millions, paper, tolerance):
-    found = cost(PRESETS[name], size)
-    assert found.multiply_adds == multiply_adds(PRESETS[name], size)
-    assert found.multiply_adds / 1e9 == pytest.approx(paper, rel=tolerance)
-    assert round(found.parameters / 1e6) == millions
-
-
-def test_the_count_does_not_depend_on_the_backend():
-    expected = cost(SMALL, 32)
-    assert expected.multiply_adds == multiply_adds(SMALL, 32)
-    with ck.use_backend("triton"):  # which could serve nothing here
-        assert cost(SMALL, 32) == expected
-    with pytest.raises(ValueError, match="pixels are too few"):
-        cost(PRESETS["cvt_13"], 2)
-
-
-# Output ---------------------------------------------------------------------------------------------------
 
 
 def test_report_and_json():
@@ -187,9 +49,6 @@ def test_report_and_json():
     assert "unknown" in report(many, figures[1])
 
 
-# The command ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def trained(tmp_path):
     """A checkpoint as ``cvt train`` writes it, of a model for scikit-learn's digits, and the model."""
@@ -206,7 +65,7 @@ def test_command_on_digits(capsys, trained, tmp_path):
     outputs = []
     for batch in ("50", "360"):
         json_file = tmp_path / f"{batch}.json"
-        assert cli.main(["evaluate", *options, "--batch-size", batch, "--json", str(json_file)]) == 0
+        assert main(["evaluate", *options, "--batch-size", batch, "--json", str(json_file)]) == 0
         outputs.append((capsys.readouterr(), json.loads(json_file.read_text())))
     digits = load_digits()
     held_out = [i for i in range(len(digits.target)) if i % 5 == 0]
@@ -237,8 +96,8 @@ def test_command_on_a_folder_with_a_file_that_is_no_image(capsys, trained, tmp_p
         Image.new("RGB", (20, 30), (25 * i, 0, 0)).save(folder / "a.png")
     (tmp_path / "data" / "val" / "3" / "b.png").write_text("hello")
     options = ["evaluate", "--data", str(tmp_path / "data"), "--checkpoint", str(path)]
-    assert "b.png: is not a readable image" in bad(capsys, cli.main, *options)
-    assert cli.main([*options, "--corrupt", "skip", "--precision", "bf16"]) == 0
+    assert "b.png: is not a readable image" in bad(capsys, main, *options)
+    assert main([*options, "--corrupt", "skip", "--precision", "bf16"]) == 0
     out, err = capsys.readouterr()
     assert ["images", "10"] in [line.split() for line in out.splitlines()]
     assert err.startswith("cvt evaluate: skipped: ")
@@ -249,7 +108,7 @@ def test_command_bad_input(capsys, trained, tmp_path):
     path, model = trained
 
     def fails(*arguments, data="digits", checkpoint=path):
-        return bad(capsys, cli.main, "evaluate", "--data", data, "--checkpoint", checkpoint, *arguments)
+        return bad(capsys, main, "evaluate", "--data", data, "--checkpoint", checkpoint, *arguments)
 
     assert "/none/val does not exist" in fails(data=tmp_path / "none")
     assert "none.pth does not exist" in fails(checkpoint=tmp_path / "none.pth")

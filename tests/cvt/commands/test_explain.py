@@ -1,4 +1,4 @@
-"""Maps of attention: by hand, by loops, by what a pixel reaches."""
+"""``cvt explain``: its files, and what it rejects."""
 
 import json
 import math
@@ -7,15 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import nn
-from torch.nn import functional as F
 
-import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt import commands as cli
 from cvt.checkpoints import ModelCard
-from cvt.commands.explain import explain, overlay, photograph, plot_heads, rollout, spread_keys
+from cvt.commands import main
+from cvt.explanation import explain, overlay, photograph
 from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
 from tests.checks import bad
@@ -23,206 +19,11 @@ from tests.checks import bad
 SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
 
 
-def small(**overrides):
-    model = create_model(SMALL, **overrides).eval()
-    randomize(model)
-    return model
-
-
-def attention_modules(model):
-    return [module for name, module in model.named_modules() if name.endswith(".attn")]
-
-
-# Rollout and keys -----------------------------------------------------------------------------------------
-
-
-def test_keys_share_with_the_tokens_around_them():
-    # Three tokens in a row, keys at the first and the last: the one between is half of each.
-    row = torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
-    torch.testing.assert_close(spread_keys((1, 3), 2, class_token=False), row)
-    torch.testing.assert_close(spread_keys((3, 1), 2, class_token=False), row)
-    both = spread_keys((3, 3), 2, class_token=True)
-    assert both[0].tolist() == [1] + [0] * 9
-    assert both[:, 0].tolist() == [1, 0, 0, 0, 0]
-    torch.testing.assert_close(both[3, 1:].view(3, 3), torch.outer(row[1], row[0]))  # key (1, 0)
-    # A fourth token lies beyond the last key and is all its own.
-    torch.testing.assert_close(spread_keys((1, 4), 2, class_token=False)[1], torch.tensor([0, 0.2, 0.4, 0.4]))
-    assert torch.equal(spread_keys((2, 3), 1, class_token=False), torch.eye(6))
-
-
-def test_rollout_of_a_hand_made_example():
-    # A class token and three tokens, keys: class token, first token, last token.
-    first = torch.tensor([[0.2, 0.5, 0.3], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
-    second = torch.tensor([[0.0, 0.0, 1.0], [0.1, 0.2, 0.7], [0.1, 0.2, 0.7], [0.1, 0.2, 0.7]])
-    spread = spread_keys((1, 3), 2, class_token=True)
-    start = torch.tensor([1.0, 0, 0, 0])
-    # Second block: half stays with the class token, half goes to the last key: 1/3 token 1, 2/3 token 2.
-    after_second = [1 / 2, 0, 1 / 6, 1 / 3]
-    assert rollout([second[None]], spread, start)[0].tolist() == pytest.approx(after_second)
-    # First block, by its definition: each of these stays by half and attends by half.
-    expected = [share / 2 for share in after_second]
-    for share, row in zip(after_second, first.tolist(), strict=True):
-        expected[0] += share / 2 * row[0]
-        expected[1] += share / 2 * row[1] * 2 / 3
-        expected[2] += share / 2 * (row[1] + row[2]) / 3
-        expected[3] += share / 2 * row[2] * 2 / 3
-    found = rollout([first[None], second[None]], spread, start)[0]
-    assert found.tolist() == pytest.approx(expected)
-    assert sum(expected) == pytest.approx(1)
-    # The order of the blocks matters.
-    assert rollout([second[None], first[None]], spread, start)[0].tolist() != pytest.approx(expected)
-
-
-# The model ------------------------------------------------------------------------------------------------
-
-
-def true_attention(model, x):
-    """Probabilities (B, h, T, S) of every block, from what goes through the reference's softmax."""
-    seen = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if function is torch.Tensor.softmax:
-                seen.append(result)
-            return result
-
-    with ck.use_backend("reference"), Watch(), torch.no_grad():
-        model(x)
-    return seen
-
-
-@pytest.mark.parametrize("pool", ["cls", "avg"])
-def test_maps_are_those_of_the_models_own_softmax(pool):
-    model = small(pool=pool)
-    x = torch.randn(2, 3, 96, 64)
-    own = true_attention(model, x)
-    assert len(own) == 4
-    found = explain(model, x)
-    torch.testing.assert_close(found.logits, model(x).detach())
-    queries = slice(0, 1) if pool == "cls" else slice(1, None)
-    expected = own[-1][:, :, queries, 1:].mean(2)
-    torch.testing.assert_close(found.attention.flatten(2), expected)
-    assert found.attention.shape == (2, 3, 3, 2)
-    assert found.rollout.shape == (2, 6, 4)
-    assert [(block.stage, block.block, block.keys) for block in found.blocks] == [
-        (0, 0, 96),
-        (1, 0, 24),
-        (2, 0, 7),
-        (2, 1, 7),
-    ]
-    for block, p in zip(found.blocks, own, strict=True):
-        torch.testing.assert_close(block.entropy, -(p * p.log()).sum(-1).mean(-1))
-        assert (block.entropy < math.log(block.keys)).all()
-    start = torch.zeros(25)
-    start[queries] = 1 if pool == "cls" else 1 / 24
-    rolled = rollout([p.mean(1) for p in own[-2:]], spread_keys((6, 4), 2, class_token=True), start)
-    torch.testing.assert_close(found.rollout.flatten(1), rolled[:, 1:])
-
-
-def test_distance_is_in_pixels_and_large_matrices_are_looked_at_in_parts(monkeypatch):
-    model = small()
-    with torch.no_grad():
-        for module in attention_modules(model):
-            module.proj_q.weight.zero_()  # every query attends to all keys alike
-            module.proj_q.bias.zero_()
-    x = torch.randn(1, 3, 64, 64)
-    whole = explain(model, x)
-    monkeypatch.setattr("cvt.commands.explain._ROWS", 7)
-    parts = explain(model, x)
-    for block, other, tokens, reduction in zip(
-        whole.blocks, parts.blocks, (16, 8, 4, 4), (4, 8, 16, 16), strict=True
-    ):
-        axis = torch.arange(tokens).double() * reduction
-        place = torch.cartesian_prod(axis, axis)
-        expected = torch.cdist(place, place.view(tokens, tokens, 2)[::2, ::2].flatten(0, 1)).mean().item()
-        assert block.distance.tolist()[0] == pytest.approx([expected] * block.distance.shape[1])
-        assert block.entropy.tolist()[0] == pytest.approx([math.log(block.keys)] * block.entropy.shape[1])
-        torch.testing.assert_close(block.distance, other.distance)
-        torch.testing.assert_close(block.entropy, other.entropy)
-    torch.testing.assert_close(whole.rollout, parts.rollout)
-
-
-def test_the_model_is_left_without_hooks_even_if_it_raises():
-    model = small()
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    explain(model, torch.randn(1, 3, 32, 32))
-    with pytest.raises(ValueError, match="images: got shape"):
-        explain(model, torch.randn(1, 1, 32, 32))
-    assert not any(module._forward_hooks for module in model.modules())
-    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
-
-
-def test_a_single_token_and_a_model_without_class_token():
-    found = explain(small(), torch.randn(1, 3, 16, 16))
-    assert found.rollout.shape == (1, 1, 1)
-    assert all(block.distance.abs().max() == 0 for block in found.blocks if block.stage == 2)
-    found = explain(small(cls_token=False, pool="avg"), torch.randn(1, 3, 32, 32))
-    assert found.attention.sum((-1, -2)).tolist()[0] == pytest.approx([1, 1, 1])
-    assert found.rollout.sum().item() == pytest.approx(1)
-
-
-def test_bad_models():
-    x = torch.randn(1, 3, 32, 32)
-    with pytest.raises(TypeError, match="model: got Linear, expected a CvT"):
-        explain(nn.Linear(2, 2), x)
-    with pytest.raises(ValueError, match=r"expected model\.eval\(\)"):
-        explain(small().train(), x)
-    broken = small()
-    broken.head.bias.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        explain(broken, x)
-
-
-# Pictures -------------------------------------------------------------------------------------------------
-
-
-def test_the_photograph_is_the_crop_that_the_model_saw():
-    path = sample_photos()[0]
-    image = read_image(path)  # 640×427
-    expected = image.resize((383, 256), Image.Resampling.BICUBIC).crop((80, 16, 304, 240))
-    assert np.array_equal(photograph(load_images([path])[0]), expected)
-
-
-def test_a_token_lies_where_its_embeddings_are_centred():
-    config = CvTConfig()
-    image = torch.zeros(1, 1, 224, 224, requires_grad=True)
-    x = image
-    for stage in config.stages:
-        kernel = torch.ones(1, 1, stage.patch_size, stage.patch_size)
-        x = F.conv2d(x, kernel, stride=stage.patch_stride, padding=stage.patch_padding)
-    x[0, 0, 4, 6].backward()  # of 14×14
-    reach = image.grad[0, 0]
-    centre = [(reach.sum(1 - axis) * torch.arange(224)).sum() / reach.sum() for axis in (0, 1)]
-    black = Image.new("RGB", (224, 224))
-    for stride in (1, 2):
-        heat = torch.zeros(14, 14)[::stride, ::stride].clone()
-        heat[4 // stride, 6 // stride] = 3
-        pixels = np.asarray(overlay(black, heat, config, stride)).sum(-1)
-        assert np.unravel_index(pixels.argmax(), pixels.shape) == tuple(round(c.item()) for c in centre)
-        assert pixels[65, 97 + 8 * stride] == pytest.approx(pixels[65, 97 - 8 * stride])
-        assert pixels[65, 97 + 16 * stride] == 0
-
-
-def test_overlays_of_odd_sizes_and_even_maps():
-    photo = Image.new("RGB", (50, 30), "white")
-    for heat in (torch.ones(2, 3), torch.zeros(1, 1)):
-        assert np.unique(np.asarray(overlay(photo, heat, SMALL))).tolist() == [102]
-    assert overlay(photo, torch.rand(2, 3), SMALL).size == (50, 30)
-
-
-def test_plot(tmp_path):
-    plot_heads([explain(small(), torch.randn(2, 3, 32, 32))], tmp_path / "heads.png")
-    assert read_image(tmp_path / "heads.png").size == (1080, 480)
-
-
-# The command ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def trained(tmp_path):
     """A checkpoint as ``cvt train`` writes it, and the model."""
-    model = small()
+    model = create_model(SMALL).eval()
+    randomize(model)
     card = ModelCard(model.config, [f"thing {i}" for i in range(10)], 64)
     torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, tmp_path / "small.pth")
     return tmp_path / "small.pth", model
@@ -232,7 +33,7 @@ def test_command(capsys, trained, tmp_path):
     path, model = trained
     photos = [str(photo) for photo in sample_photos()]
     output = tmp_path / "new" / "output"
-    assert cli.main(["explain", *photos, "--checkpoint", str(path), "--output", str(output), "--plot"]) == 0
+    assert main(["explain", *photos, "--checkpoint", str(path), "--output", str(output), "--plot"]) == 0
     out, err = capsys.readouterr()
     names = [f"{photo}.{kind}.png" for photo in ("china", "flower") for kind in ("attention", "rollout")]
     names = sorted([*names, "explain.json", "heads.png"])
@@ -240,21 +41,21 @@ def test_command(capsys, trained, tmp_path):
     assert sorted(file.name for file in output.iterdir()) == names
     assert err == ""
     images = load_images(photos, 64)
-    found = explain(model, images)
+    explanation = explain(model, images)
     content = json.loads((output / "explain.json").read_text())["photos"]
     for i, (photo, entry) in enumerate(zip(photos, content, strict=True)):
         assert entry["photo"] == photo
-        best = found.logits[i].softmax(-1).max(0)
+        best = explanation.logits[i].softmax(-1).max(0)
         assert entry["classes"][0] == {
             "index": best.indices.item(),
             "label": f"thing {best.indices}",
             "probability": pytest.approx(best.values.item(), rel=1e-4),
         }
-        torch.testing.assert_close(torch.tensor(entry["rollout"]), found.rollout[i])
-        torch.testing.assert_close(torch.tensor(entry["attention"]), found.attention[i].mean(0))
-        for block, expected in zip(entry["blocks"], found.blocks, strict=True):
+        torch.testing.assert_close(torch.tensor(entry["rollout"]), explanation.rollout[i])
+        torch.testing.assert_close(torch.tensor(entry["attention"]), explanation.attention[i].mean(0))
+        for block, expected in zip(entry["blocks"], explanation.blocks, strict=True):
             torch.testing.assert_close(torch.tensor(block["distance"]), expected.distance[i])
-        expected = overlay(photograph(images[i]), found.attention[i].mean(0), model.config, 2)
+        expected = overlay(photograph(images[i]), explanation.attention[i].mean(0), model.config, 2)
         picture = np.asarray(read_image(output / f"{photo.rsplit('/')[-1][:-4]}.attention.png"), dtype=int)
         assert np.abs(picture - np.asarray(expected)).max() <= 1
 
@@ -265,7 +66,7 @@ def test_command_bad_input(capsys, trained, tmp_path, monkeypatch):
     output = tmp_path / "output"
 
     def fails(*arguments, output=output):
-        line = bad(capsys, cli.main, "explain", *arguments, "--checkpoint", path, "--output", output)
+        line = bad(capsys, main, "explain", *arguments, "--checkpoint", path, "--output", output)
         assert not (tmp_path / "output").exists()
         return line
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from cvt import CvTConfig, create_model
-from cvt import commands as cli
 from cvt.checkpoints import ModelCard
 from cvt.commands import export as export_module
+from cvt.commands import main
 from cvt.commands.export import export
 from cvt.factory import randomize
 from tests.checks import bad, record_all_calls
@@ -65,8 +65,8 @@ def test_onnx(model, tmp_path):
     )
     for batch in (1, 7):
         x = torch.randn(batch, 3, 32, 32)
-        (found,) = session.run(None, {"images": x.numpy()})
-        assert relative(torch.from_numpy(found), model(x).detach()) < 1e-5
+        (logits,) = session.run(None, {"images": x.numpy()})
+        assert relative(torch.from_numpy(logits), model(x).detach()) < 1e-5
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     model(torch.randn(1, 3, 32, 32))
     forward = list(called)
     assert "attention" in forward
-    assert cli.main(["export", "--checkpoint", trained, "--format", "pt2", "--output", str(path)]) == 0
+    assert main(["export", "--checkpoint", trained, "--format", "pt2", "--output", str(path)]) == 0
     assert called == 2 * forward  # the model's own logits, and nothing of the program
     out, err = capsys.readouterr()
     assert out.startswith(f"{path}: images (batch, 3, 32, 32) to logits (batch, 5), within ")
@@ -148,7 +148,7 @@ def test_bad_input(model, tmp_path, monkeypatch):
 
 def test_command_bad_input(capsys, trained, tmp_path):
     def fails(*arguments):
-        return bad(capsys, cli.main, "export", "--checkpoint", trained, "--format", *arguments)
+        return bad(capsys, main, "export", "--checkpoint", trained, "--format", *arguments)
 
     before = sorted(tmp_path.iterdir())
     assert "invalid choice: 'tf'" in fails("tf", "--output", tmp_path / "a")

@@ -1,11 +1,10 @@
-"""accelerate(), coverage(), restore(): models that people have compute what they did, by our operators."""
+"""Accelerated models compute what they did, by our operators: accelerate(), coverage() and restore()."""
 
 import copy
 import functools
 import io
 import json
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from tests.upstream import (
     images,
     logits,
     microsoft,
+    microsoft_numbers,
     microsoft_plain,
     ours,
     pair,
@@ -35,7 +35,7 @@ from tests.upstream import (
 
 SIZES = [(1, 224, 224), (2, 160, 256), (3, 96, 64)]
 
-#: Of one stage, of blocks there: operators in the order in which they are called.
+#: The operators of one block, in the order in which they are called.
 BLOCK = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "bias_gelu"]
 
 
@@ -44,8 +44,7 @@ BLOCK = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "bias_g
 
 @pytest.fixture(scope="module")
 def recorded():
-    with np.load(DATA / "microsoft_tiny.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return microsoft_numbers()
 
 
 def tiny(recorded):
@@ -166,7 +165,7 @@ def test_every_block_calls_the_operators(make):
     _, fused = pair(make)
     called = record_all_calls()
     fused(images())
-    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)
+    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)  # blocks of each stage
     assert called == [operator for depth in depths for operator in ["layer_norm", *depth * BLOCK]]
     called.clear()
     ck.restore(fused)(images())
@@ -191,7 +190,7 @@ def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
 
 
 def test_compositions_follow_the_configuration():
-    """What Hugging Face's configuration can change beyond sizes."""
+    """Hugging Face's configuration can change more than sizes."""
     from transformers import CvtModel
 
     for config in (
@@ -256,23 +255,26 @@ def test_everything_but_the_classes_stays(make):
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_hooks_on_blocks_fire(make):
     own, fused = pair(make)
-    fired = {}
+    fired, outputs = [], []
+    rows = ck.coverage(fused)
     for model in (own, fused):
-        seen = fired.setdefault(model, [])
-        for row in ck.coverage(fused):
+        seen = []
+        for row in rows:
             block = model.get_submodule(row.path)
             block.register_forward_pre_hook(
                 lambda m, args, seen=seen, path=row.path: seen.append((path, len(args)))
             )
             block.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.shape))
-        out = logits(model(images()))
-        assert relative(out, logits(own(images())) if model is fused else out) < 1e-5
-    assert fired[fused] == fired[own][: len(fired[fused])]
+        outputs.append(logits(model(images())))
+        fired.append(seen)
+    assert relative(outputs[1], outputs[0]) < 1e-5
+    assert fired[1] == fired[0]
+    assert len(fired[0]) == 2 * len(rows)
     assert all(row.fused for row in ck.coverage(fused))
 
 
 def inner(model):
-    """Modules that the fused forwards of one attention, its MLP and its block do not call."""
+    """Returns modules that the fused forwards of one attention, its MLP and its block do not call."""
     if hasattr(model, "cvt"):
         layer = model.cvt.encoder.stages[1].layers[0]
         projection = layer.attention.attention.convolution_projection_key.convolution_projection
@@ -379,7 +381,7 @@ CHANGES = [
 )
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_a_changed_inner_module_takes_effect(make, change, reason, when):
-    """Whatever somebody does to a module that a fused forward would pass over, before or after."""
+    """Somebody changes a module that a fused forward would pass over, before or after ``accelerate``."""
     own = make().train()
     fused, own_calls, fused_calls = copy.deepcopy(own), [], []
     change(own, own_calls)
@@ -395,7 +397,7 @@ def test_a_changed_inner_module_takes_effect(make, change, reason, when):
 
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_linear_layers_may_become_anything(make):
-    """As adapters (LoRA) and quantisation replace them: they are called as modules."""
+    """Adapters (LoRA) and quantization replace them: they are called as modules."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -495,7 +497,7 @@ def test_dtype_may_change_before_and_after(make):
         eager = logits(copy.deepcopy(own).bfloat16()(x))
         assert torch.equal(logits(before(x)), logits(after(x)))
         assert_accurate(logits(after(x)), eager, exact)
-    ck.accelerate(copy.deepcopy(own).to("meta"))
+    assert all(row.fused for row in ck.coverage(ck.accelerate(copy.deepcopy(own).to("meta"))))
 
 
 # coverage --------------------------------------------------------------------------------------------------
@@ -559,7 +561,7 @@ def test_not_a_module(function):
 
 
 class Attention(nn.Module):
-    """What most transformers call so."""
+    """The attention of most transformers, which has the same name."""
 
     def __init__(self):
         super().__init__()
@@ -699,7 +701,7 @@ def test_a_foreign_state_dict_fails_as_it_does_upstream(make):
 
 
 def test_coverage_of_blocks_without_parameters():
-    """As quantised layers leave them."""
+    """Quantized layers leave such blocks."""
     model = ck.accelerate(huggingface())
     for name, module in list(model.named_modules()):
         if name.endswith("intermediate"):

@@ -172,8 +172,8 @@ def test_large_logits(dtype, keys):
     scale = math.log(2) / 4
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
     assert scores.abs().max() > 7e3
-    found, exact = (run(b, [q, k, v], scale=scale, double=b == "reference") for b in ("triton", "reference"))
-    for ours, expected in zip(found, exact, strict=True):
+    results = (run(b, [q, k, v], scale=scale, double=b == "reference") for b in ("triton", "reference"))
+    for ours, expected in zip(*results, strict=True):
         units = 16 if dtype == torch.float32 else 64  # ds and the probabilities are rounded to 16 bits
         # Gradients all but cancel, from terms of some 20.
         atol = units * torch.finfo(dtype).eps * max(expected.abs().max().item(), 20)
@@ -262,15 +262,16 @@ def test_the_kernels_do_the_work(launched):
 
 def test_programs_that_take_more_work_give_the_same(monkeypatch):
     """Several tiles of queries in the forward; all that shares the bias in its gradient."""
-    from cvt_kernels.ops.attention import triton as kernels
+    from cvt_kernels.ops.attention.triton import backward, forward
 
     tensors = make(100, 20, bias=(2, 1, 20), dtype=torch.float32)
     expected = run("triton", tensors)
-    monkeypatch.setattr(kernels, "_FWD_PROGRAMS", 1)
-    monkeypatch.setattr(kernels, "_BIAS_PROGRAMS", 1)
-    found = run("triton", tensors)
-    assert all(torch.equal(a, b) for a, b in zip(found[:4], expected[:4], strict=True))
-    torch.testing.assert_close(found[4], expected[4], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(forward, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(backward, "ENOUGH_BIAS_PROGRAMS", 1)
+    *results, dbias = run("triton", tensors)
+    *expected, expected_dbias = expected
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    torch.testing.assert_close(dbias, expected_dbias, rtol=1e-5, atol=1e-5)
     assert_backends_agree(tensors)
 
 
@@ -286,33 +287,57 @@ def test_no_gradient_is_computed_that_nobody_needs(launched):
 @example(keys=50, widest=64)
 @example(keys=196, widest=128)
 def test_tiles_of_keys_waste_less_than_16(keys, widest):
-    from cvt_kernels.ops.attention.triton import key_tiles
+    from cvt_kernels.ops.attention.triton.forward import key_tiles
 
-    tiles = key_tiles(keys, widest)
-    assert [first for first, _ in tiles] == [sum(w for _, w in tiles[:i]) for i in range(len(tiles))]
-    assert all(width & (width - 1) == 0 and 16 <= width <= widest for _, width in tiles)
-    assert 0 <= sum(width for _, width in tiles) - keys < 16
+    firsts, widths = key_tiles(keys, widest)
+    assert firsts == tuple(sum(widths[:i]) for i in range(len(widths)))
+    assert all(width & (width - 1) == 0 and 16 <= width <= widest for width in widths)
+    assert 0 <= sum(widths) - keys < 16
 
 
 def test_tiles_of_keys_by_hand():
-    from cvt_kernels.ops.attention.triton import key_tiles
+    from cvt_kernels.ops.attention.triton.forward import KeyTiles, key_tiles
 
-    assert key_tiles(50, 64) == ((0, 64),)
-    assert key_tiles(196, 128) == ((0, 128), (128, 64), (192, 16))
+    assert key_tiles(50, 64) == KeyTiles(firsts=(0,), widths=(64,))
+    assert key_tiles(196, 128) == KeyTiles(firsts=(0, 128, 192), widths=(128, 64, 16))
 
 
 def test_float32_follows_pytorch_on_tf32():
-    from cvt_kernels.ops.attention import triton as kernels
+    def precision(dtype):
+        with machine.recorded_launches(machine.Chip(90, 132)) as launches, ck.use_backend("triton"):
+            ck.attention(*make(5, 4, dtype=dtype))
+        return [launch.arguments["SPEC"].precision for launch in launches]
 
-    single, half = (make(5, 4, dtype=dtype)[0] for dtype in (torch.float32, torch.float16))
-    assert kernels._spec(single, None, 1.0).precision == "ieee"
+    assert precision(torch.float32) == ["ieee"]
     previous = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert kernels._spec(single, None, 1.0).precision == "tf32"
-        assert kernels._spec(half, None, 1.0).precision == "ieee"
+        assert precision(torch.float32) == ["tf32"]
+        assert precision(torch.float16) == ["ieee"]
     finally:
         torch.backends.cuda.matmul.fp32_precision = previous
+
+
+def test_a_configuration_is_overridden_for_a_while():
+    from cvt_kernels.ops.attention.triton.common import LaunchConfig, overridden
+
+    def warps():
+        with machine.recorded_launches(machine.Chip(90, 132)) as launches:
+            run("triton", make(70, 150, dtype=torch.float16))
+        return [launch.options["num_warps"] for launch in launches]
+
+    shipped = warps()
+    with overridden("bwd_dq", LaunchConfig(16, 16, num_warps=16, num_stages=1)):
+        assert warps() == [shipped[0], 16, shipped[2]]
+    assert warps() == shipped
+
+
+def test_a_configuration_changes_no_result():
+    from cvt_kernels.ops.attention.triton.common import LaunchConfig, overridden
+
+    tensors = make(33, 300)
+    with overridden("fwd_loop", LaunchConfig(16, 32, num_warps=4, num_stages=1)):
+        assert_backends_agree(tensors)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +348,7 @@ def test_float32_follows_pytorch_on_tf32():
         ({"dim": 129}, 0.0, "heads have 129 channels, more than 128"),
     ],
 )
-def test_what_the_kernels_refuse_goes_to_the_reference(changes, dropout_p, reason):
+def test_what_is_unsupported_goes_to_the_reference(changes, dropout_p, reason):
     q, k, v = make(5, 4, dtype=torch.float32, **changes)
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
         ck.attention(q, k, v, dropout_p=dropout_p)
@@ -333,17 +358,16 @@ def test_what_the_kernels_refuse_goes_to_the_reference(changes, dropout_p, reaso
     assert ck.fallbacks()["attention", "triton"] == reason
 
 
-def test_images_beyond_32_bit_offsets_are_refused():
+def test_images_beyond_32_bit_offsets_are_unsupported():
     from cvt_kernels.ops.attention.triton import why_unsupported
 
     q, k = torch.empty(1, 2**18, 64, 128, device="meta"), torch.empty(1, 4, 64, 128, device="meta")
-    assert why_unsupported(q, k, k) == "one image has 2³¹ elements or more"
+    arguments = {"scale": None, "bias": None, "dropout_p": 0.0}
+    assert why_unsupported(q, k, k, **arguments) == "one image has 2³¹ elements or more"
     q, k = torch.empty(1, 2**16, 1, 16, device="meta"), torch.empty(1, 2**15, 1, 16, device="meta")
-    assert why_unsupported(q, k, k) is None
-    assert (
-        why_unsupported(q, k, k, bias=torch.empty(2**15, device="meta"))
-        == "one head's bias has 2³¹ elements or more"
-    )
+    assert why_unsupported(q, k, k, **arguments) is None
+    arguments["bias"] = torch.empty(2**15, device="meta")
+    assert why_unsupported(q, k, k, **arguments) == "one head's bias has 2³¹ elements or more"
 
 
 def test_autocast_computes_in_its_dtype():
@@ -374,13 +398,14 @@ def test_compiles_without_graph_breaks(keys, shape):
 
 @pytest.mark.parametrize("keys", [6, 70])
 def test_registered_operators_pass_opcheck(keys):
-    from cvt_kernels.ops.attention import triton as kernels
+    import cvt_kernels.ops.attention.triton  # noqa: F401 (registers them)
 
+    forward, backward = torch.ops.cvt_kernels.attention, torch.ops.cvt_kernels.attention_backward
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     q, k, v, bias = make(3, keys, bias=(3, keys))
-    out, lse = kernels.forward(q, k, v, bias, 0.3)
-    torch.library.opcheck(kernels._backward_op, (q, k, v, bias, out, lse, q, 0.3, True), test_utils=tests)
-    torch.library.opcheck(kernels._backward_op, (q, k, v, None, out, lse, q, 0.3, False), test_utils=tests)
+    out, lse = forward(q, k, v, bias, 0.3)
+    torch.library.opcheck(backward.default, (q, k, v, bias, out, lse, q, 0.3, True), test_utils=tests)
+    torch.library.opcheck(backward.default, (q, k, v, None, out, lse, q, 0.3, False), test_utils=tests)
     q, k, v, bias = (t.requires_grad_() for t in (q, k, v, bias))
-    torch.library.opcheck(kernels._forward_op, (q, k, v, bias, 0.3), test_utils=tests)
-    torch.library.opcheck(kernels._forward_op, (q, k, v, None, 0.3), test_utils=tests)
+    torch.library.opcheck(forward.default, (q, k, v, bias, 0.3), test_utils=tests)
+    torch.library.opcheck(forward.default, (q, k, v, None, 0.3), test_utils=tests)

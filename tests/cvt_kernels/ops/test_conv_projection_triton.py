@@ -1,6 +1,6 @@
-"""The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+"""Tests the Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
 
-import inspect
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -15,17 +15,18 @@ from torch.autograd import gradcheck
 import cvt_kernels as ck
 from cvt.commands.compile import launches as aot
 from cvt_kernels import backends, machine
-from cvt_kernels.ops.conv_projection import triton as kernels
+from cvt_kernels.ops.conv_projection.triton import autograd, common
 from tests.checks import assert_accurate
 from tests.cvt_kernels.test_reference import clone_buffers, random_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
 CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1}
 
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """Memory that a kernel should have written and did not is NaN."""
+    """Fills new tensors with NaN, which stays where a kernel does not write what it should."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,7 +46,7 @@ def move(conv, dtype):
 
 
 def run(backend, x, grid, convs, training, *, double=False):
-    """Outputs, gradients of everything for a fixed pattern of output gradients, and running statistics."""
+    """Returns outputs, all gradients for a fixed pattern of output gradients, and running statistics."""
     if double:
         x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
     live = [clone_buffers(conv) for conv in convs]
@@ -82,13 +83,25 @@ def assert_backends_agree(x, grid, convs, training):
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
 @pytest.mark.parametrize("stage", aot.stages("cvt_13"), ids=str)
-def test_every_stage_of_cvt_13(stage, monkeypatch):
+def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens = stage
-    if DEVICE == "cpu":
-        wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
-        configs = {name: replace(config, **wide) for name, config in kernels.CONFIGS[90].items()}
-        monkeypatch.setattr(kernels, "CONFIGS", {90: configs})
     x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
+    with wide_tiles(channels) if DEVICE == "cpu" else contextlib.nullcontext():
+        check_stage(x, grid, convs, class_tokens)
+
+
+@contextlib.contextmanager
+def wide_tiles(channels):
+    """Makes every kernel take all channels at once, in large tiles."""
+    wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
+    with contextlib.ExitStack() as stack:
+        for name in REGION_KERNELS:
+            config = replace(common.configuration(name, 90), **wide)
+            stack.enter_context(common.overridden(name, config))
+        yield
+
+
+def check_stage(x, grid, convs, class_tokens):
     if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
         assert_backends_agree(x, grid, convs, True)
     with ck.use_backend("triton"):
@@ -132,7 +145,7 @@ def test_odd_sizes(data):
 
 @pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
 def test_strides_whose_taps_are_not_known_ahead(strides):
-    """Dx of a stride above 2, alone and beside one that is."""
+    """The gradient of x for a stride above 2, alone and beside one whose taps are known."""
     branches = [{"stride": stride, "padding": 1} for stride in strides]
     x, convs = make(2, (7, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
     assert_backends_agree(x, (7, 5), convs, True)
@@ -181,7 +194,7 @@ def test_half_precision_beside_float32_batch_norm(dtype):
 
 
 def test_a_huge_mean_beside_a_small_deviation():
-    """Where Σy² − (Σy)²/n would be left with nothing, and β − mean · scale with little."""
+    """Σy² − (Σy)²/n would be left with nothing there, and β − mean · scale with little."""
     x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
     conv = move(random_conv(32, 1), torch.float32)
     conv = conv._replace(weight=torch.ones_like(conv.weight))
@@ -277,41 +290,43 @@ def test_the_kernels_do_the_work(monkeypatch):
     launched = []
 
     def launch(kernel, *args, original=machine.launch, **kwargs):
-        launched.append(kernel)
+        launched.append(name_of(kernel))
         original(kernel, *args, **kwargs)
 
     monkeypatch.setattr(machine, "launch", launch)
     x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
     run("triton", x, (3, 3), convs, True)
     assert launched == [
-        kernels._conv_projection_stats_kernel,
-        kernels._merge_stats_kernel,
-        kernels._update_running_kernel,
-        kernels._conv_projection_fwd_kernel,
-        kernels._conv_projection_bwd_sums_kernel,
-        kernels._sum_regions_kernel,
-        kernels._conv_projection_bwd_conv_kernel,
-        kernels._sum_regions_kernel,
-        kernels._conv_projection_bwd_input_kernel,
+        "stats",
+        "merge_stats",
+        "update_running",
+        "fwd",
+        "bwd_sums",
+        "sum_regions",
+        "bwd_conv",
+        "sum_regions",
+        "bwd_input",
     ]
 
 
+def name_of(kernel):
+    """Returns the name of a kernel in ``CONFIGS``."""
+    return kernel.__name__.removeprefix("_conv_projection").strip("_").removesuffix("_kernel")
+
+
 def count_pixels(launch):
-    """Pixels of an image that the launch's programs load (each on its own) and outputs that they store."""
-    arguments = dict(zip(inspect.signature(launch.kernel.fn).parameters, launch.args, strict=False))
+    """Returns the pixels of an image that a launch's programs load, each on its own, and those stored."""
+    arguments = launch.arguments
     height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
-    branches = launch.constants["BRANCHES"]
-    loaded, stored = (
-        0,
-        [np.zeros(size, int) for size in zip(arguments["out_heights"], arguments["out_widths"], strict=True)],
-    )
+    out_grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)
+    loaded, stored = 0, [np.zeros(size, int) for size in out_grids]
     for strip in range(strips):
         for block in range(cols):
             touched = np.zeros((height, width), bool)
-            for (k, stride, pad, dilation, *_), out in zip(branches, stored, strict=True):
+            for branch, out in zip(arguments["BRANCHES"], stored, strict=True):
                 rows, columns = share(out.shape[0], strip, strips), share(out.shape[1], block, cols)
-                taps = np.arange(k) * dilation - pad
-                y, x = ((n[:, None] * stride + taps).ravel() for n in (rows, columns))
+                taps = np.arange(branch.kernel_size) * branch.dilation - branch.padding
+                y, x = ((n[:, None] * branch.stride + taps).ravel() for n in (rows, columns))
                 touched[np.ix_(y[(y >= 0) & (y < height)], x[(x >= 0) & (x < width)])] = True
                 out[np.ix_(rows, columns)] += 1
             loaded += touched.sum()
@@ -327,40 +342,54 @@ def share(size, part, parts):
 @pytest.mark.parametrize("chip", [machine.Chip(80, 108), machine.Chip(90, 132)], ids=str)
 @pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
 def test_bytes_per_launch(model, size, chip):
-    """Against x once and the outputs once in evaluation, 2.5 units; x once more in training, 3.5 units."""
+    """Evaluation reads x and writes the outputs once, 2.5 units; training reads x once more, 3.5 units."""
     for stage in aot.stages(model, size):
         (height, width), channels, _ = stage
         launches = {
-            launch.kernel: launch for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
+            name_of(launch.kernel): launch
+            for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
         }
-        fwd, stats = (
-            launches[getattr(kernels, f"_conv_projection_{name}_kernel")] for name in ("fwd", "stats")
-        )
+        fwd, stats = launches["fwd"], launches["stats"]
         loaded, stored = count_pixels(fwd)
         assert stored == 1.5 * height * width
         assert loaded + stored <= 1.15 * 2.5 * height * width
-        partial = next(t for t in stats.args if torch.is_tensor(t) and t.shape[:2] == (3, 2))
+        partial = stats.arguments["partial_ptr"]
         # Written, the means read twice, the rest once; in pixels.
         merged = partial.nbytes * 2.5 / (2 * 256 * channels)
         training = loaded + stored + count_pixels(stats)[0] + merged
         assert training <= 1.15 * 3.5 * height * width
-        blocks = -(-channels // fwd.constants["TILE"][1])
+        blocks = -(-channels // fwd.arguments["TILE"].channels)
         assert fwd.grid == (partial.shape[2] * blocks,) == stats.grid
 
 
 def test_small_batches_get_smaller_regions():
     """Every multiprocessor gets two programs while a strip still has two rows."""
     x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), machine.Chip(90, 132)
+    geometry = common.Geometry((56, 56), (3,), (1,), (1,), (1,), (1e-5,))
     with machine.recorded_launches(chip):
-        assert kernels.Plan.make("fwd", x, (56, 56)).programs == 28 // 2 * 2
-        assert kernels.Plan.make("fwd", x.expand(8, -1, -1), (56, 56)).programs == 8 * 14 * 2
-        assert kernels.Plan.make("fwd", x.expand(256, -1, -1), (56, 56)).strips == 4
+        plans = [common.LaunchPlan.make("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 256)]
+    assert [plan.programs for plan in plans[:2]] == [28 // 2 * 2, 8 * 14 * 2]
+    assert plans[2].strips == 4
 
 
 def test_launch_configurations_of_other_gpus():
-    assert kernels._config("fwd", 75) == kernels.CONFIGS[80]["fwd"]
-    assert kernels._config("fwd", 89) == kernels.CONFIGS[86]["fwd"]
-    assert kernels._config("fwd", 103) == kernels.CONFIGS[100]["fwd"]
+    assert common.configuration("fwd", 75) == common.CONFIGS[80]["fwd"]
+    assert common.configuration("fwd", 89) == common.CONFIGS[86]["fwd"]
+    assert common.configuration("fwd", 103) == common.CONFIGS[100]["fwd"]
+
+
+def test_a_configuration_can_be_overridden_for_a_while():
+    shipped = {name: common.configuration(name, 90) for name in common.CONFIGS[90]}
+    first, second = (replace(shipped["stats"], num_warps=warps) for warps in (2, 8))
+    with common.overridden("stats", first):
+        with common.overridden("stats", second):
+            assert common.configuration("stats", 80) == second
+        found = {name: common.configuration(name, 90) for name in shipped}
+        assert found == shipped | {"stats": first}
+    assert {name: common.configuration(name, 90) for name in shipped} == shipped
+    message = "kernel: got 'forward', expected one of fwd, stats,"
+    with pytest.raises(ValueError, match=message), common.overridden("forward", first):
+        pass
 
 
 def test_branches_that_one_launch_cannot_serve():
@@ -370,7 +399,7 @@ def test_branches_that_one_launch_cannot_serve():
     bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
     for branches, training, reason in (
         (shared, True, "two branches share their running statistics"),
-        (groups, True, "the branches synchronise over different process groups"),
+        (groups, True, "the branches synchronize over different process groups"),
         (bare, False, "some branches have running statistics and some have none"),
     ):
         with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
@@ -411,28 +440,28 @@ def test_compiles_without_graph_breaks_as_a_block(training):
 
 def test_registered_operators_pass_opcheck():
     x, convs = make(2, (3, 3), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
-    geometry = kernels.Geometry.of((3, 3), convs)
-    constants = kernels._pack_geometry(geometry), list(geometry.epss)
+    geometry = common.Geometry.of((3, 3), convs)
+    constants = autograd._pack_geometry(geometry), list(geometry.epss)
+    operators = torch.ops.cvt_kernels
     columns = [list(column) for column in zip(*(conv[:5] for conv in convs), strict=True)]
     weights, gammas, betas, means, variances = columns
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     differentiable = [t.requires_grad_() for t in (x, *weights, *gammas, *betas)]
     torch.library.opcheck(
-        kernels._forward_op,
+        operators.conv_projection,
         (x, weights, gammas, betas, means, variances, *constants, False),
         test_utils=tests,
     )
     detached = [t.detach() for t in differentiable]
     x, weights, gammas = detached[0], detached[1:3], detached[3:5]
-    torch.library.opcheck(kernels._statistics_op, (x, weights, *constants), test_utils=tests)
+    torch.library.opcheck(operators.conv_projection_statistics, (x, weights, *constants), test_utils=tests)
     dys = [torch.randn(2, h * w + 1, 2, dtype=torch.float64, device=DEVICE) for h, w in geometry.output_grids]
     arguments = (x, weights, gammas, means, variances, dys, *constants, True)
-    torch.library.opcheck(kernels._backward_op, arguments, test_utils=tests)
+    torch.library.opcheck(operators.conv_projection_backward, arguments, test_utils=tests)
     statistics, tracked = torch.rand(2, 2, dtype=torch.float64, device=DEVICE), convs[0].num_batches_tracked
     buffers = [means[1]], [variances[1]], [tracked]
-    torch.library.opcheck(
-        kernels._update_op, (statistics, statistics, [1], *buffers, [0.1], [1.5]), test_utils=tests
-    )
+    arguments = statistics, statistics, [1], *buffers, [0.1], [1.5]
+    torch.library.opcheck(operators.update_running_statistics, arguments, test_utils=tests)
 
 
 def test_autocast_computes_in_its_dtype():
@@ -446,7 +475,7 @@ def test_autocast_computes_in_its_dtype():
 
 
 def test_batch_norm_modules_agree():
-    """Against the modules themselves, not our reference."""
+    """The modules themselves are compared with, not our reference."""
     conv2d = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False).double().to(DEVICE)
     bn = nn.BatchNorm2d(6).double().to(DEVICE)
     x = torch.randn(2, 20, 6, dtype=torch.float64, device=DEVICE)

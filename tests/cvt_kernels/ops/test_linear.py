@@ -135,6 +135,28 @@ def test_measuring_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_primitives_are_replaced_for_a_while():
+    calls = []
+
+    def counted(name, primitive):
+        def call(*given):
+            calls.append(name)
+            return primitive(*given)
+
+        return call
+
+    before = dict(primitives._PRIMITIVES)
+    x, weight, bias = make((3, 8), 5)
+    chosen = ck.linear_primitives()[torch.float32]  # measured before anything is counted
+    expected = ck.linear(x, weight, bias)
+    with primitives.replaced(counted):
+        torch.testing.assert_close(ck.linear(x, weight, bias), expected)
+        assert calls == [chosen]
+    ck.linear(x, weight, bias)
+    assert len(calls) == 1
+    assert before == primitives._PRIMITIVES
+
+
 def test_override(monkeypatch):
     monkeypatch.setenv("CVT_KERNELS_LINEAR", "float32")
     assert set(ck.linear_primitives().values()) == {"linear", "float32"}  # float32 itself has no such way

@@ -1,4 +1,4 @@
-"""The recipe against its formulas, and training: resumed, killed, fused, in two processes, end to end."""
+"""Training: steps by hand, in half precision, fused, resumed, killed, in two processes."""
 
 import copy
 import csv
@@ -20,31 +20,12 @@ import torch.distributed as dist
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import cvt_kernels as ck
-from cvt import commands as cli
-from cvt import create_model, read_checkpoint
-from cvt.checkpoints import ModelCard
+from cvt import create_model
 from cvt.datasets import ImageDataset, RandomCrop, open_dataset
-from cvt.images import read_image, sample_photos
-from cvt.training.augment import Augment, cut_box, cutmix, mixup
-from cvt.training.recipe import (
-    DIGITS_OPTIONS,
-    MODELS,
-    TrainConfig,
-    distillation_loss,
-    learning_rate,
-    parameter_groups,
-)
-from cvt.training.trainer import (
-    LAST,
-    NonFiniteLossError,
-    Trainer,
-    distributed,
-    freeze_batch_norm,
-    write_atomically,
-)
+from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig, distillation_loss
+from cvt.training.trainer import LAST, NonFiniteLossError, Trainer, distributed, freeze_batch_norm
 from cvt_kernels import backends, machine
 
 CLASSES = ["a", "b", "c"]
@@ -84,7 +65,7 @@ def parameters(model):
 
 
 def assert_same_bits(a, b):
-    """Of nested states: tensors, and whatever compares by ==."""
+    """Compares nested states: tensors bit by bit, anything else by ==."""
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
@@ -97,134 +78,6 @@ def assert_same_bits(a, b):
             assert_same_bits(x, y)
     else:
         assert a == b
-
-
-# Formulas -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("warmup", [0.0, 0.5, 3.0])
-def test_learning_rate_is_that_of_pytorchs_schedulers(warmup):
-    config = TrainConfig(epochs=5, warmup_epochs=warmup, lr=0.3, min_lr=0.01)
-    steps = round(warmup * 10)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.3)
-    schedule = CosineAnnealingLR(optimizer, 50 - steps, eta_min=0.01)
-    if steps:
-        linear = LinearLR(optimizer, 1 / steps, total_iters=steps - 1)
-        schedule = SequentialLR(optimizer, [linear, schedule], [steps])
-    for step in range(50):
-        assert learning_rate(config, step, 10) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
-        optimizer.step()
-        schedule.step()
-
-
-def test_weight_decay_and_layer_decay_of_every_parameter():
-    model = create_model(TINY, depths=(2, 3), layer_scale=0.1, embed_norm="batch_layer_norm")
-    of = {
-        id(p): (group["weight_decay"], group["lr_scale"])
-        for group in parameter_groups(model, 0.05, 0.5)
-        for p in group["params"]
-    }
-    named = dict(model.named_parameters())
-    assert len(of) == len(named)
-    # From the head: 0 norm and head, 1 to 3 the second stage's blocks, 4 and 5 the first's, 6 its embedding.
-    depths = {"head": 0, "norm": 0, "stage1.patch_embed": 3, "stage1.cls_token": 3, "stage0.patch_embed": 6}
-    depths |= {f"stage1.blocks.{j}": 3 - j for j in range(3)} | {
-        f"stage0.blocks.{j}": 5 - j for j in range(2)
-    }
-    for name, parameter in named.items():
-        depth = next(
-            depth for prefix, depth in depths.items() if name.startswith(prefix + ".") or name == prefix
-        )
-        kind = name.split(".")[-1]
-        norm = any(part in name for part in (".bn.", ".norm", "norm."))
-        spared = kind in ("bias", "gamma", "cls_token") or norm
-        assert of[id(parameter)] == (0.0 if spared else 0.05, 0.5**depth), name
-
-
-def test_distillation_against_its_formula():
-    logits, teacher = torch.randn(2, 5, 7, dtype=torch.float64).mul(3).unbind()
-    p, q = (torch.exp(x / 4) / torch.exp(x / 4).sum(1, keepdim=True) for x in (logits, teacher))
-    expected = 16 * (q * (q / p).log()).sum(1).mean()
-    soft = distillation_loss(logits.float(), teacher.float(), "soft", 4.0)
-    torch.testing.assert_close(soft.double(), expected, rtol=1e-5, atol=0)
-    hard = -torch.stack([torch.log_softmax(x, 0)[t.argmax()] for x, t in zip(logits, teacher, strict=True)])
-    torch.testing.assert_close(distillation_loss(logits, teacher, "hard"), hard.mean())
-    with pytest.raises(ValueError, match=r"teacher: gives \(5, 6\), expected \(5, 7\) as the model"):
-        distillation_loss(logits, teacher[:, 1:], "soft")
-
-
-def test_mixup_and_cutmix_pixel_by_pixel():
-    images, targets = torch.randn(3, 2, 4, 5), torch.eye(3)
-    mixed, soft = mixup(images, targets, 0.3)
-    cut, cut_soft = cutmix(images, targets, (1, 3, 2, 5))
-    for i in range(3):
-        torch.testing.assert_close(mixed[i], 0.3 * images[i] + 0.7 * images[2 - i])
-        torch.testing.assert_close(soft[i], 0.3 * targets[i] + 0.7 * targets[2 - i])
-        torch.testing.assert_close(cut_soft[i], 0.7 * targets[i] + 0.3 * targets[2 - i])  # 6 of 20 pixels
-        for y in range(4):
-            for x in range(5):
-                source = 2 - i if y in (1, 2) and x in (2, 3, 4) else i
-                assert torch.equal(cut[i, :, y, x], images[source, :, y, x])
-
-
-def test_boxes_of_cutmix_cover_what_is_left_of_lam():
-    for lam in (0.0, 0.4, 0.9, 1.0):
-        boxes = [cut_box(40, 60, lam) for _ in range(300)]
-        assert all(0 <= t <= b <= 40 and 0 <= left <= r <= 60 for t, b, left, r in boxes)
-        largest = max((b - t) * (r - left) for t, b, left, r in boxes)
-        assert largest == pytest.approx(2400 * (1 - lam), rel=0.1)
-        assert lam in (0.0, 1.0) or min((b - t) * (r - left) for t, b, left, r in boxes) < largest
-
-
-OFF = {"mixup": 0.0, "cutmix": 0.0, "color_jitter": 0.0, "rand_augment": 0, "random_erasing": 0.0}
-
-
-def test_augmentation_is_what_its_options_say():
-    images, labels = batch()
-    normalized, same = Augment(TrainConfig(**OFF), 3, 16)(images, labels)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    expected = (images[2, :, 4, 5] / 255 - mean) / std
-    torch.testing.assert_close(normalized[2, :, 4, 5], expected)
-    assert same is labels
-    erased, _ = Augment(TrainConfig(**{**OFF, "random_erasing": 1.0}), 3, 16)(images, labels)
-    changed = (erased != normalized).any(dim=1)
-    assert all(0.01 < part < 0.4 for part in changed.float().mean(dim=(1, 2)))
-    assert (erased[changed[:, None].expand_as(erased)] == 0).all()
-    jittered, _ = Augment(TrainConfig(**{**OFF, "color_jitter": 0.4}), 3, 16)(images, labels)
-    assert ((jittered - normalized).abs().amax(dim=(1, 2, 3)) > 0.1).all()
-    for options in ({"mixup": 1.0}, {"cutmix": 1.0}):
-        mixed, targets = Augment(TrainConfig(**{**OFF, **options}), 3, 16)(images, labels)
-        assert not torch.equal(mixed, normalized)
-        torch.testing.assert_close(targets.sum(1), torch.ones(8))
-        # The same part of the other image in pixels as in targets.
-        lam = (targets[0, labels[0]]).item()
-        if options == {"cutmix": 1.0} and labels[0] != labels[7]:
-            own = (mixed[0] == normalized[0]).all(dim=0).float().mean().item()
-            assert own == pytest.approx(lam, abs=1e-6)
-
-
-def test_rand_augment_is_off_below_128_and_reproducible():
-    config = TrainConfig(**{**OFF, "rand_augment": 9})
-    images, labels = batch()
-    small, _ = Augment(config, 3, 127)(images, labels)
-    assert torch.equal(small, Augment(TrainConfig(**OFF), 3, 127)(images, labels)[0])
-    large = Augment(config, 3, 128)
-    images = images.repeat_interleave(8, 2).repeat_interleave(8, 3)
-    outs = []
-    for seed in (0, 0, 1, 2):
-        torch.manual_seed(seed)
-        outs.append(large(images, labels)[0])
-    assert torch.equal(outs[0], outs[1])
-    assert not (torch.equal(outs[0], outs[2]) and torch.equal(outs[0], outs[3]))
-
-
-def test_kornia_is_needed_only_for_what_it_does(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)
-    Augment(TrainConfig(**DIGITS_OPTIONS), 10, 16)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"kornia is not installed; pip install 'cvt-kernels\[train\]'"
-    ):
-        Augment(TrainConfig(), 10, 16)
 
 
 # Steps ----------------------------------------------------------------------------------------------------
@@ -324,7 +177,7 @@ def test_half_precision_learns_as_float32_does(tmp_path, precision):
 
 
 def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
-    """In float32, on digits, with tensors so large that ``auto`` takes the native kernels.
+    """Trains in float32, on digits, with tensors so large that ``auto`` takes the native kernels.
 
     The tolerance is 50 times what was measured: losses within 2e-7 of each other.
     """
@@ -361,6 +214,7 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------
+
 
 EVERYTHING = {"mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.5, "ema_decay": 0.9, "accumulate": 2}
 
@@ -413,41 +267,9 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("moment", "survivor"), [("write", b"old"), ("fsync", b"old"), ("replace", b"old"), ("open", b"newer")]
-)
-def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivor):
-    """In the middle of the file, before it is on the disk, before it is renamed, and just after that."""
-    path = tmp_path / "file"
-    write_atomically(path, lambda file: file.write(b"old"))
-
-    def die(*args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def write(file):
-        file.write(b"new")
-        if moment == "write":
-            file.flush()
-            die()
-        file.write(b"er")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
-        child = os.fork()
-    if child == 0:
-        setattr(os, moment, die)
-        write_atomically(path, write)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert path.read_bytes() == survivor
-    write_atomically(path, lambda file: file.write(b"next"))  # over what the killed one left
-    assert path.read_bytes() == b"next"
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_killed_training_goes_on(uninterrupted, tmp_path):
     """SIGKILL in the middle of the second epoch; what was on disk is whole, and leads to the same weights."""
-    code = f"import tests.cvt.training.test_training as t;t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
+    code = f"import tests.cvt.training.test_trainer as t;t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / LAST).exists() and process.poll() is None and time.monotonic() < deadline:
@@ -496,26 +318,14 @@ def test_weights_that_broke_in_the_last_step_are_not_saved(tmp_path):
         ours.fit()
 
 
+def test_a_validation_without_usable_images_stops(tmp_path):
+    ours = trainer(tmp_path)
+    ours.val_batches = []
+    with pytest.raises(NonFiniteLossError, match=r"validation loss is nan at step 3; nothing was saved"):
+        ours.fit()
+
+
 # Bad input ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"epochs": 0}, ValueError, "epochs: got 0, expected at least 1"),
-        ({"lr": "fast"}, TypeError, "lr: got 'fast', expected float"),
-        ({"label_smoothing": 1.0}, ValueError, "label_smoothing: got 1.0"),
-        ({"precision": "int8"}, ValueError, "precision: got 'int8', expected one of fp32, bf16, fp16"),
-        ({"distillation": "warm"}, ValueError, "distillation: got 'warm', expected one of none, soft, hard"),
-        ({"warmup_epochs": 300.0}, ValueError, "warmup_epochs: got 300, expected less than epochs, 300"),
-        ({"freeze_bn": 1}, TypeError, "freeze_bn: got 1, expected bool"),
-        ({"shard": True, "ema_decay": 0.9}, ValueError, "ema_decay: averages whole weights"),
-        ({"shard": True, "precision": "fp16"}, ValueError, "precision: fp16 needs a loss scale"),
-    ],
-)
-def test_bad_configurations(options, error, message):
-    with pytest.raises(error, match=message):
-        TrainConfig(**options)
 
 
 def test_arguments_that_contradict_each_other(tmp_path):
@@ -553,7 +363,11 @@ def test_logs_need_the_extra(tmp_path, monkeypatch, module):
 
 # Two processes --------------------------------------------------------------------------------------------
 
+
 JOINED = {"batch_size": 8, "epochs": 2, "freeze_bn": False, "lr": 2e-3}
+
+
+RUNS = {"ddp": {}, "accumulated": {"accumulate": 2}, "shard": {"shard": True}}
 
 
 def _process(rank, port, directory):
@@ -581,9 +395,6 @@ def _process(rank, port, directory):
         assert_same_bits(torch.load(path, weights_only=True), before)
 
 
-RUNS = {"ddp": {}, "accumulated": {"accumulate": 2}, "shard": {"shard": True}}
-
-
 def test_two_processes_learn_what_one_does_from_the_joined_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -600,146 +411,3 @@ def test_two_processes_learn_what_one_does_from_the_joined_batch(tmp_path):
                 assert row[key] == pytest.approx(other[key], rel=1e-4), (name, key)
         # Adam's first steps are as large for tiny gradients as for others: rounding may turn one of them.
         torch.testing.assert_close(state["model"], dict(alone.model.state_dict()), rtol=1e-3, atol=2e-4)
-
-
-# End to end -----------------------------------------------------------------------------------------------
-
-
-def run(capsys, *arguments):
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """Directory of a short run of ``cvt train --data digits``, and the seconds that it took this thread."""
-    output = tmp_path_factory.mktemp("digits")
-    options = ("--epochs", "4", "--batch-size", "32", "--lr", "6e-3", "--warmup-epochs", "0.5")
-    start = time.thread_time()
-    assert cli.main(["train", "--data", "digits", "--output", str(output), "--device", "cpu", *options]) == 0
-    return output, time.thread_time() - start
-
-
-def test_digits_are_learnt(digits):
-    output, seconds = digits
-    log = rows(output / "log.csv")
-    assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]
-    assert float(log[-1]["top1"]) >= 0.9
-    assert seconds < 40
-    assert read_image(output / "curves.png").size == (900, 400)
-    (events,) = output.glob("events.out.tfevents.*")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    scalars = EventAccumulator(str(events)).Reload().Scalars
-    assert len(scalars("loss")) == 4 * 44
-    assert scalars("top1")[-1].value == pytest.approx(float(log[-1]["top1"]))
-
-
-def test_the_trained_checkpoint_says_what_it_is(digits):
-    checkpoint = read_checkpoint(digits[0])
-    labels = [str(i) for i in range(10)]
-    config = dataclasses.replace(MODELS["cvt_nano"], num_classes=10)
-    assert checkpoint.card == ModelCard(config, labels, image_size=16, crop_fraction=1.0)
-    assert checkpoint.labels == labels
-    model = create_model(checkpoint.card.config, checkpoint=checkpoint).eval()
-    held_out = open_dataset("digits", "val", 16)
-    images, targets = (torch.stack([held_out[i][0] for i in range(360)]), torch.tensor(held_out.labels))
-    with torch.no_grad():
-        top1 = (model(images).argmax(1) == targets).double().mean()
-    best = torch.load(digits[0] / "best.pth", weights_only=True)
-    assert top1 == pytest.approx(best["metrics"]["top1"])
-
-
-def test_it_classifies_image_files(capsys, digits, tmp_path):
-    held_out = open_dataset("digits", "val", 16)
-    files = []
-    for i in range(40):
-        files.append(tmp_path / f"{i}.png")
-        held_out.images[i].resize((8, 8) if i % 2 else (120, 120)).save(files[-1])
-    for checkpoint in (digits[0], digits[0] / "best.pth", digits[0] / LAST):
-        code, out, _ = run(capsys, "classify", *files, "--checkpoint", checkpoint, "--top", 1)
-        assert code == 0
-        answers = [int(line.split()[-1]) for line in out.splitlines()[1::2]]
-        assert sum(a == b for a, b in zip(answers, held_out.labels, strict=False)) >= 34
-    content = torch.load(digits[0] / "best.pth", weights_only=True)
-    content["card"]["labels"].pop()
-    torch.save(content, tmp_path / "odd.pth")
-    code, out, err = run(capsys, "classify", files[0], "--checkpoint", tmp_path / "odd.pth")
-    assert (code, out) == (2, "")
-    assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in err
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    """Pieces of scikit-learn's two photographs, in the layout of ImageNet."""
-    folder = tmp_path_factory.mktemp("photographs")
-    rng = np.random.default_rng(0)
-    for path in sample_photos():
-        image = Image.open(path)
-        for split, count in (("train", 32), ("val", 8)):
-            (folder / split / path.stem).mkdir(parents=True)
-            for i in range(count):
-                left, top = (int(rng.integers(0, side - 200)) for side in image.size)
-                piece = image.crop((left, top, left + 200, top + 200)).resize((48, 40))
-                piece.save(folder / split / path.stem / f"{i}.jpg")
-    return folder
-
-
-def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photographs, tmp_path):
-    """Fine-tuned from digits with a new head, with augmentation, workers, EMA, and a file of no image."""
-    (photographs / "train" / "china" / "note.jpg").write_text("hello")
-    arguments = ["train", "--data", photographs, "--output", tmp_path / "run", "--device", "cpu"]
-    arguments += [
-        "--checkpoint",
-        digits[0],
-        "--image-size",
-        32,
-        "--epochs",
-        6,
-        "--warmup-epochs",
-        1,
-        "--lr",
-        5e-3,
-    ]
-    arguments += ["--batch-size", 16, "--layer-decay", 0.8, "--ema-decay", 0.8, "--min-scale", 0.3]
-    arguments += ["--drop-path-rate", 0.05, "--workers", 1]
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].endswith(
-        "china/note.jpg: is not a readable image: cannot identify image file "
-        f"'{photographs}/train/china/note.jpg'"
-    )
-    arguments[4] = tmp_path / "skipped"
-    with pytest.warns(UserWarning, match=r"skipped: .*china/note.jpg: is not a readable image"):
-        code, out, err = run(capsys, *arguments, "--corrupt", "skip")
-    assert code == 0
-    assert "has a head of 10 classes and the model one of 2" in err
-    assert out.startswith(f"{tmp_path / 'skipped'}: top-1 ")
-    code, out, _ = run(capsys, "classify", *sample_photos(), "--checkpoint", tmp_path / "skipped", "--top", 1)
-    assert code == 0
-    assert [line.split()[-1] for line in out.splitlines()[1::2]] == ["china", "flower"]
-
-
-def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
-    arguments = ("train", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu")
-    arguments += ("--teacher", digits[0], "--epochs", 1, "--warmup-epochs", 0.2, "--no-sync-bn")
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert "teacher: expected one with distillation soft or hard only, not none" in err
-    arguments += ("--distillation", "soft")
-    code, out, _ = run(capsys, *arguments)
-    assert code == 0
-    assert "top-1" in out
-    code, nothing, err = run(capsys, *arguments)
-    assert (code, nothing) == (2, "")
-    assert "exists; go on with --resume" in err
-    assert run(capsys, *arguments, "--resume")[:2] == (0, out)  # nothing is left to do
-    code, out, err = run(capsys, *arguments, "--resume", "--lr", 1.0)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].endswith("last.pth was trained with lr 0.005, now 1.0")
-    (tmp_path / "run" / LAST).write_bytes(b"hello")
-    assert "last.pth: is not a file of torch.save, or damaged" in run(capsys, *arguments, "--resume")[2]
-    code, _, err = run(capsys, "train", "--data", tmp_path / "none", "--output", tmp_path / "run")
-    assert code == 2
-    assert "none/train does not exist, expected train/ and val/ with a folder per class" in err

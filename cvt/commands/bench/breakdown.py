@@ -1,0 +1,220 @@
+"""The memory and time of a step, by part of the model and kind of operator, and the least work it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile, record_function
+
+from cvt_kernels import backends, measure
+from cvt_kernels.ops import linear
+
+from ...config import CvTConfig
+from ...model import Stage
+from .contenders import Contender
+
+#: Kinds of operators, by the outermost operator that has one. Backward has its names in CamelCase.
+_KINDS = {
+    kind: re.compile(pattern, re.IGNORECASE)
+    for kind, pattern in {
+        # The only products of two tensors, and the only scaling, are attention's.
+        "attention": r"attention|einsum|bmm|softmax|aten::(matmul|mul)$|^MulBackward",
+        "linear": r"linear|addmm|aten::mm$|: MmBackward",
+        "convolution": r"conv|batch_?norm",
+        "norm": r"layer_?norm|aten::add_?$|: AddBackward",
+        "gelu": r"gelu",
+        "copies": r"aten::(copy_|clone|contiguous|cat|to)$|: (Clone|Cat|Copy)",
+    }.items()
+}
+#: The fastest of this many is kept.
+_PROFILES = 3
+
+#: Loops that torch.compile made, in which operators can no longer be told apart.
+_COMPILED = re.compile(r"^triton_|cpp_fused|Compiled|Inductor", re.IGNORECASE)
+
+
+# Memory and time ------------------------------------------------------------------------------------------
+
+
+def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
+    """Measures the peak memory of a step, and the seconds of its operators by part of the model and kind.
+
+    Returns:
+        ``peak_bytes``, None if nothing was recorded, and ``breakdown``.
+    """
+    cuda = batch.device.type == "cuda"
+    contender.model.zero_grad(set_to_none=True)
+    peak = measure.peak_bytes(lambda: contender.step(batch), batch.device) if cuda else None
+    profiles = [profiled_step(contender, batch) for _ in range(_PROFILES)]
+    seconds = min((by_place(each, cuda) for each in profiles), key=lambda places: sum(places.values()))
+    return {
+        "peak_bytes": peak if cuda else measure.peak_of(profiles[0]) or None,
+        "breakdown": [
+            {"part": part, "kind": kind, "seconds": total}
+            for (part, kind), total in sorted(seconds.items())
+            if total > 0
+        ],
+    }
+
+
+def profiled_step(contender: Contender, batch: Tensor) -> profile:
+    """Profiles one step, with ranges that show the parts of the model and our operators."""
+    contender.model.zero_grad(set_to_none=True)
+    with _labelled_parts(contender), _labelled_operators():
+        return measure.profiled(
+            lambda: contender.step(batch), batch.device, memory=batch.device.type != "cuda"
+        )
+
+
+def by_place(profiler: profile, cuda: bool) -> Counter[tuple[str, str]]:
+    """Sums up the seconds of the operators themselves, without those that they call, by part and kind.
+
+    Args:
+        profiler: A profile of :func:`profiled_step`.
+        cuda: Take the time of the GPU, instead of the CPU's.
+    """
+    seconds: Counter[tuple[str, str]] = Counter()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CPU":
+            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+            seconds[_place(event)] += microseconds / 1e6
+    return seconds
+
+
+def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
+    """Lists what ran, the longest first, with ``name``, ``calls`` and ``microseconds``.
+
+    Args:
+        profiler: A profile.
+        cuda: List the kernels of the GPU, instead of the CPU's operators without those that they call.
+    """
+    rows = []
+    for row in profiler.key_averages():
+        microseconds = row.self_cpu_time_total
+        if cuda:
+            on_gpu = row.device_type == torch.autograd.DeviceType.CUDA
+            microseconds = row.self_device_time_total if on_gpu else 0.0
+        if microseconds > 0:
+            rows.append({"name": row.key, "calls": row.count, "microseconds": microseconds})
+    return sorted(rows, key=lambda row: -row["microseconds"])
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the embeddings and blocks of either model, named by their stage, from 1 on."""
+    encoder = getattr(getattr(model, "cvt", None), "encoder", None)
+    stages: Any = encoder.stages if encoder else [m for m in model.children() if isinstance(m, Stage)]
+    for i, stage in enumerate(stages, 1):
+        yield f"embedding {i}", stage.embedding if encoder else stage.patch_embed
+        for block in stage.layers if encoder else stage.blocks:
+            yield f"block {i}", block
+
+
+@contextlib.contextmanager
+def _labelled_parts(contender: Contender) -> Iterator[None]:
+    """Shows the parts of a model as ranges in a profile."""
+    open_ranges: list[record_function] = []
+
+    def enter(label: str) -> None:
+        open_ranges.append(record_function(label))
+        open_ranges[-1].__enter__()
+
+    handles = []
+    for label, module in _parts(contender.model) if contender.has_parts else ():
+        handles += [
+            module.register_forward_pre_hook(lambda module, args, label=label: enter(label)),
+            module.register_forward_hook(
+                lambda module, args, output: open_ranges.pop().__exit__(None, None, None)
+            ),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _labelled_operators() -> Iterator[None]:
+    """Shows our operators as ranges in a profile.
+
+    A Triton kernel has no name of PyTorch's around it, and a linear layer may be computed as a convolution.
+    """
+
+    def labelled(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with record_function(f"cvt_kernels::{operator}"):
+                return function(*args, **kwargs)
+
+        return call
+
+    def labelled_implementation(
+        operator: str, backend: str, implementation: backends.Implementation
+    ) -> backends.Implementation:
+        function = labelled(operator, implementation.load().function)
+        return dataclasses.replace(implementation, function=function)
+
+    with (
+        backends.replaced(labelled_implementation),
+        linear.replaced(lambda name, primitive: labelled("linear", primitive)),
+    ):
+        yield
+
+
+def _place(event: Any) -> tuple[str, str]:
+    """Returns the part of the model and the kind of an event, by the ranges and operators around it."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    names.reverse()
+    part = next((name for name in names if re.fullmatch(r"(embedding|block) \d+", name)), "rest")
+    kinds = (kind for name in names for kind, pattern in _KINDS.items() if pattern.search(name))
+    compiled = any(map(_COMPILED.search, names))
+    return part, next(kinds, "compiled" if compiled else "other")
+
+
+# The work ------------------------------------------------------------------------------------------------
+
+
+def work(config: CvTConfig, image_size: int, batch_size: int, itemsize: int) -> list[dict[str, Any]]:
+    """Counts the operations and bytes of a forward, by part and kind, all blocks of a stage together.
+
+    An operator reads its inputs and its weights once and writes its outputs once, and a multiplication and an
+    addition are two operations; LayerNorm is counted as 7 per element, GELU as 8.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def add(part: str, kind: str, count: int, flops: float, elements: float, weights: int = 0) -> None:
+        size = itemsize * (batch_size * elements + weights)
+        rows.append({"part": part, "kind": kind, "flops": count * batch_size * flops, "bytes": count * size})
+
+    side, channels = image_size, config.in_chans
+    for i, stage in enumerate(config.stages, 1):
+        pixels, inputs = side**2, channels
+        side = (side + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
+        grid, keys = side**2, ((side - 1) // stage.stride_kv + 1) ** 2
+        dim = channels = stage.embed_dim
+        weights = dim * inputs * stage.patch_size**2
+        add(f"embedding {i}", "convolution", 1, 2 * grid * weights, pixels * inputs + grid * dim, weights)
+        add(f"embedding {i}", "norm", 1, 7 * grid * dim, 2 * grid * dim)
+
+        part, taps, hidden = f"block {i}", stage.kernel_size**2, int(dim * stage.mlp_ratio)
+        q, kv = grid + stage.cls_token, keys + stage.cls_token
+        products = q * (2 * dim**2 + 2 * dim * hidden) + kv * 2 * dim**2
+        moved = q * (6 * dim + 2 * hidden) + kv * 4 * dim
+        add(part, "linear", stage.depth, 2 * products, moved, 4 * dim**2 + 2 * dim * hidden)
+        add(part, "attention", stage.depth, 4 * q * kv * dim, (2 * q + 2 * kv) * dim)
+        # Three branches, each with a scale and a shift for BatchNorm.
+        convolved = (2 * taps + 2) * (grid + 2 * keys) * dim
+        add(part, "convolution", stage.depth, convolved, (2 * q + 2 * kv) * dim)
+        # Two LayerNorms and two residual sums, of which the first is one operator with the second LayerNorm.
+        add(part, "norm", stage.depth, 16 * q * dim, (2 + 4 + 3) * q * dim)
+        add(part, "gelu", stage.depth, 8 * q * hidden, 2 * q * hidden)
+    return rows

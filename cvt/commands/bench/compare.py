@@ -1,0 +1,96 @@
+"""Two results of ``cvt bench`` side by side: which contenders have become faster, and what else differs."""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+from cvt_kernels.tables import aligned
+
+from .results import Range, Results, heading, ratio
+
+#: With fewer rounds nothing is said about noise.
+_LEAST_ROUNDS = 4
+
+
+class Change(NamedTuple):
+    """The change of a contender between two results.
+
+    Attributes:
+        batch_size: Images per step.
+        contender: Its key.
+        old: Images per second, median.
+        new: Images per second, median.
+        factor: New over old speed, each as a multiple of Hugging Face's in the same rounds if both have it
+            (of Hugging Face's itself: plain speed), so that the machine's own pace cancels. The range is that
+            of two values anywhere between the quartiles of their results.
+        is_judged: Whether both have rounds enough to tell a change from noise.
+    """
+
+    batch_size: int
+    contender: str
+    old: float
+    new: float
+    factor: Range
+    is_judged: bool
+
+    @property
+    def verdict(self) -> str:
+        """Says ``"faster"``, ``"slower"``, or that the change is within the noise or cannot be judged."""
+        if not self.is_judged:
+            return f"too few rounds, expected {_LEAST_ROUNDS}"
+        if self.factor.high < 1:
+            return "slower"
+        return "faster" if self.factor.low > 1 else "within noise"
+
+
+def compare(old: Results, new: Results) -> list[Change]:
+    """Compares the contenders that both results have in the same batch size.
+
+    Raises:
+        ValueError: There are none.
+    """
+    before, after = _times(old), _times(new)
+    changes = []
+    for key in [key for key in after if key in before]:
+        batch_size, contender = key
+        hf = batch_size, "hf"
+        paced = contender != "hf" and hf in before and hf in after
+        a, b = (
+            ratio(times[key], times[hf] if paced else [1.0] * len(times[key])) for times in (before, after)
+        )
+        factor = Range(b.median / a.median, b.low / a.high, b.high / a.low)
+        rates = [batch_size / statistics.median(times[key]) for times in (before, after)]
+        is_judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
+        changes.append(Change(batch_size, contender, rates[0], rates[1], factor, is_judged))
+    if not changes:
+        raise ValueError("the two results have no contender in the same batch size in common")
+    return changes
+
+
+def _times(results: Results) -> dict[tuple[int, str], list[float]]:
+    """Returns the seconds by batch size and contender."""
+    return {
+        (batch["batch_size"], row["contender"]): row["seconds"]
+        for batch in results["batches"]
+        for row in batch["rows"]
+    }
+
+
+def comparison(old: Results, new: Results) -> str:
+    """Returns :func:`compare` as a table, after what differs between the two runs besides."""
+    lines = [f"old: {old['date']}, {heading(old)}", f"new: {new['date']}, {heading(new)}"]
+    for section in ("machine", "versions", "config"):
+        for name in sorted(old[section].keys() | new[section].keys()):
+            a, b = (results[section].get(name) for results in (old, new))
+            if a != b:
+                lines.append(f"differs: {name}: {a} → {b}")
+    rows = [["", "batch", "old images/s", "new images/s", "new / old", ""]]
+    for change in compare(old, new):
+        numbers = [str(change.batch_size), f"{change.old:.2f}", f"{change.new:.2f}", str(change.factor)]
+        rows.append([change.contender, *numbers, change.verdict])
+    note = (
+        "new / old: of the speed in multiples of Hugging Face's in the same rounds (hf: the speed itself).\n"
+        "In parentheses, how far the quartiles of both runs would move it."
+    )
+    return "\n".join([*lines, "", *aligned(rows, right=range(1, len(rows[0]))), "", note])

@@ -1,0 +1,155 @@
+"""The models that are compared, with the same weights: Hugging Face's as it is and made faster, and ours."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cvt_kernels import accelerate, backends
+
+from ...checkpoints import CheckpointError, read_checkpoint, save_huggingface
+from ...config import PRESETS, CvTConfig
+from ...extras import require
+from ...factory import create_model, randomize
+from ...model import CvT
+
+#: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
+PEERS = {
+    "hf": "Hugging Face's CvtForImageClassification",
+    "compile": "the same under torch.compile",
+    "compile-max": 'the same under torch.compile(mode="max-autotune")',
+    "eager": "the model of cvt in plain PyTorch: backend reference",
+}
+#: What this project offers instead; always measured.
+OURS = {
+    "cvt": "the model of cvt",
+    "accelerate": "Hugging Face's after cvt_kernels.accelerate",
+}
+#: Contenders that torch.compile makes, and its mode. ``cvt-compile``, our model, is for benchmarks/ only.
+COMPILED = {"compile": None, "compile-max": "max-autotune", "cvt-compile": None}
+#: Contenders that are made of Hugging Face's model.
+HUGGINGFACE = ("hf", "compile", "compile-max", "accelerate")
+
+
+class Contender(NamedTuple):
+    """A way to run the weights.
+
+    Attributes:
+        key: Its name in ``--peers``, tables and files.
+        model: Takes images (B, 3, H, W).
+        backend: The backend that it asks for.
+        has_parts: Whether hooks can tell its parts apart; a compiled graph has no place for them.
+    """
+
+    key: str
+    model: nn.Module
+    backend: str
+    has_parts: bool
+
+    def step(self, images: Tensor) -> Tensor:
+        """Runs a forward, in training mode a forward and a backward; returns the logits."""
+        with backends.use_backend(self.backend), torch.set_grad_enabled(self.model.training):
+            if not self.model.training:
+                return logits_of(self.model(images))
+            self.model.zero_grad(set_to_none=True)
+            logits = logits_of(self.model(images))
+            labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            F.cross_entropy(wide, labels).backward()
+            return logits.detach()
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Returns the logits in what either model returns."""
+    return getattr(outputs, "logits", outputs)
+
+
+def huggingface_class() -> Any:
+    """Imports Hugging Face's model, and silences its loading.
+
+    Raises:
+        ModuleNotFoundError: The ``bench`` extra is not installed.
+    """
+    transformers = require("transformers", "bench")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.CvtForImageClassification
+
+
+def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> tuple[str | CvTConfig, CvT]:
+    """Builds our model so that Hugging Face's can compute the same.
+
+    It has the activation that Hugging Face runs, and no drop path, which draws random numbers.
+
+    Args:
+        model: The CvT; None for what the checkpoint looks like, or CvT-13.
+        checkpoint: Its weights; None for random ones.
+
+    Returns:
+        Which CvT it is, and the model in float32.
+
+    Raises:
+        CheckpointError: The file is missing or unusable.
+    """
+    overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
+    if checkpoint is None:
+        chosen = model or "cvt_13"
+        built = create_model(chosen, **overrides)
+        randomize(built)
+        return chosen, built
+    loaded = read_checkpoint(checkpoint)
+    preset = model or loaded.preset
+    if preset is None:
+        raise CheckpointError(f"{checkpoint}: is not a CvT of {', '.join(PRESETS)}")
+    return preset, create_model(preset, checkpoint=loaded, **overrides)
+
+
+def build_huggingface(ours: CvT) -> nn.Module:
+    """Builds Hugging Face's model with the weights of ours.
+
+    Raises:
+        ModuleNotFoundError: The ``bench`` extra is not installed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        save_huggingface(ours, scratch)
+        return huggingface_class().from_pretrained(scratch)
+
+
+def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contender:
+    """Makes a contender of models that are where, of the dtype and in the mode in which they are to run.
+
+    Args:
+        key: One of ``PEERS``, ``OURS`` or ``COMPILED``.
+        hf: Hugging Face's model; None for contenders that are not in ``HUGGINGFACE``.
+        ours: Our model.
+    """
+    requested = backends.requested_backend()
+    backend = "reference" if key in PEERS else requested
+    model: Any = hf if key in HUGGINGFACE else ours
+    if key in COMPILED:
+        # Every batch size gets code of its own, as the peer's users would have it.
+        model = torch.compile(copy.deepcopy(model), mode=COMPILED[key], dynamic=False)
+    elif key == "accelerate":
+        model = accelerate(copy.deepcopy(model))
+    return Contender(key, model, backend, has_parts=key not in COMPILED)
+
+
+def freezing() -> tuple[Any, str]:
+    """Lets torch.compile fold the weights in, and says so; its ``options`` would not reach dynamo.
+
+    Returns:
+        A context manager within which models are to be compiled, and words about it.
+    """
+    settings: Any = None
+    with contextlib.suppress(ImportError):
+        settings = importlib.import_module("torch._inductor.config")
+    if not hasattr(settings, "freezing"):
+        return contextlib.nullcontext(), ", without freezing, which this torch does not have"
+    return settings.patch(freezing=True), ", with freezing"

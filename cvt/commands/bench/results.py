@@ -1,0 +1,182 @@
+"""The results of ``cvt bench``: their file, their numbers, and what they say as tables of text.
+
+Results are plain JSON; ``docs/report.md`` has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cvt_kernels.tables import aligned
+
+from ...files import replacing, write_json
+
+#: Written into every file of results. The version changes whenever a reader of the old ones would fail.
+SCHEMA, VERSION = "cvt bench", 1
+
+#: What stands beside every figure of memory.
+MEMORY = "Memory: the most that PyTorch's allocator held at once during a step, beyond weights and images."
+
+Results = dict[str, Any]
+_PathLike = str | os.PathLike[str]
+
+
+# Files ----------------------------------------------------------------------------------------------------
+
+
+def write(results: Results, path: _PathLike) -> None:
+    """Writes results as JSON."""
+    with replacing(path) as scratch:
+        write_json(scratch, results, indent=1)
+
+
+def read(path: _PathLike) -> Results:
+    """Reads what :func:`write` wrote.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: It is not a file of results, or one of another version.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"results: {path} does not exist")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"results: {path} is not JSON: {error}") from error
+    schema = results.get("schema") if isinstance(results, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"results: {path} has schema {schema!r}, expected {SCHEMA!r}")
+    if results.get("version") != VERSION:
+        raise ValueError(f"results: {path} has version {results.get('version')!r}, expected {VERSION}")
+    try:
+        text(results)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"results: {path} is damaged: {type(error).__name__} {error}") from error
+    return results
+
+
+def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
+    """Checks that a file can be written at ``path``, or files below it if it is a directory; makes nothing.
+
+    Missing parents are allowed above a directory, not above a file.
+
+    Raises:
+        OSError: None can; the message begins with ``option``.
+    """
+    path = Path(path).absolute()
+    if not directory and path.is_dir():
+        raise OSError(f"{option}: {path} is a directory, expected a file")
+    folder = path if directory else path.parent
+    while directory and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
+
+
+# Numbers --------------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """The median of several values between their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def quartiles(values: Sequence[float]) -> Range:
+    """Returns the median and the quartiles of at least one value."""
+    if len(values) == 1:
+        return Range(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Range(median, low, high)
+
+
+def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Range:
+    """Returns how many times as fast as the baseline something is, by the rounds' own ratios."""
+    return quartiles([b / s for b, s in zip(baseline, seconds, strict=True)])
+
+
+# Text -----------------------------------------------------------------------------------------------------
+
+
+def text(results: Results) -> str:
+    """Returns all that was measured but for the breakdown, as aligned tables."""
+    lines = [heading(results), ""]
+    legend = [[key, meaning(about)] for key, about in results["contenders"].items()]
+    lines += aligned(legend)
+    for batch in results["batches"]:
+        lines += ["", *_aligned_numbers(speed_rows(results, batch))]
+    lines += [
+        "",
+        "×: times as fast, median of the rounds' own ratios and their quartiles.",
+        MEMORY,
+    ]
+    for batch in results["batches"]:
+        lines += ["", *_aligned_numbers(parity_rows(batch))]
+    return "\n".join(lines)
+
+
+def heading(results: Results) -> str:
+    """Returns a line that says what was run."""
+    config = results["config"]
+    return (
+        f"{config['model']}, {config['weights']}, {config['image_size']}×{config['image_size']}, "
+        f"{config['dtype']} on {config['device']}, {config['threads']} threads, "
+        f"{'training step' if config['train'] else 'forward'}, {config['rounds']} rounds"
+    )
+
+
+def meaning(about: dict[str, Any]) -> str:
+    """Returns what a contender is and, if it was not measured, why."""
+    return about["about"] if about["note"] is None else f"{about['about']}; not measured: {about['note']}"
+
+
+def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
+    """Returns the table of speed and memory in one batch size, its heading first."""
+    rows = {row["contender"]: row for row in batch["rows"]}
+    peers = [key for key in rows if not results["contenders"][key]["ours"]]
+    table = [
+        [f"batch {batch['batch_size']}", "images/s", "slowest", "fastest", "memory MiB"]
+        + [f"× {peer}" for peer in peers]
+    ]
+    for key, row in rows.items():
+        rates = [batch["batch_size"] / s for s in row["seconds"]]
+        numbers = [f"{rate:.2f}" for rate in (statistics.median(rates), min(rates), max(rates))]
+        memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
+        ratios = [str(ratio(row["seconds"], rows[peer]["seconds"])) if peer != key else "" for peer in peers]
+        table.append([key, *numbers, memory, *ratios])
+    return table
+
+
+def parity_rows(batch: dict[str, Any]) -> list[list[str]]:
+    """Returns the table of parity in one batch size, its heading first."""
+    trained = any(row["parity"]["gradient_error"] is not None for row in batch["rows"])
+    table = [[f"parity, batch {batch['batch_size']}", "max |Δ logit|", "max |logit|", "top-5 agreement"]]
+    table[0] += ["Δ of gradients' norms"] if trained else []
+    for row in batch["rows"]:
+        parity = row["parity"]
+        table.append(
+            [
+                row["contender"],
+                f"{parity['error']:.1e}",
+                f"{parity['largest']:.2f}",
+                f"{parity['top5']}/{parity['of']}",
+                *([f"{parity['gradient_error']:.1e}"] if trained else []),
+            ]
+        )
+    return table
+
+
+def _aligned_numbers(rows: list[list[str]]) -> list[str]:
+    """Aligns names to the left and numbers to the right."""
+    return aligned(rows, right=range(1, len(rows[0])))

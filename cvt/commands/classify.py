@@ -1,0 +1,64 @@
+"""``cvt classify``: the most probable classes of photographs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..checkpoints import CheckpointError
+from .common import (
+    add_device_argument,
+    add_labels_argument,
+    add_model_arguments,
+    add_photos_argument,
+    load_model,
+    positive_int,
+    print_result,
+    resolve_device,
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    parser = commands.add_parser("classify", help="print the most probable classes of photographs")
+    add_photos_argument(parser)
+    add_model_arguments(parser)
+    add_labels_argument(parser)
+    parser.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
+    add_device_argument(parser)
+    parser.set_defaults(run=_classify)
+
+
+def _classify(arguments: argparse.Namespace) -> None:
+    """Prints only when every photograph has been classified."""
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    labels, classes = loaded.labels(arguments.labels), loaded.model.num_classes
+    photos, batch_size = arguments.photos, arguments.batch_size
+    batches = []
+    with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
+        for start in range(0, len(photos), batch_size):
+            images = loaded.read(photos[start : start + batch_size])
+            with torch.inference_mode():
+                batches.append(loaded.model(images.to(device)).softmax(dim=-1).cpu())
+            progress.update(len(images))
+
+    probabilities = torch.cat(batches)
+    if not probabilities.isfinite().all():
+        raise CheckpointError(f"{arguments.checkpoint}: these weights give probabilities that are not finite")
+    lines = _table(photos, probabilities, min(arguments.top, classes), labels)
+    print_result(arguments, lines, loaded.remarks)
+
+
+def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:
+    top = probabilities.topk(count)
+    for photo, values, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
+        yield photo
+        for probability, index in zip(values, indices, strict=True):
+            yield f"  {probability:7.2%}  {labels[index] if labels else f'class {index}'}"

@@ -1,0 +1,110 @@
+"""``cvt train``: training of a CvT, with ``torchrun`` on several devices."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..checkpoints import read_checkpoint
+from ..config import PRESETS
+from ..factory import create_model
+from ..model import CvT
+from ..training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
+from .common import (
+    add_device_argument,
+    architecture,
+    positive_int,
+    print_remarks,
+    recorded_warnings,
+    resolve_device,
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``, with an option for every field of :class:`TrainConfig`."""
+    parser = commands.add_parser("train", help="train a CvT, with torchrun on several devices")
+    parser.add_argument(
+        "--data", required=True, help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="for checkpoints and logs")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--model", choices=tuple(MODELS), help="default: cvt_13; for digits cvt_nano")
+    parser.add_argument("--checkpoint", help="fine-tune these weights, with a new head for other classes")
+    parser.add_argument("--teacher", metavar="CHECKPOINT", help="for --distillation")
+    parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224; for digits 16)")
+    parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
+    parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode images (default: 0)")
+    parser.add_argument(
+        "--corrupt", choices=("error", "skip"), default="error", help="files that are no images"
+    )
+    add_device_argument(parser)
+    kinds = {"int": int, "float": float, "str": str}
+    for field in dataclasses.fields(TrainConfig):
+        option = f"--{field.name.replace('_', '-')}"
+        text = f"{field.metadata['help']} (default: {field.default})"
+        if field.type == "bool":
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(option, type=kinds[str(field.type)], help=text)
+    parser.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
+    from ..datasets import DIGITS, RandomCrop, open_dataset
+    from ..training.trainer import Trainer, distributed
+
+    with distributed(resolve_device(arguments.device)) as device:
+        is_digits = arguments.data == DIGITS
+        given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
+        given = {name: value for name, value in given.items() if value is not None}
+        config = TrainConfig(**{**(DIGITS_OPTIONS if is_digits else {}), **given})
+        image_size = arguments.image_size or (16 if is_digits else 224)
+        crop = RandomCrop(config.min_scale, flip=config.flip)
+        train_set = open_dataset(arguments.data, "train", image_size, random_crop=crop)
+        val_set = open_dataset(arguments.data, "val", image_size)
+        torch.manual_seed(config.seed)
+        trainer = Trainer(
+            _model_to_train(arguments, len(train_set.classes), "cvt_nano" if is_digits else "cvt_13"),
+            train_set,
+            val_set,
+            config,
+            output=arguments.output,
+            device=device,
+            teacher=_trained_model(arguments, arguments.teacher) if arguments.teacher else None,
+            resume=arguments.resume,
+            workers=arguments.workers,
+            corrupt=arguments.corrupt,
+        )
+        history = trainer.fit()
+        if trainer.rank == 0:
+            best = max(history, key=lambda row: row["top1"])
+            print(f"{arguments.output}: top-1 {best['top1']:.2%} in epoch {best['epoch']} of {len(history)}")
+
+
+def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT:
+    """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
+    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale")}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    overrides["num_classes"] = classes
+    if arguments.checkpoint is None:
+        return create_model(MODELS[arguments.model or default], **overrides)
+    return _trained_model(arguments, arguments.checkpoint, arguments.model, **overrides)
+
+
+def _trained_model(
+    arguments: argparse.Namespace, path: str, model: str | None = None, **overrides: Any
+) -> CvT:
+    """Builds the model of a checkpoint with its weights, and prints the warnings of the loading."""
+    checkpoint = read_checkpoint(path)
+    name = architecture(model, checkpoint)
+    if isinstance(name, str) and name not in PRESETS:
+        name = MODELS[name]
+    with recorded_warnings() as remarks:
+        built = create_model(name, checkpoint=checkpoint, **overrides)
+    print_remarks(arguments, remarks)
+    return built

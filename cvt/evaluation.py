@@ -1,0 +1,258 @@
+"""Evaluation of a classifier: accuracy, loss, confusion, speed; parameters and multiply-adds of a CvT."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cvt_kernels import use_backend
+
+from .config import CvTConfig
+from .model import CvT
+
+LabeledImages = Iterable[tuple[Tensor, Tensor]]
+
+
+class Answers(NamedTuple):
+    """The answers of a classifier to one batch.
+
+    Attributes:
+        images: (B, …).
+        labels: (B,), the right classes.
+        logits: (B, K) float32.
+        top: (B, min(5, K)), the most probable classes, best first.
+    """
+
+    images: Tensor
+    labels: Tensor
+    logits: Tensor
+    top: Tensor
+
+
+class Sums(NamedTuple):
+    """The sums over labeled images that :func:`add_up` returns.
+
+    Attributes:
+        loss: Cross-entropy.
+        top1: Number of images whose class is the most probable one.
+        top5: Number of images whose class is among the five most probable ones.
+        images: Number of images.
+    """
+
+    loss: float
+    top1: float
+    top5: float
+    images: float
+
+
+class Evaluation(NamedTuple):
+    """The figures of a classifier that :func:`evaluate` measured.
+
+    Attributes:
+        top1: Fraction of the images whose class is the most probable one.
+        top5: Fraction of the images whose class is among the five most probable ones.
+        loss: Cross-entropy, mean over the images.
+        confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
+        images_per_second: Of forward passes alone, without the first batch if there are others.
+        peak_memory: Bytes. On CUDA what PyTorch had allocated at most during the evaluation; elsewhere the
+            largest resident size that the process ever had, or None where the system does not tell.
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    confusion: Tensor
+    images_per_second: float
+    peak_memory: int | None
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return int(self.confusion.sum())
+
+    @property
+    def per_class(self) -> Tensor:
+        """The accuracy within each class, (K,) float64, NaN for one without images."""
+        return self.confusion.diag() / self.confusion.sum(1).double()
+
+
+class Cost(NamedTuple):
+    """The cost of a model, wherever it runs; see :func:`cost`."""
+
+    parameters: int
+    multiply_adds: int
+
+
+@torch.no_grad()
+def add_up(
+    model: Callable[[Tensor], Tensor],
+    batches: LabeledImages,
+    device: torch.device,
+    *,
+    autocast: torch.dtype | None = None,
+    observe: Callable[[Answers], None] | None = None,
+) -> Sums:
+    """Adds up loss and hits of a classifier over labeled images, and waits for the device only at the end.
+
+    Args:
+        model: Images (B, …) to logits (B, K), in evaluation mode.
+        batches: Of images (B, …) and integer labels (B,), on any device.
+        device: That of the model.
+        autocast: As in :func:`evaluate`.
+        observe: Called with the answers to every batch before they are added.
+    """
+    parts, count = [torch.zeros(3, device=device)], 0
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        logits = logits.float()
+        top = logits.topk(min(5, logits.shape[-1])).indices
+        if observe is not None:
+            observe(Answers(images, labels, logits, top))
+        hits = top == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        parts.append(torch.stack([loss, hits[:, 0].sum(), hits.sum()]))
+        count += len(labels)
+    loss_sum, top1, top5 = map(sum, zip(*torch.stack(parts).tolist(), strict=True))
+    return Sums(loss_sum, top1, top5, count)
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
+    """Runs a classifier over labeled images, each of which counts the same however they are batched.
+
+    Args:
+        model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
+        batches: Of images (B, …) and integer labels (B,) in 0 … K − 1, on any device.
+        autocast: ``torch.bfloat16`` or ``torch.float16`` for mixed precision; the loss is in float32 always.
+
+    Raises:
+        ValueError: There is no image, a batch is not images with a label each, a label is out of range, or
+            logits are not finite.
+    """
+    device = next(model.parameters()).device
+    observer = _Observer(model, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with _eval_mode(model):
+        sums = add_up(observer.forward, batches, device, autocast=autocast, observe=observer.observe)
+    if not sums.images:
+        raise ValueError("batches: got no images, expected at least one")
+    return Evaluation(
+        top1=sums.top1 / sums.images,
+        top5=sums.top5 / sums.images,
+        loss=sums.loss / sums.images,
+        confusion=observer.confusion,
+        images_per_second=observer.images_per_second,
+        peak_memory=_peak_memory(device),
+    )
+
+
+class _Observer:
+    """Times the forward passes of a classifier, checks its answers and counts what it confuses."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self._model, self._device = model, device
+        self._seconds: list[float] = []
+        self._sizes: list[int] = []
+        self.confusion = torch.zeros(0, 0, dtype=torch.int64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Runs the model."""
+        start = _now(self._device)
+        logits = self._model(images)
+        self._seconds.append(_now(self._device) - start)
+        return logits
+
+    def observe(self, answers: Answers) -> None:
+        """Checks and counts the answers to a batch."""
+        _check(f"batches[{len(self._sizes)}]", answers)
+        self._sizes.append(len(answers.images))
+        if not len(self.confusion):
+            classes = answers.logits.shape[1]
+            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
+        self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+
+    @property
+    def images_per_second(self) -> float:
+        """The speed without the first batch, if there are others."""
+        first = 1 if len(self._sizes) > 1 else 0
+        return sum(self._sizes[first:]) / sum(self._seconds[first:])
+
+
+def cost(config: CvTConfig, image_size: int) -> Cost:
+    """Counts parameters, and the multiply-adds of one image, as torch's own counter has them.
+
+    The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count:
+    linear layers, both products of attention, embeddings, depthwise convolutions. Norms, activations, softmax
+    and biases do not. The operators are the reference's, on the meta device, which computes nothing: so no
+    kernel of our own hides from the counter, and the figure is the same on every machine.
+
+    Raises:
+        ValueError: The images are too small for the model.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
+
+    with torch.device("meta"):
+        model = CvT(config).eval()
+        image = torch.empty(1, config.in_chans, image_size, image_size)
+    with use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    return Cost(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check(name: str, answers: Answers) -> None:
+    images, labels, logits, _ = answers
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
+            f"expected ({len(images)},) and torch.int64, one per image"
+        )
+    if logits.ndim != 2 or logits.shape[0] != len(images):
+        raise ValueError(
+            f"{name}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
+        )
+    wrong = labels[(labels < 0) | (labels >= logits.shape[1])]
+    if len(wrong):
+        raise ValueError(
+            f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's classes"
+        )
+    if not logits.isfinite().all():
+        raise ValueError(f"{name}: the model gives logits that are not finite")
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,299 @@
+"""Explanation of what a CvT looks at: maps of the image, and entropy and distance of every head.
+
+The keys of CvT lie on a coarser grid than its tokens: key (i, j) at token (s·i, s·j), s the stride of its
+convolution. Between keys everything here is linear: a token on the way from one to the next belongs to both,
+in proportion to how near it is, and what a key receives is shared among its tokens in these proportions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import cvt_kernels as ck
+
+from .config import CvTConfig
+from .extras import require
+from .images import IMAGENET_MEAN, IMAGENET_STD
+from .model import Attention, Block, CvT, Grid, Stage
+
+_ROWS = 1024  # queries whose probabilities are in memory at once
+_COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright
+
+
+class BlockAttention(NamedTuple):
+    """The summary of how one block attends, mean over its queries.
+
+    Attributes:
+        stage: Index of its stage.
+        block: Index within the stage.
+        keys: Number of keys; the entropy is at most ln(keys).
+        entropy: (B, heads), in nats.
+        distance: (B, heads), from query to attended keys, in pixels; see ``cvt_kernels.attention_map``.
+    """
+
+    stage: int
+    block: int
+    keys: int
+    entropy: Tensor
+    distance: Tensor
+
+
+class Explanation(NamedTuple):
+    """The maps and figures that :func:`explain` returns.
+
+    Attributes:
+        logits: (B, num_classes).
+        attention: (B, heads, H, W) on the keys of the last block, what the class token attends to; if the
+            head averages tokens, the mean over these. The class token as a key is left out.
+        rollout: (B, H, W) on the tokens of the last stage, attention rollout through all its blocks.
+        blocks: Every block of the model, in order.
+    """
+
+    logits: Tensor
+    attention: Tensor
+    rollout: Tensor
+    blocks: tuple[BlockAttention, ...]
+
+
+@torch.inference_mode()
+def explain(model: CvT, images: Tensor) -> Explanation:
+    """Runs a model and looks at the attention of every block.
+
+    Args:
+        model: In evaluation mode. It is not changed: hooks on its linear layers see queries and keys.
+        images: (B, in_chans, H, W), as the model takes them.
+
+    Raises:
+        TypeError: ``model`` is not a :class:`CvT`.
+        ValueError: It is in training mode, or its logits are not finite.
+    """
+    if not isinstance(model, CvT):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT")
+    if model.training:
+        raise ValueError("model: is in training mode, expected model.eval()")
+    logits, calls = _record(model, images)
+    if not logits.isfinite().all():
+        raise ValueError("model: gives logits that are not finite")
+    last = calls[-1]
+    summaries = [_summarize(call, keep=call.stage == last.stage) for call in calls]
+    matrices = [matrix for _, matrix in summaries if matrix is not None]
+
+    queries, tokens = last.q.shape[1], last.grid[0] * last.grid[1]
+    rows = [0] if model.config.pool == "cls" else list(range(queries - tokens, queries))
+    start = torch.zeros(queries).to(matrices[0])
+    start[rows] = 1 / len(rows)
+    seen = ck.attention_map(last.q, last.k, rows=rows, scale=last.attention.scale).probabilities.mean(2)
+    attention = seen[..., -math.prod(last.key_grid) :].unflatten(-1, last.key_grid)
+    spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
+    rolled = rollout(matrices, spread, start)[:, -tokens:].unflatten(-1, last.grid)
+    return Explanation(logits, attention, rolled, tuple(block for block, _ in summaries))
+
+
+def spread_keys(grid: Grid, stride: int, *, class_token: bool) -> Tensor:
+    """Returns (S, T): how what each key receives is shared among the tokens; every row sums to 1.
+
+    Args:
+        grid: (H, W) of the tokens.
+        stride: Of the keys.
+        class_token: Whether there is one, token and key 0. It stands for itself.
+    """
+    down, across = (_interpolation(torch.arange(n) / stride, (n - 1) // stride + 1) for n in grid)
+    spatial = torch.kron(down, across).T
+    spatial = spatial / spatial.sum(1, keepdim=True)
+    return torch.block_diag(torch.ones(1, 1), spatial) if class_token else spatial
+
+
+def _interpolation(places: Tensor, count: int) -> Tensor:
+    """Returns (places, count): weights of linear interpolation between values at 0, 1, …, count − 1."""
+    return (1 - (places.clamp(0, count - 1)[:, None] - torch.arange(count)).abs()).clamp_min(0)
+
+
+def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor) -> Tensor:
+    """Computes attention rollout (Abnar and Zuidema 2020): how much of each token reaches some, in the end.
+
+    A block passes on half of a token as it is (the residual) and half of what its attention collects, mean
+    over the heads: Ã = (A · spread + 1) / 2, and the rollout is start · Ã_L … Ã_1.
+
+    Args:
+        matrices: (B, T, S) for each block, first block first: attention probabilities.
+        spread: (S, T), as from :func:`spread_keys`.
+        start: (T,), weights of the tokens that are looked at after the last block, of sum 1.
+
+    Returns:
+        (B, T), of sum 1.
+    """
+    seen = start.expand(len(matrices[0]), 1, -1)
+    for matrix in reversed(matrices):
+        seen = (seen @ matrix @ spread + seen) / 2
+    return seen[:, 0]
+
+
+class _Call(NamedTuple):
+    """One call of an attention module: its queries (B, T, h, D) and keys (B, S, h, D)."""
+
+    attention: Attention
+    stage: int
+    block: int
+    reduction: int
+    grid: Grid
+    q: Tensor
+    k: Tensor
+
+    @property
+    def stride(self) -> int:
+        return self.attention.conv_proj_k.conv.stride[0]
+
+    @property
+    def key_grid(self) -> Grid:
+        height, width = ((tokens - 1) // self.stride + 1 for tokens in self.grid)
+        return height, width
+
+
+def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_Call]]:
+    """Returns the logits, and what the attention of every block was called with, in order."""
+    stages = [module for module in model.children() if isinstance(module, Stage)]
+    attentions = [[cast(Block, block).attn for block in stage.blocks] for stage in stages]
+    seen: dict[nn.Module, Any] = {}
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        seen[module] = inputs[1] if isinstance(module, Attention) else output
+
+    with contextlib.ExitStack() as hooks:
+        for attention in itertools.chain(*attentions):
+            for module in (attention, attention.proj_q, attention.proj_k):
+                hooks.enter_context(module.register_forward_hook(keep))
+        logits = model(images)
+    calls = []
+    for i, reduction in enumerate(model.feature_info.reduction()):
+        for j, attention in enumerate(attentions[i]):
+            q, k = (
+                seen[linear].unflatten(2, (attention.num_heads, -1))
+                for linear in (attention.proj_q, attention.proj_k)
+            )
+            calls.append(_Call(attention, i, j, reduction, seen[attention], q, k))
+    return logits, calls
+
+
+def _summarize(call: _Call, keep: bool) -> tuple[BlockAttention, Tensor | None]:
+    """Summarizes a block; also returns, if ``keep``, the mean over its heads of the matrix (B, T, S)."""
+    entropy: list[Tensor] = []
+    distance: list[Tensor] = []
+    matrix: list[Tensor] = []
+    for rows in torch.arange(call.q.shape[1]).split(_ROWS):
+        part = ck.attention_map(
+            call.q,
+            call.k,
+            rows=rows.tolist(),
+            scale=call.attention.scale,
+            grid=call.key_grid,
+            query_grid=call.grid,
+        )
+        entropy.append(part.entropy)
+        distance.append(cast(Tensor, part.distance))  # there is a grid
+        if keep:
+            matrix.append(part.probabilities.mean(1))
+    # The class token has no place: its distance is NaN.
+    mean_distance = torch.cat(distance, -1).nanmean(-1) * (call.stride * call.reduction)
+    mean_entropy = torch.cat(entropy, -1).mean(-1)
+    summary = BlockAttention(call.stage, call.block, call.k.shape[1], mean_entropy, mean_distance)
+    return summary, torch.cat(matrix, 1) if keep else None
+
+
+# Pictures -------------------------------------------------------------------------------------------------
+
+
+def photograph(image: Tensor) -> Image.Image:
+    """Returns what the model saw of a photograph: ``image`` (3, H, W) before :func:`cvt.images.normalize`."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    pixels = (image.cpu() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
+    """Lays a map over the photograph, in colors from its least to its greatest value.
+
+    A token lies where its embeddings are centered (for CvT-13, token i at pixel 16·i + 1), not in the middle
+    of a 16×16 square.
+
+    Args:
+        photo: As the model saw it.
+        heat: (H, W), on every ``stride``-th token of the last stage.
+        config: Of the model.
+        stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
+    """
+    center, step = 0.0, 1
+    for stage in config.stages:
+        center += step * ((stage.patch_size - 1) / 2 - stage.patch_padding)
+        step *= stage.patch_stride
+    heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
+    down, across = (
+        _interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
+        for pixels, tokens in zip(reversed(photo.size), heat.shape, strict=True)
+    )
+    pixels = (down @ heat @ across.T).cpu().numpy()
+    levels = np.linspace(0, 1, len(_COLORS))
+    colors = np.stack([np.interp(pixels, levels, channel) for channel in zip(*_COLORS, strict=True)], axis=-1)
+    return Image.blend(photo, Image.fromarray(colors.round().astype(np.uint8)), 0.6)
+
+
+def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """Returns the numbers of the first image, with its five most probable classes.
+
+    Maps are means over the heads.
+    """
+    probabilities = explanation.logits[0].softmax(-1)
+    top = probabilities.topk(min(5, len(probabilities)))
+    return {
+        "classes": [
+            {"index": index, "label": labels[index] if labels else None, "probability": probability}
+            for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ],
+        "attention": explanation.attention[0].mean(0).tolist(),
+        "rollout": explanation.rollout[0].tolist(),
+        "blocks": [
+            block._asdict() | {"entropy": block.entropy[0].tolist(), "distance": block.distance[0].tolist()}
+            for block in explanation.blocks
+        ],
+    }
+
+
+def plot_heads(explanations: Sequence[Explanation], path: str | os.PathLike[str]) -> None:
+    """Writes a PNG of entropy and distance of every head over the blocks, mean over the images.
+
+    Raises:
+        ModuleNotFoundError: The ``explain`` extra is not installed.
+        OSError: The file cannot be written.
+    """
+    figure = figure_class()(figsize=(9, 4), layout="constrained")
+    blocks = explanations[0].blocks
+    left, right = figure.subplots(1, 2)
+    for i, block in enumerate(blocks):
+        entropy, distance = (
+            torch.cat([getattr(e.blocks[i], field) for e in explanations]).mean(0).tolist()
+            for field in ("entropy", "distance")
+        )
+        left.scatter([i] * len(entropy), [value / math.log(max(block.keys, 2)) for value in entropy], s=12)
+        right.scatter([i] * len(distance), distance, s=12)
+    for axes, title in ((left, "entropy / ln(keys)"), (right, "attention distance in pixels")):
+        axes.set(title=title, xlabel="stage.block", ylim=(0, None))
+        axes.set_xticks(range(len(blocks)), [f"{b.stage}.{b.block}" for b in blocks], rotation=90)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def figure_class() -> Any:
+    """Returns Matplotlib's ``Figure``.
+
+    Raises:
+        ModuleNotFoundError: The ``explain`` extra is not installed.
+    """
+    return require("matplotlib.figure", "explain").Figure  # not pyplot, which asks for a window system

@@ -1,0 +1,53 @@
+"""Logs of a training: TensorBoard's event files, a table and a plot of the learning curve."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from ..extras import require
+from ..files import replacing
+
+
+class Logs:
+    """The writer of TensorBoard's event files, ``log.csv`` and ``curves.png`` in a directory.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard or Matplotlib is not installed.
+    """
+
+    def __init__(self, directory: Path, step: int):
+        self._directory, self._figure = directory, require("matplotlib.figure", "train").Figure
+        tensorboard = require("torch.utils.tensorboard", "train")
+        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=step)
+
+    def step(self, step: int, **values: float) -> None:
+        """Writes values of one step to TensorBoard."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def epoch(self, step: int, history: list[dict[str, float]]) -> None:
+        """Writes the last epoch of ``history`` to TensorBoard, and all of them to ``log.csv``."""
+        self.step(step, **{name: value for name, value in history[-1].items() if name != "epoch"})
+        self._writer.flush()
+        with (
+            replacing(self._directory / "log.csv") as scratch,
+            open(scratch, "w", encoding="utf-8", newline="") as file,
+        ):
+            rows = csv.DictWriter(file, history[0], lineterminator="\n")
+            rows.writeheader()
+            rows.writerows(history)
+
+    def close(self, history: list[dict[str, float]]) -> None:
+        """Draws the learning curve of all epochs and closes the event files."""
+        self._writer.close()
+        figure = self._figure(figsize=(9, 4), layout="constrained")
+        epochs = [row["epoch"] for row in history]
+        for axis, names in zip(
+            figure.subplots(1, 2), (("train_loss", "val_loss"), ("top1", "top5")), strict=True
+        ):
+            for name in names:
+                axis.plot(epochs, [row[name] for row in history], marker=".", label=name)
+            axis.set_xlabel("epoch")
+            axis.legend()
+        figure.savefig(self._directory / "curves.png")

@@ -1,0 +1,110 @@
+"""The entries of the table of blocks, and the reasons for not supporting a block that upstreams share.
+
+An entry holds how its blocks are recognized, their fused forward, and what this forward takes for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+#: What the BatchNorm of a projection may be.
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+class BypassedPart(NamedTuple):
+    """A submodule whose work a fused forward does without calling it.
+
+    Attributes:
+        path: Names from the block to it; a number is a position among the children.
+        kinds: What it may be: exact types, or names of classes.
+    """
+
+    path: tuple[str, ...]
+    kinds: tuple[type | str, ...]
+
+
+class BlockEntry(NamedTuple):
+    """A class of blocks.
+
+    Attributes:
+        upstream: Name of the project whose class it is.
+        name: Name of the class.
+        operators: Returns the public operators that the fused forward of a block calls on a type of device.
+        arguments: Names of the arguments of ``forward``.
+        children: Names of the submodules. There are no parameters or buffers beside them.
+        forward: The fused forward; None for a class that calls the operators already.
+        parts: The submodules that the fused forward does not call.
+        why_unsupported: Says why parts of the right kinds are not supported all the same; None if they are.
+        why_not_now: Says why the block cannot be fused at the moment; None if it can.
+    """
+
+    upstream: str
+    name: str
+    operators: Callable[[Any, str], tuple[str, ...]]
+    arguments: tuple[str, ...] = ()
+    children: frozenset[str] = frozenset()
+    forward: Callable[..., Tensor] | None = None
+    parts: tuple[BypassedPart, ...] = ()
+    why_unsupported: Callable[[Any], str | None] = lambda block: None
+    why_not_now: Callable[[Any], str | None] = lambda block: None
+
+    @property
+    def key(self) -> str:
+        """The name of the entry in the table, and in pickles."""
+        return f"{self.upstream} {self.name}"
+
+
+def by_name(*entries: BlockEntry) -> dict[str, BlockEntry]:
+    """Returns the entries of an upstream by the names of their classes."""
+    return {entry.name: entry for entry in entries}
+
+
+def always(*operators: str) -> Callable[[Any, str], tuple[str, ...]]:
+    """Returns the ``operators`` of an entry whose blocks call the same ones everywhere."""
+    return lambda block, device_type: operators
+
+
+def bypassed(parts: dict[str, type | str | tuple[type | str, ...]]) -> tuple[BypassedPart, ...]:
+    """Returns the ``parts`` of an entry from what each may be, by its path with dots."""
+    return tuple(
+        BypassedPart(tuple(path.split(".")), kinds if isinstance(kinds, tuple) else (kinds,))
+        for path, kinds in parts.items()
+    )
+
+
+# Reasons --------------------------------------------------------------------------------------------------
+
+
+def why_convolutions_unsupported(branches: Iterable[tuple[Any, Any]]) -> str | None:
+    """Says why the pairs of convolution and BatchNorm are not those of a CvT; None if they are."""
+    for conv, bn in branches:
+        if conv.bias is not None:
+            return "a convolution has a bias"
+        if not conv.groups == conv.in_channels == conv.out_channels:
+            return "a convolution is not depthwise"
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            return f"a convolution pads by {conv.padding_mode!r}, {conv.padding!r}; expected numbers of zeros"
+        for vertical, horizontal in (conv.kernel_size, conv.stride, conv.padding, conv.dilation):
+            if vertical != horizontal:
+                return "a convolution is not the same in both directions"
+        if bn.training and not bn.track_running_stats and bn.running_mean is not None:
+            return "a BatchNorm has running statistics that it no longer tracks"
+    return None
+
+
+def why_norms_unsupported(*norms: Any) -> str | None:
+    """Says which of the modules is no LayerNorm over the last dimension; None if all are."""
+    for norm in norms:
+        plain = type(norm) is nn.LayerNorm or type(norm).__bases__ == (nn.LayerNorm,)
+        if not plain or len(norm.normalized_shape) != 1:
+            return f"{type(norm).__qualname__} is not a LayerNorm over the last dimension"
+    return None
+
+
+def why_dropout_active(dropout: Any) -> str | None:
+    """Says that the dropout of attention probabilities is active, if it is."""
+    active = dropout.training and dropout.p > 0
+    return f"dropout of attention probabilities is active (p = {dropout.p:g}, training)" if active else None

@@ -1,0 +1,119 @@
+"""Fused operations on the submodules of a block, which the forwards of all upstreams share.
+
+Each does the work of some submodules without calling them, by the public operators, which choose their
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import backends, checks
+from ..ops.attention import attention
+from ..ops.conv_projection.modules import project
+from ..ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
+from ..ops.linear import linear
+
+
+def project_and_attend(
+    x: Tensor,
+    grid: tuple[int, int],
+    branches: Sequence[tuple[Any, Any]],
+    linears: Sequence[nn.Module],
+    *,
+    num_heads: int,
+    scale: float,
+) -> Tensor:
+    """Computes the convolutional projections and attention, up to the linear layer behind it.
+
+    Args:
+        x: Normalized tokens (B, T, C).
+        grid: (H, W) of the spatial ones.
+        branches: Convolution and BatchNorm of Q, of K and of V.
+        linears: Linear layers of Q, of K and of V.
+        num_heads: Number of heads.
+        scale: Factor on the scores.
+
+    Returns:
+        Tokens (B, Tq, C), the heads side by side.
+    """
+    q, k, v = (
+        apply_linear(module, projected).unflatten(2, (num_heads, -1))
+        for module, projected in zip(linears, project(x, grid, branches), strict=True)
+    )
+    return attention(q, k, v, scale=scale).flatten(2)
+
+
+def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Computes LayerNorm over the last dimension in the dtypes of ``norm``, a plain or Microsoft's one."""
+    if type(norm) is not nn.LayerNorm:  # Microsoft's, which computes in float32 whatever comes
+        return layer_norm(x.float(), norm.weight, norm.bias, eps=norm.eps).type(x.dtype)
+    if _dtypes_differ(x, norm.weight):
+        return norm(x)  # PyTorch knows which mixtures it takes
+    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps)
+
+
+def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum of a branch and the residual stream, and the LayerNorm of this sum."""
+    casts = type(norm) is not nn.LayerNorm and not branch.dtype == stream.dtype == torch.float32
+    if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, norm.weight):
+        stream = branch + stream
+        return stream, normalize(norm, stream)
+    return add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps)
+
+
+def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
+    """Says whether the dtypes differ and autocast does not see to it."""
+    return other is not None and other.dtype != x.dtype and not checks.autocast_enabled(x)
+
+
+def apply_linear(module: Any, x: Tensor) -> Tensor:
+    """Computes ``module(x)``: by the fastest primitive if it is a linear layer that nobody watches."""
+    return linear(x, module.weight, module.bias) if _is_plain_linear(module) else module(x)
+
+
+def _is_plain_linear(module: Any) -> bool:
+    return type(module) is nn.Linear and why_must_be_called(module) is None
+
+
+def linear_gelu(module: Any, activation: Any, x: Tensor) -> Tensor:
+    """Computes a linear layer and its activation, ``nn.GELU`` or else QuickGELU."""
+    approximate = activation.approximate if type(activation) is nn.GELU else "quick"
+    if gelu_operator(module, x.device.type) == "gelu":
+        return gelu(apply_linear(module, x), approximate=approximate)
+    product = linear(x, module.weight)
+    # Autocast makes the product half precision and leaves the bias to us.
+    return bias_gelu(product, module.bias.to(product.dtype), approximate=approximate)
+
+
+def gelu_operator(module: Any, device_type: str) -> str:
+    """Returns the operator that :func:`linear_gelu` calls behind the linear layer ``module``."""
+    plain = _is_plain_linear(module) and module.bias is not None
+    # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
+    compiled = backends.backend_for("bias_gelu", device_type) not in (None, "reference")
+    return "bias_gelu" if plain and compiled else "gelu"
+
+
+def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
+    """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
+    image = projection(image)
+    tokens = normalize(norm, image.flatten(2).transpose(1, 2))
+    return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
+
+
+def why_must_be_called(module: nn.Module) -> str | None:
+    """Says who would notice if the work of a module were done without calling it; None if nobody would."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "has backward hooks"
+    if torch_module._has_any_global_hook():
+        return "is seen by a hook on all modules"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    return None

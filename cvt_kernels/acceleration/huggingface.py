@@ -1,0 +1,154 @@
+"""Hugging Face's blocks, transformers/models/cvt/modeling_cvt.py: their fused forwards and table entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .entries import (
+    BATCH_NORMS,
+    BlockEntry,
+    always,
+    by_name,
+    bypassed,
+    why_convolutions_unsupported,
+    why_dropout_active,
+    why_norms_unsupported,
+)
+from .fused import (
+    add_and_normalize,
+    apply_linear,
+    embed,
+    gelu_operator,
+    linear_gelu,
+    normalize,
+    project_and_attend,
+)
+
+_WORDS = ("query", "key", "value")
+
+# Fused forwards -------------------------------------------------------------------------------------------
+
+
+def _embeddings(self: Any, pixel_values: Tensor) -> Tensor:
+    return embed(self.projection, self.normalization, pixel_values)
+
+
+def _branches(self: Any) -> list[tuple[nn.Module, nn.Module]]:
+    wrappers = [getattr(self, f"convolution_projection_{word}") for word in _WORDS]
+    convolutions = [wrapper.convolution_projection for wrapper in wrappers]
+    return [(c.convolution, c.normalization) for c in convolutions]
+
+
+def _self_attention(self: Any, hidden_state: Tensor, height: int, width: int) -> Tensor:
+    return project_and_attend(
+        hidden_state,
+        (height, width),
+        _branches(self),
+        [getattr(self, f"projection_{word}") for word in _WORDS],
+        num_heads=self.num_heads,
+        scale=self.scale,
+    )
+
+
+def _intermediate(self: Any, hidden_state: Tensor) -> Tensor:
+    return linear_gelu(self.dense, self.activation, hidden_state)
+
+
+def _self_output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
+    return self.dropout(apply_linear(self.dense, hidden_state))
+
+
+def _output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
+    return self.dropout(apply_linear(self.dense, hidden_state)) + input_tensor
+
+
+def _layer(self: Any, hidden_state: Tensor, height: int, width: int) -> Tensor:
+    branch = self.attention(normalize(self.layernorm_before, hidden_state), height, width)
+    stream, y = add_and_normalize(self.layernorm_after, self.drop_path(branch), hidden_state)
+    return self.drop_path(self.output(self.intermediate(y), stream))  # output adds the stream itself
+
+
+# Table entries --------------------------------------------------------------------------------------------
+
+UPSTREAM = "Hugging Face"
+
+_ATTENTION_PARTS: dict[str, Any] = {"dropout": nn.Dropout}
+for _word in _WORDS:
+    _path = f"convolution_projection_{_word}"
+    _ATTENTION_PARTS |= {
+        _path: "CvtSelfAttentionProjection",
+        f"{_path}.linear_projection": "CvtSelfAttentionLinearProjection",
+        f"{_path}.convolution_projection": "CvtSelfAttentionConvProjection",
+        f"{_path}.convolution_projection.convolution": nn.Conv2d,
+        f"{_path}.convolution_projection.normalization": BATCH_NORMS,
+    }
+
+ENTRIES = by_name(
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtConvEmbeddings",
+        operators=always("layer_norm"),
+        arguments=("pixel_values",),
+        children=frozenset(("projection", "normalization")),
+        forward=_embeddings,
+        parts=bypassed({"normalization": nn.LayerNorm}),
+        why_unsupported=lambda block: why_norms_unsupported(block.normalization),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtLayer",
+        operators=always("layer_norm", "add_layer_norm"),
+        arguments=("hidden_state", "height", "width"),
+        children=frozenset(
+            ("attention", "intermediate", "output", "drop_path", "layernorm_before", "layernorm_after")
+        ),
+        forward=_layer,
+        parts=bypassed({"layernorm_before": nn.LayerNorm, "layernorm_after": nn.LayerNorm}),
+        why_unsupported=lambda block: why_norms_unsupported(block.layernorm_before, block.layernorm_after),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtSelfAttention",
+        operators=always("conv_projection", "attention"),
+        arguments=("hidden_state", "height", "width"),
+        children=frozenset(
+            f"{prefix}projection_{word}" for prefix in ("", "convolution_") for word in _WORDS
+        ).union(("dropout",)),
+        forward=_self_attention,
+        parts=bypassed(_ATTENTION_PARTS),
+        why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
+        why_not_now=lambda block: why_dropout_active(block.dropout),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtIntermediate",
+        operators=lambda block, device_type: (gelu_operator(block.dense, device_type),),
+        arguments=("hidden_state",),
+        children=frozenset(("dense", "activation")),
+        forward=_intermediate,
+        parts=bypassed({"activation": nn.GELU}),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtSelfOutput",
+        operators=always(),
+        arguments=("hidden_state", "input_tensor"),
+        children=frozenset(("dense", "dropout")),
+        forward=_self_output,
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtOutput",
+        operators=always(),
+        arguments=("hidden_state", "input_tensor"),
+        children=frozenset(("dense", "dropout")),
+        forward=_output,
+    ),
+)
+
+
+def recognize(module: nn.Module) -> BlockEntry | None:
+    """Returns the entry of a module by the name of its class or of a base of it; None for others."""
+    return next((ENTRIES[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ENTRIES), None)

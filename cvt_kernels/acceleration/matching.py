@@ -1,0 +1,187 @@
+"""Recognition: which blocks of a model the table knows, and whether a block is what its entry expects.
+
+Blocks are recognized by the names and the structure of their classes; nothing upstream is imported. Two
+questions follow: :func:`why_mismatched`, once for all, and :func:`why_not_now`, in every call, since a
+submodule may have been replaced or got a hook in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from . import huggingface, microsoft, ours
+from .entries import BlockEntry, BypassedPart
+from .fused import why_must_be_called
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: Every entry by its key.
+TABLE: dict[str, BlockEntry] = {
+    entry.key: entry for upstream in (huggingface, microsoft, ours) for entry in upstream.ENTRIES.values()
+}
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
+    """Returns path, block and table entry of everything in a model that may be fused, in the model's order.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: There is no such block.
+    """
+    check_module(model)
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    found = []
+    for path, module in model.named_modules():
+        entry = _recognize(module, parents.get(id(module)))
+        if entry is not None:
+            found.append((path, module, entry))
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no block of a CvT; looked for the classes {_looked_for()}"
+        )
+    return found
+
+
+def check_module(model: object) -> None:
+    """Raises TypeError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+
+
+def _looked_for() -> str:
+    names: dict[str, list[str]] = {}
+    for entry in TABLE.values():
+        names.setdefault(entry.upstream, []).append(entry.name)
+    return "; ".join(f"{', '.join(classes)} ({upstream})" for upstream, classes in names.items())
+
+
+def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+    if ours.own_class(type(module)) is not None:
+        return ours.recognize(module)
+    return huggingface.recognize(module) or microsoft.recognize(module, parent)
+
+
+# Whether a block is of the class that its entry describes -------------------------------------------------
+
+
+def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
+    """Says why a block is not of the class whose work the fused forward does; None if it is."""
+    owner = next(cls for cls in original_class(type(block)).__mro__ if "forward" in vars(cls))
+    if owner.__name__ != entry.name:
+        return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
+    if entry.forward is None:
+        return None if owner.__module__ == ours.MODULE else f"{owner.__qualname__} has a forward of its own"
+    replaced = _replaced_method(block, owner)
+    if replaced is not None:
+        return f"{replaced} is not that of {entry.upstream}'s {entry.name}"
+    arguments = tuple(inspect.signature(owner.forward).parameters)[1:]
+    if arguments != entry.arguments:
+        return f"forward takes {', '.join(arguments)}; expected {', '.join(entry.arguments)}"
+    members = {**block._modules, **block._parameters, **block._buffers}
+    unknown = sorted(set(members) - entry.children)
+    if unknown:
+        return f"has {', '.join(unknown)}, which {entry.upstream}'s {entry.name} has not"
+    return _why_parts_unsupported(block, entry)
+
+
+def _replaced_method(block: nn.Module, owner: type) -> str | None:
+    """Returns a method of ``owner`` that is patched, or overridden by the block or a class of it, or None."""
+    patch = _patch(owner)
+    if patch is not None:
+        return f"forward, patched by {patch},"
+    public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
+    mro = original_class(type(block)).__mro__
+    overriding = [vars(block), *(vars(cls) for cls in mro[: mro.index(owner)])]
+    # A forward set on the object is seen by coverage, since it may come and go.
+    replaced = (
+        name for name in public if name != "forward" and any(name in members for members in overriding)
+    )
+    return next(replaced, None)
+
+
+def _patch(cls: type) -> str | None:
+    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    # functools.wraps gives a patch the names of what it wraps, but not its globals.
+    home = getattr(forward, "__globals__", {}).get("__name__")
+    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
+        return None
+    return f"{home}.{forward.__qualname__}"
+
+
+# Whether the fused forward does justice to the submodules that it does not call ---------------------------
+
+
+def _why_parts_unsupported(block: nn.Module, entry: BlockEntry) -> str | None:
+    for part in entry.parts:
+        module = _part_of(block, part)
+        reason = _why_another_kind(module, part)
+        if reason is not None:
+            return f"{'.'.join(part.path)} {reason}"
+        patch = _patch(type(module))
+        if patch is not None:
+            return f"the forward of {'.'.join(part.path)} is patched by {patch}"
+    return entry.why_unsupported(block)
+
+
+def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
+    """Says why a block that was of the right class cannot run fused at the moment; None if it can."""
+    for part in entry.parts:
+        module = _part_of(block, part)
+        reason = _why_another_kind(module, part) or why_must_be_called(module)
+        if reason is not None:
+            return f"{'.'.join(part.path)} {reason}"
+    return entry.why_unsupported(block) or entry.why_not_now(block)
+
+
+def _part_of(block: nn.Module, part: BypassedPart) -> Any:
+    module: Any = block
+    for name in part.path:
+        children = module._modules
+        if name in children:
+            module = children[name]
+        elif name.isdigit() and int(name) < len(children):
+            module = list(children.values())[int(name)]
+        else:
+            return None
+    return module
+
+
+def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | None:
+    kind = type(module)
+    if kind in part.kinds or kind.__name__ in part.kinds:
+        return None
+    expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in part.kinds)
+    actual = "missing" if module is None else f"a {kind.__qualname__}"
+    return f"is {actual}, expected {expected}"
+
+
+# Classes without fused forwards ---------------------------------------------------------------------------
+
+
+def cached(function: _Function) -> _Function:
+    """Remembers the results of a function whose arguments are classes."""
+    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
+
+
+@cached
+def original_class(cls: Any) -> Any:
+    """Returns a class without fused forwards, its own or its bases' (``fully_shard`` derives from ours)."""
+    if "_cvt_kernels_original" in vars(cls):
+        return vars(cls)["_cvt_kernels_original"]
+    bases = tuple(map(original_class, cls.__bases__))
+    if bases == cls.__bases__:
+        return cls
+    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, members)
+
+
+def is_fused(block: nn.Module) -> bool:
+    """Says whether the class of a block has a fused forward."""
+    return original_class(type(block)) is not type(block)

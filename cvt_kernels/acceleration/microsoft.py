@@ -1,0 +1,173 @@
+"""Microsoft's blocks, lib/models/cls_cvt.py: their fused forwards and table entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .entries import (
+    BATCH_NORMS,
+    BlockEntry,
+    always,
+    by_name,
+    bypassed,
+    why_convolutions_unsupported,
+    why_dropout_active,
+    why_norms_unsupported,
+)
+from .fused import (
+    add_and_normalize,
+    apply_linear,
+    embed,
+    gelu_operator,
+    linear_gelu,
+    normalize,
+    project_and_attend,
+)
+from .ours import own_class
+
+# Fused forwards -------------------------------------------------------------------------------------------
+
+
+def _embedding(self: Any, x: Tensor) -> Tensor:
+    return embed(self.proj, self.norm, x)
+
+
+def _branches(self: Any) -> list[tuple[nn.Module, nn.Module]]:
+    sequences = [self.conv_proj_q, self.conv_proj_k, self.conv_proj_v]
+    return [(sequence.conv, sequence.bn) for sequence in sequences]
+
+
+def _attention(self: Any, x: Tensor, h: int, w: int) -> Tensor:
+    y = project_and_attend(
+        x,
+        (h, w),
+        _branches(self),
+        [self.proj_q, self.proj_k, self.proj_v],
+        num_heads=self.num_heads,
+        scale=self.scale,
+    )
+    return self.proj_drop(apply_linear(self.proj, y))
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    return self.drop(apply_linear(self.fc2, self.drop(linear_gelu(self.fc1, self.act, x))))
+
+
+def _block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
+    branch = self.drop_path(self.attn(normalize(self.norm1, x), h, w))
+    stream, y = add_and_normalize(self.norm2, branch, x)
+    return stream + self.drop_path(self.mlp(y))
+
+
+# Table entries --------------------------------------------------------------------------------------------
+
+UPSTREAM = "Microsoft"
+
+_LAYER_NORMS = (nn.LayerNorm, "LayerNorm")
+
+_ATTENTION_PARTS: dict[str, Any] = {"attn_drop": nn.Dropout}
+for _letter in "qkv":
+    _path = f"conv_proj_{_letter}"
+    _ATTENTION_PARTS |= {
+        _path: nn.Sequential,
+        f"{_path}.conv": nn.Conv2d,
+        f"{_path}.bn": BATCH_NORMS,
+        f"{_path}.2": "Rearrange",
+    }
+
+
+def _why_rearranges_unsupported(block: Any) -> str | None:
+    for sequence in (block.conv_proj_q, block.conv_proj_k, block.conv_proj_v):
+        if len(sequence) != 3:
+            return f"a projection has {len(sequence)} steps; expected convolution, BatchNorm and Rearrange"
+        pattern = getattr(sequence[2], "pattern", "b c h w -> b (h w) c")
+        if pattern != "b c h w -> b (h w) c":
+            return f"a projection rearranges by {pattern!r}"
+    return None
+
+
+ENTRIES = by_name(
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="ConvEmbed",
+        operators=always("layer_norm"),
+        arguments=("x",),
+        children=frozenset(("proj", "norm")),
+        forward=_embedding,
+        parts=bypassed({"norm": _LAYER_NORMS}),
+        why_unsupported=lambda block: why_norms_unsupported(block.norm),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Block",
+        operators=always("layer_norm", "add_layer_norm"),
+        arguments=("x", "h", "w"),
+        children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
+        forward=_block,
+        parts=bypassed({"norm1": _LAYER_NORMS, "norm2": _LAYER_NORMS}),
+        why_unsupported=lambda block: why_norms_unsupported(block.norm1, block.norm2),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Attention",
+        operators=always("conv_projection", "attention"),
+        arguments=("x", "h", "w"),
+        children=frozenset(f"{prefix}proj_{letter}" for prefix in ("", "conv_") for letter in "qkv").union(
+            ("attn_drop", "proj", "proj_drop")
+        ),
+        forward=_attention,
+        parts=bypassed(_ATTENTION_PARTS),
+        why_unsupported=lambda block: (
+            _why_rearranges_unsupported(block) or why_convolutions_unsupported(_branches(block))
+        ),
+        why_not_now=lambda block: why_dropout_active(block.attn_drop),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Mlp",
+        operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
+        arguments=("x",),
+        children=frozenset(("fc1", "act", "fc2", "drop")),
+        forward=_mlp,
+        parts=bypassed({"act": (nn.GELU, "QuickGELU")}),
+    ),
+)
+
+# Recognition ----------------------------------------------------------------------------------------------
+
+
+def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+    """Returns the entry of a module, by the names of its classes and what it consists of; None for others.
+
+    Microsoft's names are those of half of all transformers: an ``Attention`` must have convolutional
+    projections, a ``Block`` such an attention, and the other two must be in their places beside it.
+    """
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if "Attention" in names and _is_attention(module):
+        return ENTRIES["Attention"]
+    if "Block" in names and _is_block(module):
+        return ENTRIES["Block"]
+    if "Mlp" in names and _is_block(parent):
+        return ENTRIES["Mlp"]
+    blocks = parent._modules.get("blocks") if parent is not None else None
+    if "ConvEmbed" in names and blocks is not None and any(map(_is_block, blocks.children())):
+        return ENTRIES["ConvEmbed"]
+    return None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    linears = {"proj", "proj_q", "proj_k", "proj_v"}
+    # A projection without a convolution is None.
+    attributes = ("conv_proj_q", "conv_proj_k", "conv_proj_v", "num_heads", "scale")
+    return (
+        linears <= set(module._modules)
+        and all(hasattr(module, name) for name in attributes)
+        and own_class(type(module)) is None
+    )
+
+
+def _is_block(module: nn.Module | None) -> bool:
+    attn = module._modules.get("attn") if module is not None else None
+    return attn is not None and _is_attention(attn)

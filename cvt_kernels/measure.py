@@ -1,0 +1,237 @@
+"""The clock, the memory and the ceilings of a machine: the one way in which this project measures.
+
+Several functions are compared by the wall clock, in turns. A single function is timed on a GPU by events,
+with L2 flushed before each run, so that neither the host nor a warm cache is measured. Memory is what
+PyTorch's allocator held. The ceilings are the rates that a large copy and a large matrix product reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+Device = torch.device | str
+
+# Clocks ---------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: Device) -> None:
+    """Waits for all work of a GPU; does nothing for other devices."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_in_turns(
+    functions: Sequence[Callable[[], Any]],
+    rounds: int,
+    device: Device,
+    *,
+    before_run: Callable[[int], Any] | None = None,
+) -> list[list[float]]:
+    """Times functions by the wall clock, one run of each per round, so that all meet the same machine.
+
+    Args:
+        functions: They are called without arguments.
+        rounds: Timed runs of each, after one that warms up.
+        device: Where they compute; a GPU is waited for before and after each run.
+        before_run: Is called before each run with the number of the round, 0 for the one that warms up.
+
+    Returns:
+        For each function the seconds of its runs.
+    """
+    seconds: list[list[float]] = [[] for _ in functions]
+    for i in range(rounds + 1):
+        for function, times in zip(functions, seconds, strict=True):
+            if before_run is not None:
+                before_run(i)
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if i > 0:
+                times.append(time.perf_counter() - start)
+    return seconds
+
+
+class DeviceClock:
+    """A clock of the current GPU, which runs only between the two readings that follow :meth:`arm`.
+
+    It serves where a timer is expected that is read before and after a call, as ``time.perf_counter`` is.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[torch.cuda.Event] = []
+        self._left = 0
+
+    def arm(self) -> None:
+        """Flushes L2, which takes the GPU longer than the host takes to launch what is to be measured."""
+        _flush_cache()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._left = 2
+
+    def read(self) -> float:
+        """Returns the seconds that it has run."""
+        if self._left:
+            self._events[-self._left].record()
+            self._left -= 1
+            if not self._left:
+                self._events[1].synchronize()
+                self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
+        return self._seconds
+
+
+def _flush_cache() -> None:
+    _flush_buffer(torch.cuda.current_device()).zero_()
+
+
+@functools.cache
+def _flush_buffer(index: int) -> torch.Tensor:
+    size = 4 * torch.cuda.get_device_properties(index).L2_cache_size
+    return torch.empty(max(size, 2**28), dtype=torch.uint8, device=torch.device("cuda", index))
+
+
+def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:
+    """Returns the seconds of the fastest of ``rounds`` calls, or of as many as take two seconds.
+
+    A :class:`DeviceClock` measures them on a GPU, else the wall clock. One call before them warms up.
+    """
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    clock = DeviceClock()
+    times: list[float] = []
+    with torch.cuda.device(device) if cuda else contextlib.nullcontext(), torch.inference_mode():
+        function()
+        while len(times) < rounds and sum(times) < 2:
+            if cuda:
+                clock.arm()
+            start = clock.read() if cuda else time.perf_counter()
+            function()
+            times.append((clock.read() if cuda else time.perf_counter()) - start)
+    return min(times)
+
+
+def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
+    """Captures a function in a CUDA graph and returns the graph's replay; None if it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError:  # it asks the host something meanwhile
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+# Profiles and memory --------------------------------------------------------------------------------------
+
+
+def profiled(function: Callable[[], Any], device: Device, *, memory: bool = False) -> profile:
+    """Runs a function once under PyTorch's profiler, until the GPU is done with it too.
+
+    Args:
+        function: It is called without arguments.
+        device: Where it computes.
+        memory: Also record every allocation on the CPU, which :func:`peak_of` reads.
+
+    Returns:
+        The profile.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
+    cuda = torch.device(device).type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, profile_memory=memory) as profiler:
+        function()
+        synchronize(device)
+    return profiler
+
+
+def peak_bytes(function: Callable[[], Any], device: Device) -> int:
+    """Returns the most bytes that one call holds in tensors at once, beyond what was held before it.
+
+    On a CPU it is the peak of the running sum over all allocations that the profiler records: exact, and the
+    same in every run. On a GPU it is what the allocator itself counts.
+    """
+    if torch.device(device).type != "cuda":
+        return peak_of(profiled(function, device, memory=True))
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def peak_of(profiler: profile) -> int:
+    """Returns the peak of memory on the CPU in a profile of :func:`profiled`; 0 if it allocated nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = Path(scratch, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    held = peak = 0
+    for change in changes:
+        held += change["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+# Ceilings -------------------------------------------------------------------------------------------------
+
+
+def copy_bandwidth(device: Device, size: int | None = None) -> float:
+    """Returns the bytes per second, read and written, of a copy.
+
+    Args:
+        device: Where.
+        size: Bytes of the source. The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
+    """
+    source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / fastest(lambda: target.copy_(source), device)
+
+
+def _copy_size(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2**28
+    return max(2**28, min(2**31, torch.cuda.get_device_properties(device).total_memory // 16))
+
+
+def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> float:
+    """Returns the operations per second of a product of two n × n matrices, a sum being an operation too.
+
+    On a CPU it is the faster of the two ways that PyTorch has: on AMD's CPUs MKL is slow in float32, and
+    oneDNN does the same product as a convolution of n pixels by 1×1.
+
+    Args:
+        device: Where.
+        dtype: Of the matrices.
+        n: Rows and columns; the default is 8192 on a GPU, else 1024.
+    """
+    cuda = torch.device(device).type == "cuda"
+    n = n or (8192 if cuda else 1024)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    ways: list[Callable[[], Any]] = [lambda: a @ b]
+    if not cuda:
+        pixels, weight = a.view(1, n, 1, n).permute(0, 3, 1, 2), b.T.contiguous().view(n, n, 1, 1)
+        ways.append(lambda: F.conv2d(pixels, weight))
+    return 2 * n**3 / min(fastest(way, device) for way in ways)

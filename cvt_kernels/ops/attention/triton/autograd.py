@@ -1,0 +1,123 @@
+"""The Triton kernels of attention as PyTorch sees them: autograd, torch.compile, and the backend's functions.
+
+In eager mode the autograd function is called directly; a registered operator would cost more host time per
+call. Under torch.compile the same launchers run behind opaque operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .... import checks
+from .backward import attention_backward
+from .common import MAX_HEAD_DIM, accumulator_dtype
+from .forward import attention_forward
+
+# Autograd and torch.compile -------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """Saves everything it was given, the output and ``lse``."""
+        out, lse = attention_forward(q, k, v, bias, scale)
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients that are needed; those of k and v together."""
+        _, need_k, need_v, need_bias, _ = ctx.needs_input_grad
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        gradients = attention_backward(
+            q, k, v, bias, out, lse, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
+        )
+        return *gradients, None
+
+
+@torch.library.custom_op("cvt_kernels::attention", mutates_args=())
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return attention_forward(q, k, v, bias, scale)
+
+
+@_forward_op.register_fake
+def _(q, k, v, bias, scale):
+    batch, queries, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
+
+
+@torch.library.custom_op("cvt_kernels::attention_backward", mutates_args=())
+def _backward_op(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, need_bias: bool,
+) -> list[Tensor]:  # fmt: skip
+    gradients = attention_backward(q, k, v, bias, out, lse, dout, scale, need_bias=need_bias)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_backward_op.register_fake
+def _(q, k, v, bias, out, lse, dout, scale, need_bias):
+    return [t.new_empty(t.shape) for t in (q, k, v, *([bias] if need_bias else []))]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+
+
+def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    _, _, _, need_bias, _ = ctx.needs_input_grad
+    gradients = _backward_op(*ctx.saved_tensors, dout, ctx.scale, need_bias)
+    return *gradients, *([] if need_bias else [None]), None
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    batch, queries, heads, head_dim = q.shape
+    keys = k.shape[1]
+    if dropout_p > 0:
+        return "dropout of the probabilities is not supported"
+    if batch == 0:
+        return "the batch is empty"
+    if head_dim > MAX_HEAD_DIM:
+        return f"heads have {head_dim} channels, more than {MAX_HEAD_DIM}"
+    if q.is_cuda and q.dtype == torch.float64:
+        return "float64 is computed in Triton's interpreter only"
+    if max(queries, keys) * heads * head_dim >= 2**31:
+        return "one image has 2³¹ elements or more"
+    if bias is not None and queries * keys >= 2**31:
+        return "one head's bias has 2³¹ elements or more"
+    return None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> Tensor:
+    """Serves ``cvt_kernels.attention``, whose checks it relies on.
+
+    q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
+    they are copied first. Under autocast it computes in autocast's dtype, as
+    ``F.scaled_dot_product_attention`` does; the bias keeps its own.
+    """
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if checks.autocast_enabled(q) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if torch.compiler.is_compiling():
+        return _forward_op(q, k, v, bias, scale)[0]
+    return _Attention.apply(q, k, v, bias, scale)

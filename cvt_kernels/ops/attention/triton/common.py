@@ -1,0 +1,426 @@
+"""The parts that attention's Triton kernels share: configurations, launch arguments, device functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+
+#: The most channels of a head; there is no configuration for more.
+MAX_HEAD_DIM = 128
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The way a kernel cuts its work.
+
+    Attributes:
+        block_q: Queries of a tile.
+        block_kv: Keys of a tile; the widest one in the forward that holds all keys.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# By generation, bytes per element and padded head dimension. "80" is every chip whose tensor cores take their
+# operands from registers (sm_80, sm_86, sm_89, sm_120), "90" those that take them from shared memory (sm_90,
+# sm_100): there, 64 rows per 4 warps are one instruction, and registers are left for wider tiles. float32
+# products run without tensor cores unless TF32 is allowed, and hold their operands in registers: small tiles,
+# many warps.
+#
+# Chosen by what the compiler makes of them. For CvT (D = 64) nothing spills on sm_80, sm_90 and sm_100
+# (tests/cvt/commands/test_compile.py). Elsewhere little does, and mostly with a bias or at D = 128. Where
+# there was a choice, two programs or more fit on a multiprocessor. None has been timed on a GPU yet.
+CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
+    (80, 2, 64): {
+        "fwd": LaunchConfig(64, 128, num_warps=4, num_stages=2),
+        "fwd_loop": LaunchConfig(128, 64, num_warps=8, num_stages=3),
+        "bwd": LaunchConfig(32, 64, num_warps=4, num_stages=2),
+        "bwd_dq": LaunchConfig(64, 32, num_warps=4, num_stages=2),
+        "bwd_dkdv": LaunchConfig(32, 64, num_warps=4, num_stages=2),
+        "bwd_bias": LaunchConfig(32, 64, num_warps=4, num_stages=2),
+    },
+    (80, 2, 128): {
+        "fwd": LaunchConfig(64, 64, num_warps=8, num_stages=2),
+        "fwd_loop": LaunchConfig(32, 32, num_warps=4, num_stages=1),
+        "bwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(32, 32, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(32, 64, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(64, 32, num_warps=8, num_stages=1),
+    },
+    (90, 2, 64): {
+        "fwd": LaunchConfig(64, 128, num_warps=4, num_stages=2),
+        "fwd_loop": LaunchConfig(128, 64, num_warps=8, num_stages=3),
+        "bwd": LaunchConfig(32, 64, num_warps=4, num_stages=2),
+        "bwd_dq": LaunchConfig(128, 64, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(64, 64, num_warps=4, num_stages=2),
+        "bwd_bias": LaunchConfig(64, 64, num_warps=8, num_stages=2),
+    },
+    (90, 2, 128): {
+        "fwd": LaunchConfig(64, 64, num_warps=8, num_stages=2),
+        "fwd_loop": LaunchConfig(64, 64, num_warps=8, num_stages=2),
+        "bwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(64, 64, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(64, 64, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(64, 64, num_warps=8, num_stages=1),
+    },
+}
+_FLOAT32: dict[int, dict[str, LaunchConfig]] = {
+    64: {
+        "fwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
+        "fwd_loop": LaunchConfig(32, 32, num_warps=8, num_stages=2),
+        "bwd": LaunchConfig(16, 64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(32, 32, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(32, 32, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(32, 32, num_warps=8, num_stages=1),
+    },
+    128: {
+        "fwd": LaunchConfig(16, 64, num_warps=8, num_stages=1),
+        "fwd_loop": LaunchConfig(16, 32, num_warps=8, num_stages=1),
+        "bwd": LaunchConfig(16, 32, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(16, 32, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(32, 32, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(16, 32, num_warps=4, num_stages=1),
+    },
+}
+CONFIGS |= {(generation, 4, d): kernels for generation in (80, 90) for d, kernels in _FLOAT32.items()}
+CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if generation == 90}
+# With 64 keys it takes 126 to 132 registers, where two programs need 128, or spills, depending on the tail.
+CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {"fwd_loop": LaunchConfig(128, 32, num_warps=8, num_stages=3)}
+
+_overrides: dict[str, LaunchConfig] = {}
+
+
+def configuration(kernel: str, head_dim: int, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
+    if kernel in _overrides:
+        return _overrides[kernel]
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
+
+
+@contextlib.contextmanager
+def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
+    """Within it, :func:`configuration` returns ``config`` for ``kernel``, such as "bwd_dq", on every chip.
+
+    It is for tuning; like the registry of backends, it is one for the process.
+    """
+    global _overrides
+    previous, _overrides = _overrides, _overrides | {kernel: config}
+    try:
+        yield
+    finally:
+        _overrides = previous
+
+
+def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
+    """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
+    return configuration(kernel, q.shape[3], q.element_size(), machine.chip(q.device).capability)
+
+
+def padded(size: int) -> int:
+    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
+    return max(triton.next_power_of_2(size), 16)
+
+
+def tail_width(keys: int, block_kv: int, element_size: int) -> int:
+    """Returns the width of the last tile of keys after as many whole ones as there are; 0 for none.
+
+    In float32 it is as wide as the others, which makes it one of the loop: code of its own would double the
+    registers.
+    """
+    if keys % block_kv == 0:
+        return 0
+    return padded(keys % block_kv) if element_size == 2 else block_kv
+
+
+# Kernel specification -------------------------------------------------------------------------------------
+
+
+class KernelSpec(NamedTuple):
+    """The facts that a kernel is compiled for besides its tiles.
+
+    Attributes:
+        head_dim: D.
+        block_d: D padded to a power of two of at least 16.
+        has_bias: Whether there is a bias.
+        is_negative: Whether the scale is negative.
+        element: Triton's dtype of q, k and v.
+        operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
+            interpreter, whose product of bfloat16 is wrong.
+        accumulator: float32, or float64 for float64.
+        precision: ``input_precision`` of ``tl.dot``.
+    """
+
+    head_dim: int
+    block_d: int
+    has_bias: bool
+    is_negative: bool
+    element: Any
+    operand: Any
+    accumulator: Any
+    precision: str
+
+    @classmethod
+    def of(cls, q: Tensor, bias: Tensor | None, scale: float) -> KernelSpec:
+        """Returns the specification for queries ``q`` (B, Nq, h, D), and for PyTorch's setting of TF32."""
+        element = _ELEMENTS[q.dtype]
+        upcast = machine.INTERPRETING and q.dtype == torch.bfloat16
+        tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return cls(
+            head_dim=q.shape[3],
+            block_d=padded(q.shape[3]),
+            has_bias=bias is not None,
+            is_negative=scale < 0,
+            element=element,
+            operand=tl.float32 if upcast else element,
+            accumulator=tl.float64 if q.dtype == torch.float64 else tl.float32,
+            precision="tf32" if tf32 else "ieee",
+        )
+
+
+_ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def accumulator_dtype(q: Tensor) -> torch.dtype:
+    """Returns PyTorch's name of the dtype in which sums are taken."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+# Launch arguments -----------------------------------------------------------------------------------------
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def token_strides(x: Tensor) -> tuple[int, ...]:
+    """Returns the strides (image, token, head) of a tensor (B, N, h, D) whose last dimension is adjacent."""
+    return x.stride()[:3]
+
+
+class LaunchArguments(NamedTuple):
+    """The arguments that all launches of one call share, each by the name of the kernels' parameter.
+
+    Attributes:
+        q_ptr, k_ptr, v_ptr: Tensors that the kernels can read as they lie.
+        bias_ptr: The bias; without one, anything.
+        strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
+            it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
+        scale: The factor on scores.
+        log2_scale: |scale| · log2 e, which makes scores exponents of two; never 0, which would turn a masked
+            key's −∞ into NaN.
+        heads, queries, keys: h, Nq and Nkv.
+        SPEC: The specification of the kernels.
+    """
+
+    q_ptr: Tensor
+    k_ptr: Tensor
+    v_ptr: Tensor
+    bias_ptr: Tensor
+    strides: tuple[tuple[int, ...], ...]
+    scale: float
+    log2_scale: float
+    heads: int
+    queries: int
+    keys: int
+    SPEC: KernelSpec
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> LaunchArguments:
+        """Returns the arguments for a call; a tensor that the kernels cannot read as it lies is copied."""
+        q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
+        batch, queries, heads, _ = q.shape
+        keys = k.shape[1]
+        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if bias is not None:
+            bias = _maybe_contiguous_bias(bias)
+            bias_strides = bias.expand(batch, heads, queries, keys).stride()
+        return cls(
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            bias_ptr=q if bias is None else bias,
+            strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
+            scale=scale,
+            log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            SPEC=KernelSpec.of(q, bias, scale),
+        )
+
+
+def maybe_contiguous(x: Tensor) -> Tensor:
+    """Returns ``x`` (B, N, h, D) itself if its last dimension is adjacent, else a copy.
+
+    The other strides are free, as long as the offsets within one image fit 32 bits.
+    """
+    _, tokens, heads, head_dim = x.shape
+    _, token, head, channel = x.stride()
+    reach = (tokens - 1) * token + (heads - 1) * head + head_dim - 1
+    return x if (channel == 1 or head_dim == 1) and reach < 2**31 else x.contiguous()
+
+
+def _maybe_contiguous_bias(bias: Tensor) -> Tensor:
+    """Returns ``bias`` itself with whatever strides, unless the offsets of one head would not fit 32 bits."""
+    reach = sum((n - 1) * stride for n, stride in zip(bias.shape[-2:], bias.stride()[-2:], strict=True))
+    return bias if reach < 2**31 else bias.contiguous()
+
+
+# Device functions -----------------------------------------------------------------------------------------
+#
+# Offsets of an image's head are int64, those within it int32.
+
+
+class Place(NamedTuple):
+    """The place of a program's work.
+
+    Attributes:
+        image, head: Their indices, int64.
+        plane: Both in one number, int64.
+        block: The index of the block of queries or keys within the head.
+    """
+
+    image: tl.tensor
+    head: tl.tensor
+    plane: tl.tensor
+    block: tl.tensor
+
+
+class Rows(NamedTuple):
+    """One head's tokens: a pointer to the first, the stride between two, and how many there are."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    count: tl.tensor
+
+
+class Head(NamedTuple):
+    """One head's inputs: its tokens, its bias with strides, and the factor making scores exponents of two."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    bias_ptr: tl.tensor
+    bias_query_stride: tl.tensor
+    bias_key_stride: tl.tensor
+    log2_scale: tl.tensor
+
+
+@triton.jit
+def locate(blocks, heads):
+    """Returns this program's Place; blocks of one head are neighbors."""
+    plane = tl.program_id(0) // blocks
+    return Place(
+        image=(plane // heads).to(tl.int64),
+        head=(plane % heads).to(tl.int64),
+        plane=plane.to(tl.int64),
+        block=tl.program_id(0) % blocks,
+    )
+
+
+@triton.jit
+def strided_rows(ptr, strides, place, count):
+    """Returns the Rows of one head of a tensor with ``token_strides``."""
+    image_stride, token_stride, head_stride = strides
+    start = place.image * image_stride + place.head * head_stride
+    return Rows(ptr=ptr + start, stride=token_stride, count=count)
+
+
+@triton.jit
+def contiguous_rows(ptr, place, count, heads, SPEC: tl.constexpr):
+    """Returns the Rows of one head of a contiguous tensor."""
+    start = (place.image * count * heads + place.head) * SPEC.head_dim
+    return Rows(ptr=ptr + start, stride=heads * SPEC.head_dim, count=count)
+
+
+@triton.jit
+def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys):
+    """Returns the Head at a Place; nothing of it is loaded yet."""
+    q_strides, k_strides, v_strides, bias_strides = strides
+    image_stride, head_stride, query_stride, key_stride = bias_strides
+    return Head(
+        q=strided_rows(q_ptr, q_strides, place, queries),
+        k=strided_rows(k_ptr, k_strides, place, keys),
+        v=strided_rows(v_ptr, v_strides, place, keys),
+        bias_ptr=bias_ptr + place.image * image_stride + place.head * head_stride,
+        bias_query_stride=query_stride,
+        bias_key_stride=key_stride,
+        log2_scale=log2_scale,
+    )
+
+
+@triton.jit
+def load_rows(rows, row, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Returns the tokens ``row``, [rows, block_d]; zeros beyond the last channel and, if MASKED, token."""
+    d = tl.arange(0, SPEC.block_d)
+    ptrs = rows.ptr + row[:, None] * rows.stride + d[None, :]
+    if SPEC.block_d > SPEC.head_dim:
+        return tl.load(ptrs, mask=(row < rows.count)[:, None] & (d < SPEC.head_dim)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(ptrs, mask=(row < rows.count)[:, None], other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def store_rows(rows, row, values, SPEC: tl.constexpr):
+    """Stores the tokens ``row``, in the dtype of the tensor; nothing beyond the last token and channel."""
+    d = tl.arange(0, SPEC.block_d)
+    mask = (row < rows.count)[:, None] & (d < SPEC.head_dim)[None, :]
+    ptrs = rows.ptr + row[:, None] * rows.stride + d[None, :]
+    tl.store(ptrs, values.to(rows.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot(a, b, SPEC: tl.constexpr):
+    """Returns the matrix product of ``a`` and ``b``, both rounded to the dtype of q first."""
+    return tl.dot(
+        a.to(SPEC.element).to(SPEC.operand), b.to(SPEC.element).to(SPEC.operand),
+        input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
+    )  # fmt: skip
+
+
+@triton.jit
+def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
+
+    Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
+    ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
+    """
+    scores = dot(a, b, SPEC)
+    if SPEC.is_negative:
+        scores = -scores
+    if SPEC.has_bias:
+        offset = query * head.bias_query_stride + key * head.bias_key_stride
+        mask = (query < head.q.count) & (key < head.k.count)
+        bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
+        scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
+    if MASKED:
+        scores = tl.where(key < head.k.count, scores, float("-inf"))
+    # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
+    return scores, 1.0 if SPEC.has_bias else head.log2_scale

@@ -1,0 +1,238 @@
+"""The forward kernels of attention, which write the output and ``lse``.
+
+Keys are cut into tiles whose widths add up to little more than Nkv:
+
+- as many keys as registers allow (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. All
+  scores of a row exist at once, so the softmax is taken as it is written. K and V are loaded once per
+  program, which walks over several tiles of queries.
+- beyond: whole tiles, unmasked, and a masked last one as narrow as fits: 784 = 12 · 64 + 16. The softmax is
+  rescaled as larger scores turn up.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from .common import (
+    LaunchArguments,
+    accumulator_dtype,
+    configuration_for,
+    contiguous_rows,
+    dot,
+    head_at,
+    load_rows,
+    locate,
+    padded,
+    scores_of,
+    store_rows,
+    tail_width,
+)
+
+# Tiles of keys --------------------------------------------------------------------------------------------
+
+#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: some waves
+#: of what a GPU of 132 multiprocessors holds, lest the last wave leave it idle.
+ENOUGH_PROGRAMS = 2048
+
+
+class KeyTiles(NamedTuple):
+    """The tiles that hold all keys: the first key of each, and its width."""
+
+    firsts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+def keys_on_chip(head_dim: int, element_size: int, has_bias: bool) -> int:
+    """Returns the most keys whose scores the forward keeps in registers at once; more would spill."""
+    if head_dim > 64 or element_size > 2:
+        return 64
+    return 128 if has_bias else 208
+
+
+def key_tiles(keys: int, widest: int) -> KeyTiles:
+    """Returns tiles of powers of two from 16 to ``widest``; fewer than 16 keys are wasted."""
+    widths: list[int] = []
+    left = keys
+    while left > 0:
+        width = padded(left)
+        if width - left >= 16:
+            width //= 2
+        widths.append(min(width, widest))
+        left -= widths[-1]
+    return KeyTiles(firsts=tuple(accumulate(widths[:-1], initial=0)), widths=tuple(widths))
+
+
+# Softmax --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _finite_maximum(maximum, SPEC: tl.constexpr):
+    """Returns what to subtract: 0 where the bias has excluded all keys so far, lest −∞ − −∞ be NaN."""
+    if SPEC.has_bias:
+        return tl.where(maximum == float("-inf"), 0.0, maximum)
+    return maximum
+
+
+@triton.jit
+def _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC: tl.constexpr):
+    """Stores normalized rows of the output and their ``lse``; zeros and (+∞, 0) where nothing was summed."""
+    if SPEC.has_bias:
+        is_excluded = total == 0.0
+        maximum = tl.where(is_excluded, float("inf"), maximum)
+        total = tl.where(is_excluded, 1.0, total)
+    store_rows(out, row, acc / total[:, None], SPEC)
+    tl.store(lse_ptr + row, maximum, mask=row < out.count)
+    tl.store(lse_ptr + out.count + row, tl.log2(total), mask=row < out.count)
+
+
+# Keys on the chip -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys_of_tile(TILES: tl.constexpr, INDEX: tl.constexpr):
+    return TILES.firsts[INDEX] + tl.arange(0, TILES.widths[INDEX])
+
+
+@triton.jit
+def _load_tile(rows, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
+    return load_rows(rows, _keys_of_tile(TILES, INDEX), len(TILES.widths) == INDEX + 1, SPEC)
+
+
+@triton.jit
+def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
+    key = _keys_of_tile(TILES, INDEX)
+    MASKED: tl.constexpr = len(TILES.widths) == INDEX + 1
+    return scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
+    rows, BLOCK_Q: tl.constexpr, TILES: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
+    BLOCK_D: tl.constexpr = SPEC.block_d
+    place = locate(blocks, heads)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
+    out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
+    lse_ptr += place.plane * 2 * queries
+    ks, vs = (), ()
+    for i in tl.static_range(len(TILES.widths)):
+        ks = ks + (_load_tile(head.k, TILES, i, SPEC),)
+        vs = vs + (_load_tile(head.v, TILES, i, SPEC),)
+    start = place.block * rows
+    for first in range(start, tl.minimum(start + rows, queries), BLOCK_Q):
+        row = first + tl.arange(0, BLOCK_Q)
+        q = load_rows(head.q, row, True, SPEC)
+        scores_of_tiles = ()
+        maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
+        for i in tl.static_range(len(TILES.widths)):
+            scores, factor = _scores_of_tile(q, ks[i], row, head, TILES, i, SPEC)
+            scores_of_tiles = scores_of_tiles + (scores,)
+            maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        maximum = _finite_maximum(maximum * factor, SPEC)
+        total = tl.zeros([BLOCK_Q], SPEC.accumulator)
+        acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+        for i in tl.static_range(len(TILES.widths)):
+            p = tl.exp2(scores_of_tiles[i] * factor - maximum[:, None])
+            total += tl.sum(p, axis=1)
+            acc += dot(p, vs[i], SPEC)
+        _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC)
+
+
+def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    batch, queries, heads, _ = out.shape
+    config = configuration_for("fwd", out)
+    tiles = -(-queries // config.block_q)
+    programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
+    rows = -(-tiles // programs) * config.block_q
+    blocks = -(-queries // rows)
+    machine.launch(
+        _attention_fwd_kernel, (batch * heads * blocks,), on=out, options=config.options,
+        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks, rows=rows,
+        BLOCK_Q=config.block_q, TILES=key_tiles(arguments.keys, config.block_kv),
+    )  # fmt: skip
+
+
+# Keys in a loop -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _online_step(
+    maximum, total, acc, q, row, first, head,
+    BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Takes one more tile of keys into the running maximum, sum and output."""
+    key = first + tl.arange(0, BLOCK_KV)
+    k = load_rows(head.k, key, MASKED, SPEC)
+    scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
+    finite_maximum = _finite_maximum(new_maximum, SPEC)
+    p = tl.exp2(scores * factor - finite_maximum[:, None])
+    shrink = tl.exp2(maximum - finite_maximum)
+    v = load_rows(head.v, key, MASKED, SPEC)
+    return new_maximum, total * shrink + tl.sum(p, axis=1), acc * shrink[:, None] + dot(p, v, SPEC)
+
+
+@triton.jit
+def _attention_fwd_loop_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Computes one tile of queries, in a loop over whole tiles of keys and a last of width TAIL (0: none).
+
+    A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
+    """
+    BLOCK_D: tl.constexpr = SPEC.block_d
+    place = locate(blocks, heads)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
+    row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    q = load_rows(head.q, row, True, SPEC)
+    maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
+    total = tl.zeros([BLOCK_Q], SPEC.accumulator)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+    MASKED: tl.constexpr = TAIL == BLOCK_KV
+    whole = keys // BLOCK_KV * BLOCK_KV
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
+        maximum, total, acc = _online_step(maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, SPEC)
+    if TAIL and not MASKED:
+        maximum, total, acc = _online_step(maximum, total, acc, q, row, whole, head, TAIL, True, SPEC)
+    out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
+    _store_softmax(out, lse_ptr + place.plane * 2 * queries, row, maximum, total, acc, SPEC)
+
+
+def _launch_loop(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+    batch, queries, heads, _ = out.shape
+    config = configuration_for("fwd_loop", out)
+    blocks = -(-queries // config.block_q)
+    machine.launch(
+        _attention_fwd_loop_kernel, (batch * heads * blocks,), on=out, options=config.options,
+        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks,
+        BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
+        TAIL=tail_width(arguments.keys, config.block_kv, out.element_size()),
+    )  # fmt: skip
+
+
+# The launch of a forward ----------------------------------------------------------------------------------
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (B, Nq, h, D) and ``lse`` (B, h, 2, Nq)."""
+    batch, queries, heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
+    arguments = LaunchArguments.of(q, k, v, bias, scale)
+    if k.shape[1] <= keys_on_chip(head_dim, q.element_size(), bias is not None):
+        _launch_on_chip(arguments, out, lse)
+    else:
+        _launch_loop(arguments, out, lse)
+    return out, lse

@@ -1,0 +1,291 @@
+"""Serves ``conv_projection`` with the kernels: autograd, synchronization over processes, torch.compile.
+
+In eager mode the autograd function is called directly; a registered operator would cost more host time per call.
+Under torch.compile the same launchers run behind opaque operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .... import checks
+from ....reference import ConvBatchNorm
+from .backward import backward_conv, backward_input, backward_sums
+from .common import Geometry, accumulator_dtype, class_tokens
+from .forward import batch_statistics, projection_forward, update_running_statistics
+
+# A batch spread over processes ----------------------------------------------------------------------------
+
+
+class _Synchronized(NamedTuple):
+    """A batch spread over the processes of a group: how many values per channel it has, (branches,)."""
+
+    group: Any
+    counts: Tensor
+
+    @classmethod
+    def merge(
+        cls, mean: Tensor, variance: Tensor, counts: list[int], group: Any
+    ) -> tuple[_Synchronized, Tensor, Tensor]:
+        """Returns (this, mean, variance) of the whole batch, equal in every process, from those of each share."""
+        local = torch.cat([mean, variance, mean.new_tensor(counts)[:, None]], dim=1)
+        shares = local.new_empty(dist.get_world_size(group), *local.shape)
+        dist.all_gather(list(shares.unbind()), local, group)
+        means, variances, count = shares.split([mean.shape[1], mean.shape[1], 1], dim=2)
+        total = count.sum(dim=0)
+        mean = (means * count).sum(dim=0) / total
+        variance = ((variances + (means - mean) ** 2) * count).sum(dim=0) / total
+        return cls(group, total[:, 0]), mean, variance
+
+    def mean_of(self, sums: Tensor) -> Tensor:
+        """Returns the mean over the whole batch, from this process's sums (branches, 2, C)."""
+        total = sums.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.counts[:, None, None]
+
+
+# Autograd -------------------------------------------------------------------------------------------------
+
+
+class _ConvProjection(torch.autograd.Function):
+    """The autograd function of (x, geometry, batch_stats, synchronized, weights, gammas, betas, means, variances).
+
+    The last five stand one after the other, one tensor of each branch.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, geometry: Geometry, batch_stats: bool, synchronized: _Synchronized | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Saves x, the parameters and the statistics."""
+        weights, gammas, betas, means, variances = _divided(tensors, 5)
+        ctx.settings = geometry, batch_stats, synchronized
+        ctx.save_for_backward(x, *weights, *gammas, *means, *variances)
+        return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients, in three passes over the tokens."""
+        x, *tensors = ctx.saved_tensors
+        weights, gammas, means, variances = _divided(tensors, 4)
+        geometry, batch_stats, synchronized = ctx.settings
+        dx, *dparameters = _gradients(
+            x, geometry, weights, gammas, means, variances, dys, batch_stats, synchronized
+        )
+        return dx, None, None, None, *dparameters, *[None] * (2 * len(weights))
+
+
+def _gradients(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], means: Sequence[Tensor],
+    variances: Sequence[Tensor], dys: Sequence[Tensor], batch_stats: bool, synchronized: _Synchronized | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Returns [dx, *dweights, *dgammas, *dbetas]; those of the parameters are this process's share."""
+    dys = [dy.contiguous() for dy in dys]
+    sums = backward_sums(x, geometry, weights, means, variances, dys)
+    all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
+    if batch_stats and synchronized is not None:
+        all_sums, counts = synchronized.mean_of(sums), [1.0] * len(weights)
+    dconvs, dweights = backward_conv(
+        x, geometry, weights, gammas, means, variances, dys, all_sums if batch_stats else None, counts
+    )
+    dx = backward_input(geometry, weights, dconvs, dys)
+    dgammas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 1].unbind(), gammas, strict=True)]
+    dbetas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 0].unbind(), gammas, strict=True)]
+    return [dx, *dweights, *dgammas, *dbetas]
+
+
+def _counts(batch: int, geometry: Geometry) -> list[int]:
+    """Returns the values per channel of every branch's output."""
+    return [batch * height * width for height, width in geometry.output_grids]
+
+
+def _divided(sequence: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """Returns equally long parts of a sequence."""
+    size = len(sequence) // parts
+    return [sequence[i * size : (i + 1) * size] for i in range(parts)]
+
+
+# Operators of torch.compile -------------------------------------------------------------------------------
+
+
+def _pack_geometry(geometry: Geometry) -> list[int]:
+    """Returns a geometry as the numbers that an operator takes; its epsilons go beside it."""
+    grid, *columns, _ = geometry
+    return [*grid, *(number for column in columns for number in column)]
+
+
+def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
+    height, width, *columns = numbers
+    kernel_sizes, strides, paddings, dilations = map(tuple, _divided(columns, 4))
+    return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss))
+
+
+@torch.library.custom_op("cvt_kernels::conv_projection", mutates_args=())
+def _forward_op(
+    x: Tensor, weights: list[Tensor], gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
+    variances: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
+) -> list[Tensor]:  # fmt: skip
+    unpacked = _unpack_geometry(geometry, epss)
+    return projection_forward(x, unpacked, weights, gammas, betas, means, variances)
+
+
+@_forward_op.register_fake
+def _(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
+    unpacked = _unpack_geometry(geometry, epss)
+    return [
+        x.new_empty(x.shape[0], h * w + class_tokens(x, unpacked), x.shape[2])
+        for h, w in unpacked.output_grids
+    ]
+
+
+@torch.library.custom_op("cvt_kernels::conv_projection_backward", mutates_args=())
+def _backward_op(
+    x: Tensor, weights: list[Tensor], gammas: list[Tensor], means: list[Tensor], variances: list[Tensor],
+    dys: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
+) -> list[Tensor]:  # fmt: skip
+    dx, *shared = _gradients(
+        x, _unpack_geometry(geometry, epss), weights, gammas, means, variances, dys, batch_stats
+    )
+    return [dx, *(gradient.clone() for gradient in shared)]  # an operator's outputs may not share storage
+
+
+@_backward_op.register_fake
+def _(x, weights, gammas, means, variances, dys, geometry, epss, batch_stats):
+    return [x.new_empty(x.shape), *(t.new_empty(t.shape) for t in (*weights, *gammas, *gammas))]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, gammas, _, means, variances, geometry, epss, batch_stats = inputs
+    ctx.save_for_backward(x, *weights, *gammas, *means, *variances)
+    ctx.constants = geometry, epss, batch_stats
+
+
+def _backward_of_op(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
+    x, *tensors = ctx.saved_tensors
+    weights, gammas, means, variances = map(list, _divided(tensors, 4))
+    dx, *dparameters = _backward_op(x, weights, gammas, means, variances, list(dys), *ctx.constants)
+    none = [None] * len(weights)
+    return dx, *map(list, _divided(dparameters, 3)), none, none, None, None, None
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+
+
+@torch.library.custom_op("cvt_kernels::conv_projection_statistics", mutates_args=())
+def _statistics_op(x: Tensor, weights: list[Tensor], geometry: list[int], epss: list[float]) -> list[Tensor]:
+    return list(batch_statistics(x, _unpack_geometry(geometry, epss), weights))
+
+
+@_statistics_op.register_fake
+def _(x, weights, geometry, epss):
+    return [x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2)]
+
+
+_update_op = torch.library.custom_op(
+    "cvt_kernels::update_running_statistics",
+    update_running_statistics,
+    mutates_args=("running_means", "running_vars", "tracked"),
+)
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> str | None:
+    """Returns why these kernels cannot serve a call, or None."""
+    if x.numel() == 0:
+        return "the batch is empty"
+    if x.shape[1] * x.shape[2] >= 2**31:
+        return "one image has 2³¹ elements or more"
+    if not training:
+        mixed = len({conv.running_mean is None for conv in convs}) > 1
+        return "some branches have running statistics and some have none" if mixed else None
+    buffers = [id(conv.running_mean) for conv in convs if conv.running_mean is not None]
+    if len(buffers) > len(set(buffers)):
+        return "two branches share their running statistics"
+    if any(conv.process_group is not convs[0].process_group for conv in convs):
+        return "the branches synchronize over different process groups"
+    if convs[0].process_group is not None and torch.compiler.is_compiling():
+        return "torch.compile does not trace the exchange between processes"
+    return None
+
+
+def conv_projection(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Tensor, ...]:
+    """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
+
+    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch; otherwise it
+    is copied first. Under autocast it is computed in autocast's dtype, as a convolution would be.
+    """
+    geometry = Geometry.of(grid, convs)
+    weights = [conv.weight for conv in convs]
+    if checks.autocast_enabled(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+    gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
+    betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
+    batch_stats, synchronized = training or convs[0].running_mean is None, None
+    if batch_stats:
+        with torch.no_grad():
+            means, variances, synchronized = _statistics(x, geometry, weights, convs, training)
+    else:
+        means, variances = [conv.running_mean for conv in convs], [conv.running_var for conv in convs]
+    if torch.compiler.is_compiling():
+        constants = _pack_geometry(geometry), list(geometry.epss)
+        return tuple(_forward_op(x, weights, gammas, betas, means, variances, *constants, batch_stats))
+    return _ConvProjection.apply(
+        x, geometry, batch_stats, synchronized, *weights, *gammas, *betas, *means, *variances
+    )
+
+
+def _statistics(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm], training: bool
+) -> tuple[list[Tensor], list[Tensor], _Synchronized | None]:
+    """Returns (means, variances, how they were synchronized); training updates the running statistics too."""
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        mean, variance = _statistics_op(x, list(weights), _pack_geometry(geometry), list(geometry.epss))
+    else:
+        mean, variance = batch_statistics(x, geometry, weights)
+    counts, synchronized = _counts(x.shape[0], geometry), None
+    corrections, unbiased = [n / max(n - 1, 1) for n in counts], variance
+    if training and convs[0].process_group is not None:
+        synchronized, mean, variance = _Synchronized.merge(mean, variance, counts, convs[0].process_group)
+        total = synchronized.counts[:, None]
+        corrections, unbiased = [1.0] * len(convs), variance * (total / (total - 1))
+    rows = [i for i, conv in enumerate(convs) if conv.running_mean is not None] if training else []
+    if rows:
+        tracking = [convs[i] for i in rows]
+        running_means, running_vars = zip(
+            *((conv.running_mean, conv.running_var) for conv in tracking), strict=True
+        )
+        (_update_op if compiling else update_running_statistics)(
+            mean, unbiased, rows, list(running_means), list(running_vars), [_tracked(conv) for conv in tracking],
+            [_momentum(conv) for conv in tracking], [corrections[i] for i in rows],
+        )  # fmt: skip
+        if not compiling:  # the operator tells autograd by itself
+            torch.autograd.graph.increment_version((*running_means, *running_vars))
+    return list(mean.unbind()), list(variance.unbind()), synchronized
+
+
+def _tracked(conv: ConvBatchNorm) -> Tensor:
+    """Returns a branch's count of batches, or one to throw away."""
+    if conv.num_batches_tracked is not None:
+        return conv.num_batches_tracked
+    return torch.zeros((), dtype=torch.int64, device=conv.weight.device)
+
+
+def _momentum(conv: ConvBatchNorm) -> float:
+    """Returns a branch's momentum; −1 for the average over all batches."""
+    if conv.momentum is None:
+        return -1.0 if conv.num_batches_tracked is not None else 0.0
+    return float(conv.momentum)

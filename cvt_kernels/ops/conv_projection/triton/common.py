@@ -1,0 +1,539 @@
+"""Holds what the kernels share: configurations, the geometry of a call, launch plans, and functions they call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from .... import machine
+from ....reference import ConvBatchNorm
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The configuration of a launch: how the kernel cuts its work.
+
+    Attributes:
+        pixels: P, rows of a tile: pixels, or partial sums.
+        channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
+        num_warps: Warps of a program.
+        registers: The most that a thread may take. Without a bound the assembler aims at an occupancy of its own
+            choice and spills to reach it.
+    """
+
+    pixels: int
+    channels: int
+    num_warps: int
+    registers: int = 255
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "maxnreg": self.registers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionConfig(LaunchConfig):
+    """The configuration of a kernel whose programs take a region of the grid each.
+
+    Attributes:
+        rows: R, outputs that a lane holds in registers: below one another (1 above 3×3); beside one another
+            in bwd_input.
+        region_rows: Rows of a region on the input grid.
+        region_cols: Columns of a region on the input grid.
+    """
+
+    rows: int
+    region_rows: int
+    region_cols: int
+
+
+# By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread.
+# 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same registers. A thread
+# takes up to 255 registers, most for the weights of its channels, so a multiprocessor holds two programs; the regions of
+# both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or 256 KiB (sm_90, sm_100), half as many rows in
+# 128 KiB. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
+
+
+def _configs(region_rows: int) -> dict[str, LaunchConfig]:
+    two_rows = RegionConfig(
+        pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4
+    )
+    return {
+        **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
+        **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
+        **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),
+        "update_running": LaunchConfig(pixels=1, channels=256, num_warps=1),
+    }
+
+
+CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
+_overrides: dict[str, LaunchConfig] = {}
+
+
+def configuration(kernel: str, capability: int) -> LaunchConfig:
+    """Returns a kernel's configuration for 2-byte dtypes.
+
+    It is that of the newest listed chip that is no newer than this one, or of the oldest.
+    """
+    if kernel in _overrides:
+        return _overrides[kernel]
+    known = [listed for listed in CONFIGS if listed <= capability]
+    return CONFIGS[max(known, default=min(CONFIGS))][kernel]
+
+
+@contextlib.contextmanager
+def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration, for 2-byte dtypes as those of ``CONFIGS`` are.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    known = CONFIGS[min(CONFIGS)]
+    if kernel not in known:
+        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(known)}")
+    outer = _overrides.copy()
+    _overrides[kernel] = config
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(outer)
+
+
+# Geometry and launch plans --------------------------------------------------------------------------------
+
+
+class Geometry(NamedTuple):
+    """The geometry of a call, which is everything about it but its tensors; hashable.
+
+    Attributes:
+        grid: (H, W) of the input.
+        kernel_sizes, strides, paddings, dilations, epss: One per branch.
+    """
+
+    grid: tuple[int, int]
+    kernel_sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    paddings: tuple[int, ...]
+    dilations: tuple[int, ...]
+    epss: tuple[float, ...]
+
+    @classmethod
+    def of(cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> Geometry:
+        """Returns the geometry of a public call."""
+        columns = zip(
+            *((c.weight.shape[3], c.stride, c.padding, c.dilation, c.eps) for c in convs), strict=True
+        )
+        return cls(grid, *map(tuple, columns))
+
+    @property
+    def output_grids(self) -> list[tuple[int, int]]:
+        """(Hᵢ, Wᵢ) of every branch."""
+        height, width = self.grid
+        lost = [
+            d * (k - 1) + 1 - 2 * p
+            for k, p, d in zip(self.kernel_sizes, self.paddings, self.dilations, strict=True)
+        ]
+        return [
+            ((height - n) // s + 1, (width - n) // s + 1) for n, s in zip(lost, self.strides, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The constants of one branch: ``BRANCHES[i]`` in the kernels.
+
+    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple. Functions of one branch take
+    BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
+
+    Attributes:
+        kernel_size, stride, padding, dilation: Those of the convolution.
+        columns: Columns of a tile on the output grid.
+        rows: R, outputs below one another that a lane holds.
+    """
+
+    kernel_size: int
+    stride: int
+    padding: int
+    dilation: int
+    columns: int
+    rows: int
+
+
+class Tile(NamedTuple):
+    """The constants of a tile: ``TILE`` in the kernels.
+
+    Attributes:
+        pixels: P.
+        channels: BC.
+        accumulator: Triton's dtype of sums.
+    """
+
+    pixels: int
+    channels: int
+    accumulator: Any
+
+    @classmethod
+    def of(cls, config: LaunchConfig, dtype: torch.dtype) -> Tile:
+        """Returns the tile of a configuration, for activations or sums of a dtype."""
+        accumulator = tl.float64 if dtype == torch.float64 else tl.float32
+        return cls(config.pixels, config.channels, accumulator)
+
+
+class LaunchPlan(NamedTuple):
+    """The plan of a launch over regions: its configuration, and how many regions it cuts each image into.
+
+    Attributes:
+        config: The configuration for the dtype of the tokens.
+        strips: Strips of an image.
+        col_blocks: Column blocks of a strip; each is one region.
+        channel_blocks: Blocks of channels, each a program's, of a region.
+        regions: Regions of all images.
+        arguments: The arguments that every such kernel takes: sizes and constants.
+    """
+
+    config: RegionConfig
+    strips: int
+    col_blocks: int
+    channel_blocks: int
+    regions: int
+    arguments: dict[str, Any]
+
+    @classmethod
+    def make(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
+        """Returns the plan of a kernel for tokens like ``x`` (B, T, C)."""
+        chip = machine.chip(x.device)
+        config = configuration(kernel, chip.capability)
+        assert isinstance(config, RegionConfig), kernel
+        return _plan(config, x.shape, x.dtype, geometry, chip)
+
+    @property
+    def programs(self) -> int:
+        """Size of the first axis of the launch."""
+        return self.regions * self.channel_blocks
+
+    def columns(self, width: int) -> int:
+        """Returns the columns of a tile on a grid of this width, a power of 2."""
+        return _tile_columns(self.config, self.col_blocks, width)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: machine.Chip
+) -> LaunchPlan:
+    """Returns a plan whose regions shrink until every multiprocessor has two programs, for small batches."""
+    batch, _, channels = shape
+    height, width = geometry.grid
+    size = min(dtype.itemsize, 4)  # float64 is for the interpreter
+    config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
+    channel_blocks = -(-channels // config.channels)
+    col_blocks = -(-width // config.region_cols)
+    region_rows = config.region_rows
+    while (
+        region_rows > 2 * config.rows
+        and batch * channel_blocks * col_blocks * -(-height // region_rows) < 2 * chip.multiprocessors
+    ):
+        region_rows //= 2
+    strips = -(-height // region_rows)
+    regions = batch * strips * col_blocks
+    sizes = _sizes(shape, geometry) | {"strips": strips, "col_blocks": col_blocks}
+    constants = {"BRANCHES": _branches(config, col_blocks, geometry), "TILE": Tile.of(config, dtype)}
+    return LaunchPlan(config, strips, col_blocks, channel_blocks, regions, sizes | constants)
+
+
+def _sizes(shape: torch.Size, geometry: Geometry) -> dict[str, Any]:
+    _, tokens, channels = shape
+    height, width = geometry.grid
+    out_heights, out_widths = zip(*geometry.output_grids, strict=True)
+    return {
+        "out_heights": out_heights,
+        "out_widths": out_widths,
+        "height": height,
+        "width": width,
+        "channels": channels,
+        "CLASS_TOKEN": tokens - height * width,
+    }
+
+
+def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:
+    return tuple(
+        Branch(
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            columns=_tile_columns(config, col_blocks, width),
+            rows=config.rows if kernel_size <= 3 else 1,
+        )
+        for kernel_size, stride, padding, dilation, (_, width) in zip(
+            geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations, geometry.output_grids,
+            strict=True,
+        )
+    )  # fmt: skip
+
+
+def _tile_columns(config: RegionConfig, col_blocks: int, width: int) -> int:
+    return min(config.pixels, triton.next_power_of_2(-(-width // col_blocks)))
+
+
+# Tensors --------------------------------------------------------------------------------------------------
+
+
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of sums over activations like ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def class_tokens(x: Tensor, geometry: Geometry) -> int:
+    """Returns how many class tokens ``x`` (B, T, C) has: 0 or 1."""
+    return x.shape[1] - geometry.grid[0] * geometry.grid[1]
+
+
+def maybe_contiguous(x: Tensor) -> Tensor:
+    """Returns ``x`` itself if its channels are adjacent (any token and batch stride), else a contiguous copy."""
+    return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
+
+
+def packed(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
+    """Returns every (C, 1, k, k) within one (channel blocks, taps of all branches, BC), from its first tap on."""
+    padding = -weights[0].shape[0] % config.channels
+    blocks = [F.pad(w.flatten(1), (0, 0, 0, padding)) if padding else w.flatten(1) for w in weights]
+    together = torch.cat(
+        [w.unflatten(0, (-1, config.channels)).transpose(1, 2) for w in blocks], dim=1
+    ).flatten()
+    taps = [w[0].numel() for w in weights]
+    return tuple(together[sum(taps[:i]) * config.channels :] for i in range(len(taps)))
+
+
+def packed_above_3x3(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
+    """Returns the weights, packed where a kernel does not turn them itself."""
+    if all(weight.shape[3] <= 3 for weight in weights):
+        return tuple(weights)
+    return tuple(w if w.shape[3] <= 3 else p for w, p in zip(weights, packed(weights, config), strict=True))
+
+
+# Functions that the kernels call --------------------------------------------------------------------------
+#
+# Weights of a tap and what a convolution starts with are [1, BC], pixels [P, BC]. Packed weights are (channel blocks,
+# taps of all branches, BC), which each branch enters at its first tap.
+
+
+class Region(NamedTuple):
+    """The part of the work that is a program's; kernels build it with :func:`locate_region`.
+
+    Attributes:
+        image: Its image, an int64.
+        number: Its number among the regions of all images.
+        strip, strips: Its strip of rows, and how many there are.
+        col_block, col_blocks: Its block of columns, and how many there are.
+        c, c_mask: Its channels [BC], and which of them exist.
+        channels: Channels of a token.
+        height, width: The input grid.
+        stride_t: Elements from one token of the input to the next.
+        first_weight: Where its channels begin in packed weights.
+    """
+
+    image: Any
+    number: Any
+    strip: Any
+    strips: Any
+    col_block: Any
+    col_blocks: Any
+    c: Any
+    c_mask: Any
+    channels: Any
+    height: Any
+    width: Any
+    stride_t: Any
+    first_weight: Any
+
+
+class Bounds(NamedTuple):
+    """The rows and columns of a grid that belong to a region."""
+
+    first_row: Any
+    end_row: Any
+    first_col: Any
+    end_col: Any
+
+
+@triton.jit
+def locate_region(
+    height, width, channels, stride_t, strips, col_blocks, BRANCHES: tl.constexpr, TILE: tl.constexpr
+):
+    """Returns this program's :class:`Region`; channel blocks are neighbors."""
+    BC: tl.constexpr = TILE.channels
+    channel_blocks = tl.cdiv(channels, BC)
+    number = tl.program_id(0) // channel_blocks
+    block = tl.program_id(0) % channel_blocks
+    c = block * BC + tl.arange(0, BC)
+    return Region(
+        image=(number // (col_blocks * strips)).to(tl.int64),
+        number=number,
+        strip=number // col_blocks % strips,
+        strips=strips,
+        col_block=number % col_blocks,
+        col_blocks=col_blocks,
+        c=c,
+        c_mask=c < channels,
+        channels=channels,
+        height=height,
+        width=width,
+        stride_t=stride_t,
+        first_weight=block * _taps(BRANCHES) * BC,
+    )
+
+
+@triton.jit
+def _taps(BRANCHES: tl.constexpr):
+    """Returns the number of taps of all branches."""
+    taps = 0
+    for i in tl.static_range(len(BRANCHES)):
+        taps += BRANCHES[i].kernel_size * BRANCHES[i].kernel_size
+    return taps
+
+
+@triton.jit
+def share(size, part, parts):
+    """Returns where the part-th of ``parts`` equal shares of ``size`` begins and ends."""
+    length = tl.cdiv(size, parts)
+    return part * length, tl.minimum(part * length + length, size)
+
+
+@triton.jit
+def bounds_of(region, height, width):
+    """Returns the :class:`Bounds` of a region on a grid."""
+    first_row, end_row = share(height, region.strip, region.strips)
+    first_col, end_col = share(width, region.col_block, region.col_blocks)
+    return Bounds(first_row=first_row, end_row=end_row, first_col=first_col, end_col=end_col)
+
+
+@triton.jit
+def tile_positions(first_row, first_col, COLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Returns row [P] and column [P] of the first of the ROWS pixels that each lane of a tile has."""
+    lane = tl.arange(0, TILE.pixels)
+    return first_row + lane // COLS * ROWS, first_col + lane % COLS
+
+
+@triton.jit
+def class_token_mask(region):
+    """Returns which channels of the class token are this program's to write [BC]: those of the first region."""
+    return region.c_mask & (region.strip == 0) & (region.col_block == 0)
+
+
+@triton.jit
+def load_channel(ptr, region, TILE: tl.constexpr):
+    """Returns one value per channel [BC]."""
+    return tl.load(ptr + region.c, mask=region.c_mask, other=1.0).to(TILE.accumulator)
+
+
+@triton.jit
+def load_weight(w_ptr, t, region, TILE: tl.constexpr):
+    """Returns tap t of packed weights; taps are a constant apart, so that one address serves them all."""
+    BC: tl.constexpr = TILE.channels
+    weight = tl.load(w_ptr + region.first_weight + tl.arange(0, BC) + t * BC)
+    return weight.to(TILE.accumulator)[None, :]
+
+
+@triton.jit
+def load_taps(w_ptr, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
+    """Returns the K×K weights (C, 1, K, K) as a tuple; an empty one above 3×3, which would not fit in registers.
+
+    One tile is loaded and turned in shared memory, once: a thread's channels lie K·K apart, and loading them one by
+    one would take as many instructions as the pixels do.
+    """
+    K: tl.constexpr = BRANCH.kernel_size
+    BC: tl.constexpr = TILE.channels
+    taps = ()
+    if K <= 3:
+        t = tl.arange(0, 16)
+        offset = region.c[:, None] * (K * K) + t[None, :]
+        tile = tl.load(w_ptr + offset, mask=region.c_mask[:, None] & (t < K * K)[None, :], other=0.0)
+        parts = (tl.reshape(tile, [BC, 2, 2, 2, 2]),)
+        for _ in tl.static_range(4):
+            low = ()
+            high = ()
+            for i in tl.static_range(len(parts)):
+                even, odd = tl.split(parts[i])
+                low = low + (even,)
+                high = high + (odd,)
+            parts = low + high
+        for i in tl.static_range(K * K):
+            taps = taps + (parts[i].to(TILE.accumulator)[None, :],)
+    return taps
+
+
+@triton.jit
+def load_pixels(ptr, row, col, region, height, width, stride_t):
+    """Returns pixels of a zero-padded map, in its dtype."""
+    inside = (row >= 0) & (row < height) & (col >= 0) & (col < width)
+    offset = (row * width + col) * stride_t
+    mask = inside[:, None] & region.c_mask[None, :]
+    return tl.load(ptr + offset[:, None] + region.c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_pixels(ptr, pixels, row, col, valid, region, width):
+    """Writes those pixels of a map (height, width, channels) that are ``valid`` [P]."""
+    offset = (row * width + col) * region.channels
+    mask = valid[:, None] & region.c_mask[None, :]
+    tl.store(ptr + offset[:, None] + region.c[None, :], pixels.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
+    """Returns ``start`` plus the convolution at the R output rows from ``row`` on, as a tuple.
+
+    Without ``taps`` it loads packed weights as it goes.
+    """
+    K: tl.constexpr = BRANCH.kernel_size
+    STRIDE: tl.constexpr = BRANCH.stride
+    PAD: tl.constexpr = BRANCH.padding
+    DIL: tl.constexpr = BRANCH.dilation
+    R: tl.constexpr = BRANCH.rows
+    P: tl.constexpr = TILE.pixels
+    BC: tl.constexpr = TILE.channels
+    accs = ()
+    for _ in tl.static_range(R):
+        accs = accs + (tl.zeros([P, BC], TILE.accumulator) + start,)
+    for j in tl.static_range((R - 1) * STRIDE + (K - 1) * DIL + 1):  # input rows, from the first tap's on
+        for b in tl.static_range(K):
+            x = load_pixels(
+                x_ptr, row * STRIDE - PAD + j, col * STRIDE - PAD + b * DIL,
+                region, region.height, region.width, region.stride_t,
+            ).to(TILE.accumulator)  # fmt: skip
+            updated = ()
+            for r in tl.static_range(R):
+                acc = accs[r]
+                if j >= r * STRIDE and (j - r * STRIDE) % DIL == 0 and (j - r * STRIDE) // DIL < K:
+                    if len(taps) > 0:
+                        acc += x * taps[(j - r * STRIDE) // DIL * K + b]
+                    else:
+                        acc += x * load_weight(w_ptr, (j - r * STRIDE) // DIL * K + b, region, TILE)
+                updated = updated + (acc,)
+            accs = updated
+    return accs
+
+
+@triton.jit
+def load_partial(ptr, number, c, c_mask, regions, channels):
+    """Returns the partial sums of some regions, from (regions, C); 0 beyond the last."""
+    offset = number.to(tl.int64) * channels
+    mask = (number < regions)[:, None] & c_mask[None, :]
+    return tl.load(ptr + offset[:, None] + c[None, :], mask=mask, other=0.0)

@@ -1,0 +1,282 @@
+"""Computes the forward: the statistics of a batch, the running statistics and the normalized outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from .common import (
+    Geometry,
+    LaunchPlan,
+    Tile,
+    accumulator_dtype,
+    bounds_of,
+    class_token_mask,
+    class_tokens,
+    configuration,
+    conv_rows,
+    load_channel,
+    load_partial,
+    load_taps,
+    locate_region,
+    maybe_contiguous,
+    packed_above_3x3,
+    share,
+    store_pixels,
+    tile_positions,
+)
+
+# The outputs ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _fwd_branch(
+    x_ptr, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, y_ptr, eps, out_height, out_width, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    BRANCH: tl.constexpr = BRANCHES[INDEX]
+    COLS: tl.constexpr = BRANCH.columns
+    R: tl.constexpr = BRANCH.rows
+    P: tl.constexpr = TILE.pixels
+    gamma = load_channel(gamma_ptr, region, TILE)
+    scale = (gamma / tl.sqrt(load_channel(var_ptr, region, TILE) + eps))[None, :]
+    beta = load_channel(beta_ptr, region, TILE)[None, :]
+    # Subtracted first, in the accumulator: (β − mean · scale) would cancel where the mean is many deviations.
+    start = -load_channel(mean_ptr, region, TILE)[None, :]
+    taps = load_taps(w_ptr, region, BRANCH, TILE)
+    own = bounds_of(region, out_height, out_width)
+    for row0 in range(own.first_row, own.end_row, P // COLS * R):
+        for col0 in range(own.first_col, own.end_col, COLS):
+            row, col = tile_positions(row0, col0, COLS, R, TILE)
+            accs = conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+            for r in tl.static_range(R):
+                valid = (row + r < own.end_row) & (col < own.end_col)
+                store_pixels(y_ptr, accs[r] * scale + beta, row + r, col, valid, region, out_width)
+
+
+@triton.jit
+def _conv_projection_fwd_kernel(
+    x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss, out_heights, out_widths,
+    height, width, channels, stride_b, stride_t, strips, col_blocks,
+    CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes every branch of one region, normalized by the given statistics, and the class token."""
+    region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
+    x_ptr += region.image * stride_b
+    for i in tl.static_range(len(BRANCHES)):
+        y_ptr = y_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + CLASS_TOKEN) * channels
+        if CLASS_TOKEN:
+            mask = class_token_mask(region)
+            tl.store(y_ptr + region.c, tl.load(x_ptr + region.c, mask=mask), mask=mask)
+        _fwd_branch(
+            x_ptr + CLASS_TOKEN * stride_t, w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i],
+            y_ptr + CLASS_TOKEN * channels, epss[i], out_heights[i], out_widths[i], region,
+            BRANCHES, i, TILE,
+        )  # fmt: skip
+
+
+def projection_forward(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], betas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Returns every branch (B, Tᵢ, C), normalized by the given statistics (C,)."""
+    x = maybe_contiguous(x)
+    batch, _, channels = x.shape
+    tokens = class_tokens(x, geometry)
+    outs = [x.new_empty(batch, h * w + tokens, channels) for h, w in geometry.output_grids]
+    plan = LaunchPlan.make("fwd", x, geometry)
+    machine.launch(
+        _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
+        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+    )  # fmt: skip
+    return outs
+
+
+# Statistics of the batch ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _stats_branch(
+    x_ptr, w_ptr, mean_ptr, m2_ptr, out_height, out_width, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Computes Welford's sums per lane, then merges the lanes once."""
+    BRANCH: tl.constexpr = BRANCHES[INDEX]
+    COLS: tl.constexpr = BRANCH.columns
+    R: tl.constexpr = BRANCH.rows
+    P: tl.constexpr = TILE.pixels
+    BC: tl.constexpr = TILE.channels
+    taps = load_taps(w_ptr, region, BRANCH, TILE)
+    own = bounds_of(region, out_height, out_width)
+    start = tl.zeros([1, BC], TILE.accumulator)
+    count = tl.zeros([P], TILE.accumulator)
+    mean = tl.zeros([P, BC], TILE.accumulator)
+    m2 = tl.zeros([P, BC], TILE.accumulator)
+    for row0 in range(own.first_row, own.end_row, P // COLS * R):
+        for col0 in range(own.first_col, own.end_col, COLS):
+            row, col = tile_positions(row0, col0, COLS, R, TILE)
+            accs = conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+            for r in tl.static_range(R):
+                valid = ((row + r < own.end_row) & (col < own.end_col)).to(TILE.accumulator)
+                count += valid
+                delta = accs[r] - mean
+                mean += delta * (valid / tl.maximum(count, 1.0))[:, None]
+                m2 += delta * (accs[r] - mean) * valid[:, None]
+    total = tl.maximum(tl.sum(count, axis=0), 1.0)
+    region_mean = tl.sum(mean * count[:, None], axis=0) / total
+    deviation = mean - region_mean[None, :]
+    tl.store(mean_ptr + region.c, region_mean, mask=region.c_mask)
+    m2_sum = tl.sum(m2 + deviation * deviation * count[:, None], axis=0)
+    tl.store(m2_ptr + region.c, m2_sum, mask=region.c_mask)
+
+
+@triton.jit
+def _conv_projection_stats_kernel(
+    x_ptr, w_ptrs, partial_ptr, out_heights, out_widths,
+    height, width, channels, regions, stride_b, stride_t, strips, col_blocks,
+    CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C)."""
+    region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
+    x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
+    plane = regions.to(tl.int64) * channels
+    partial_ptr += region.number.to(tl.int64) * channels
+    for i in tl.static_range(len(BRANCHES)):
+        _stats_branch(
+            x_ptr, w_ptrs[i], partial_ptr + 2 * i * plane, partial_ptr + (2 * i + 1) * plane,
+            out_heights[i], out_widths[i], region, BRANCHES, i, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _region_size(number, regions, out_height, out_width, strips, col_blocks):
+    """Returns the output pixels of each region; 0 beyond the last."""
+    first_row, end_row = share(out_height, number // col_blocks % strips, strips)
+    first_col, end_col = share(out_width, number % col_blocks, col_blocks)
+    size = tl.maximum(end_row - first_row, 0) * tl.maximum(end_col - first_col, 0)
+    return tl.where(number < regions, size, 0)
+
+
+@triton.jit
+def _merge_stats_kernel(
+    partial_ptr, mean_ptr, var_ptr, out_heights, out_widths, channels, regions, strips, col_blocks,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Merges (branches, 2, regions, C) to mean and biased variance (branches, C); the mean first."""
+    P: tl.constexpr = TILE.pixels
+    BC: tl.constexpr = TILE.channels
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    c_mask = c < channels
+    branch = tl.program_id(1)
+    out_height, out_width = out_heights[0], out_widths[0]
+    for i in tl.static_range(1, len(out_heights)):
+        out_height = tl.where(branch == i, out_heights[i], out_height)
+        out_width = tl.where(branch == i, out_widths[i], out_width)
+    images = regions // (strips * col_blocks)
+    total = (images * out_height).to(TILE.accumulator) * out_width.to(TILE.accumulator)
+    plane = regions.to(tl.int64) * channels
+    mean_part_ptr = partial_ptr + 2 * branch * plane
+    mean = tl.zeros([BC], TILE.accumulator)
+    for first in range(0, regions, P):
+        number = first + tl.arange(0, P)
+        size = _region_size(number, regions, out_height, out_width, strips, col_blocks)
+        part = load_partial(mean_part_ptr, number, c, c_mask, regions, channels)
+        mean += tl.sum(part * (size.to(TILE.accumulator) / total)[:, None], axis=0)
+    m2 = tl.zeros([BC], TILE.accumulator)
+    for first in range(0, regions, P):
+        number = first + tl.arange(0, P)
+        size = _region_size(number, regions, out_height, out_width, strips, col_blocks)
+        deviation = load_partial(mean_part_ptr, number, c, c_mask, regions, channels) - mean[None, :]
+        part = load_partial(mean_part_ptr + plane, number, c, c_mask, regions, channels)
+        m2 += tl.sum(part + deviation * deviation * size.to(TILE.accumulator)[:, None], axis=0)
+    tl.store(mean_ptr + branch * channels + c, mean, mask=c_mask)
+    tl.store(var_ptr + branch * channels + c, m2 / total, mask=c_mask)
+
+
+def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance of every branch's convolution over batch and grid: (branches, C) each."""
+    x = maybe_contiguous(x)
+    plan = LaunchPlan.make("stats", x, geometry)
+    partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    machine.launch(
+        _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, regions=plan.regions,
+        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+    )  # fmt: skip
+    return _merged(partial, geometry, plan)
+
+
+def _merged(partial: Tensor, geometry: Geometry, plan: LaunchPlan) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance (branches, C), from those of the plan's regions."""
+    branches, _, regions, channels = partial.shape
+    mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
+    out_heights, out_widths = zip(*geometry.output_grids, strict=True)
+    config = configuration("merge_stats", machine.chip(partial.device).capability)
+    machine.launch(
+        _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
+        partial_ptr=partial, mean_ptr=mean, var_ptr=variance, out_heights=out_heights, out_widths=out_widths,
+        channels=channels, regions=regions, strips=plan.strips, col_blocks=plan.col_blocks,
+        TILE=Tile.of(config, partial.dtype),
+    )  # fmt: skip
+    return mean, variance
+
+
+# Running statistics ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _lerp(ptr, value, weight, mask):
+    """Moves what lies at ``ptr`` towards ``value``, by ``weight`` of the way."""
+    old = tl.load(ptr, mask=mask).to(value.dtype)
+    tl.store(ptr, (old + weight * (value - old)).to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _update_running_kernel(
+    mean_ptr, var_ptr, running_mean_ptrs, running_var_ptrs, tracked_ptrs, momenta, corrections, channels,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sets running ← running + momentum · (batch − running) of one branch, and its count of batches.
+
+    A momentum below 0 means the average over all batches. ROWS are the branches' rows in (branches, C) statistics.
+    Launched with one warp: another might count the batch before this one has read the count.
+    """
+    BC: tl.constexpr = TILE.channels
+    for i in tl.static_range(len(ROWS)):
+        if tl.program_id(0) == i:
+            count = tl.load(tracked_ptrs[i]) + 1
+            momentum = tl.where(momenta[i] < 0, 1.0 / count.to(TILE.accumulator), momenta[i])
+            for c0 in range(0, channels, BC):
+                c = c0 + tl.arange(0, BC)
+                batch_mean = tl.load(mean_ptr + ROWS[i] * channels + c, mask=c < channels)
+                batch_var = tl.load(var_ptr + ROWS[i] * channels + c, mask=c < channels) * corrections[i]
+                _lerp(running_mean_ptrs[i] + c, batch_mean, momentum, c < channels)
+                _lerp(running_var_ptrs[i] + c, batch_var, momentum, c < channels)
+            tl.store(tracked_ptrs[i], count)
+
+
+def update_running_statistics(
+    mean: Tensor, variance: Tensor, rows: Sequence[int], running_means: Sequence[Tensor],
+    running_vars: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float], corrections: Sequence[float],
+) -> None:  # fmt: skip
+    """Updates running statistics as ``F.batch_norm`` does.
+
+    Args:
+        mean, variance: Statistics of the batch, (branches, C).
+        rows: Which branch each of the following belongs to.
+        momenta: Below 0 for the average over all batches.
+        corrections: n / (n − 1), which makes the variance unbiased.
+    """
+    config = configuration("update_running", machine.chip(mean.device).capability)
+    machine.launch(
+        _update_running_kernel, (len(rows),), on=mean, options=config.options, mean_ptr=mean, var_ptr=variance,
+        running_mean_ptrs=tuple(running_means), running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),
+        momenta=tuple(momenta), corrections=tuple(corrections), channels=mean.shape[1],
+        ROWS=tuple(rows), TILE=Tile.of(config, mean.dtype),
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""``cvt classify``, as a person runs it."""
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from cvt import create_model
+from cvt.commands import main
+from cvt.images import load_images
+from tests.checks import bad
+
+
+def classify(capsys, *arguments):
+    code = main(["classify", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_classify_prints_the_models_own_top_5(capsys, weights, photos, tmp_path):
+    path, model = weights
+    names = [f"thing {i}" for i in range(12)]
+    (tmp_path / "labels.txt").write_text("\n".join(names))
+    code, out, _ = classify(capsys, *photos, "--checkpoint", path, "--labels", tmp_path / "labels.txt")
+    assert code == 0
+    with torch.inference_mode():
+        top = model(load_images(photos)).softmax(-1).topk(5)
+    expected = []
+    for photo, values, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
+        expected += [photo, *(f"  {v:7.2%}  {names[i]}" for v, i in zip(values, indices, strict=True))]
+    assert out.splitlines() == expected
+
+
+def test_classify_without_labels_in_small_batches(capsys, weights, photos):
+    path, _ = weights
+    code, whole, _ = classify(capsys, *photos, "--checkpoint", path, "--device", "cpu")
+    assert code == 0
+    assert "%  class " in whole
+    options = ("--batch-size", "1", "--top", "12", "--image-size", "224", "--model", "cvt_13")
+    _, single, _ = classify(capsys, *photos, "--checkpoint", path, *options)
+    assert len(single.splitlines()) == 2 * 13
+    assert [line for line in single.splitlines() if line in whole.splitlines()][:3] == whole.splitlines()[:3]
+
+
+def test_classify_takes_labels_and_activation_of_a_hugging_face_model(capsys, weights, photos, tmp_path):
+    from cvt import save_huggingface
+
+    model = create_model("cvt_13", checkpoint=weights[0], activation="gelu")
+    save_huggingface(model, tmp_path, labels=[f"thing {i}" for i in range(12)])
+    code, out, _ = classify(capsys, photos[0], "--checkpoint", tmp_path, "--activation", "gelu")
+    assert code == 0
+    assert out.count("%  thing ") == 5
+    with torch.inference_mode():
+        expected = model.eval()(load_images(photos[:1])).softmax(-1).max()
+    assert f"{expected:7.2%}" in out
+
+
+def test_classify_bad_input(capsys, weights, photos, tmp_path):
+    path, _ = weights
+    (tmp_path / "text.jpg").write_text("hello")
+    jpeg = Path(photos[0]).read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    Image.new("RGB", (300, 100)).save(tmp_path / "small.png")
+    (tmp_path / "three.txt").write_text("a\nb\nc\n")
+    torch.save({"fc.weight": torch.ones(2, 2)}, tmp_path / "other.pth")
+    (tmp_path / "text.pth").write_text("hello")
+    (tmp_path / "cut.pth").write_bytes(path.read_bytes()[:100000])
+
+    def fails(*arguments, checkpoint=path):
+        return bad(capsys, main, "classify", *arguments, "--checkpoint", checkpoint)
+
+    assert "none.jpg does not exist" in fails(photos[0], tmp_path / "none.jpg")
+    assert "text.jpg: is not a readable image" in fails(photos[0], tmp_path / "text.jpg")
+    assert "cut.jpg: is not a readable image" in fails(tmp_path / "cut.jpg", photos[0])
+    assert "small.png: is 300×100 pixels, smaller than the 224×224 crop" in fails(tmp_path / "small.png")
+    assert "three.txt names 3 classes, expected 12" in fails(photos[0], "--labels", tmp_path / "three.txt")
+    assert "labels: " in fails(photos[0], "--labels", tmp_path / "none.txt")
+    assert "other.pth: is not a CvT of cvt_13" in fails(photos[0], checkpoint=tmp_path / "other.pth")
+    assert "text.pth: is not a file of torch.save, or damaged; it begins with b'hello'" in fails(
+        photos[0], checkpoint=tmp_path / "text.pth"
+    )
+    assert "cut.pth: is not a file of torch.save, or damaged" in fails(
+        photos[0], checkpoint=tmp_path / "cut.pth"
+    )
+    assert "none.pth does not exist" in fails(photos[0], checkpoint=tmp_path / "none.pth")
+    assert "does not fit this model" in fails(photos[0], "--model", "cvt_21")
+    assert "it looks like cvt_13" in fails(photos[0], "--model", "cvt_21")
+    assert "error: --device nonsense: " in fails(photos[0], "--device", "nonsense")
+    assert "--top: got '0', expected a positive integer" in fails(photos[0], "--top", 0)
+    assert "invalid choice: 'cvt_99'" in fails(photos[0], "--model", "cvt_99")
+    assert "--device meta: computes nothing" in fails(photos[0], "--device", "meta")
+    broken = {name: t / 0 if name == "norm.weight" else t for name, t in weights[1].state_dict().items()}
+    torch.save(broken, tmp_path / "broken.pth")
+    assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
+    if not torch.cuda.is_available():
+        assert "--device cuda: " in fails(photos[0], "--device", "cuda")
+
+
+def test_an_unavailable_backend_is_one_line(capsys, weights, photos, monkeypatch):
+    monkeypatch.setattr("cvt_kernels.backends._requested", "triton")
+    line = bad(capsys, main, "classify", photos[0], "--checkpoint", weights[0])
+    assert "error: layer_norm: backend 'triton' is unavailable: not implemented in this version" in line

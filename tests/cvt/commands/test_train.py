@@ -1,0 +1,155 @@
+"""``cvt train`` from the command line to a checkpoint that classifies."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cvt import create_model, read_checkpoint
+from cvt.checkpoints import ModelCard
+from cvt.commands import main
+from cvt.datasets import open_dataset
+from cvt.images import read_image, sample_photos
+from cvt.training.recipe import MODELS
+from cvt.training.trainer import LAST
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Directory of a short run of ``cvt train --data digits``."""
+    output = tmp_path_factory.mktemp("digits")
+    options = ("--epochs", "4", "--batch-size", "32", "--lr", "6e-3", "--warmup-epochs", "0.5")
+    assert main(["train", "--data", "digits", "--output", str(output), "--device", "cpu", *options]) == 0
+    return output
+
+
+def test_digits_are_learned(digits):
+    log = list(csv.DictReader((digits / "log.csv").read_text().splitlines()))
+    assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]
+    assert float(log[-1]["top1"]) >= 0.9
+    assert all(float(row["seconds"]) > 0 for row in log)
+    assert read_image(digits / "curves.png").size == (900, 400)
+    (events,) = digits.glob("events.out.tfevents.*")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = EventAccumulator(str(events)).Reload().Scalars
+    assert len(scalars("loss")) == 4 * 44
+    assert scalars("top1")[-1].value == pytest.approx(float(log[-1]["top1"]))
+
+
+def test_the_trained_checkpoint_says_what_it_is(digits):
+    checkpoint = read_checkpoint(digits)
+    labels = [str(i) for i in range(10)]
+    config = dataclasses.replace(MODELS["cvt_nano"], num_classes=10)
+    assert checkpoint.card == ModelCard(config, labels, image_size=16, crop_fraction=1.0)
+    assert checkpoint.labels == labels
+    model = create_model(checkpoint.card.config, checkpoint=checkpoint).eval()
+    held_out = open_dataset("digits", "val", 16)
+    images, targets = (torch.stack([held_out[i][0] for i in range(360)]), torch.tensor(held_out.labels))
+    with torch.no_grad():
+        top1 = (model(images).argmax(1) == targets).double().mean()
+    best = torch.load(digits / "best.pth", weights_only=True)
+    assert top1 == pytest.approx(best["metrics"]["top1"])
+
+
+def test_it_classifies_image_files(capsys, digits, tmp_path):
+    held_out = open_dataset("digits", "val", 16)
+    files = []
+    for i in range(40):
+        files.append(tmp_path / f"{i}.png")
+        held_out.images[i].resize((8, 8) if i % 2 else (120, 120)).save(files[-1])
+    for checkpoint in (digits, digits / "best.pth", digits / LAST):
+        code, out, _ = run(capsys, "classify", *files, "--checkpoint", checkpoint, "--top", 1)
+        assert code == 0
+        answers = [int(line.split()[-1]) for line in out.splitlines()[1::2]]
+        assert sum(a == b for a, b in zip(answers, held_out.labels, strict=False)) >= 34
+    content = torch.load(digits / "best.pth", weights_only=True)
+    content["card"]["labels"].pop()
+    torch.save(content, tmp_path / "odd.pth")
+    code, out, err = run(capsys, "classify", files[0], "--checkpoint", tmp_path / "odd.pth")
+    assert (code, out) == (2, "")
+    assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in err
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Pieces of scikit-learn's two photographs, in the layout of ImageNet."""
+    folder = tmp_path_factory.mktemp("photographs")
+    rng = np.random.default_rng(0)
+    for path in sample_photos():
+        image = Image.open(path)
+        for split, count in (("train", 32), ("val", 8)):
+            (folder / split / path.stem).mkdir(parents=True)
+            for i in range(count):
+                left, top = (int(rng.integers(0, side - 200)) for side in image.size)
+                piece = image.crop((left, top, left + 200, top + 200)).resize((48, 40))
+                piece.save(folder / split / path.stem / f"{i}.jpg")
+    return folder
+
+
+def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photographs, tmp_path):
+    """Fine-tuned from digits with a new head, with augmentation, workers, EMA, and a file of no image."""
+    (photographs / "train" / "china" / "note.jpg").write_text("hello")
+    arguments = ["train", "--data", photographs, "--output", tmp_path / "run", "--device", "cpu"]
+    arguments += [
+        "--checkpoint",
+        digits,
+        "--image-size",
+        32,
+        "--epochs",
+        6,
+        "--warmup-epochs",
+        1,
+        "--lr",
+        5e-3,
+    ]
+    arguments += ["--batch-size", 16, "--layer-decay", 0.8, "--ema-decay", 0.8, "--min-scale", 0.3]
+    arguments += ["--drop-path-rate", 0.05, "--workers", 1]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith(
+        "china/note.jpg: is not a readable image: cannot identify image file "
+        f"'{photographs}/train/china/note.jpg'"
+    )
+    arguments[4] = tmp_path / "skipped"
+    with pytest.warns(UserWarning, match=r"skipped: .*china/note.jpg: is not a readable image"):
+        code, out, err = run(capsys, *arguments, "--corrupt", "skip")
+    assert code == 0
+    assert "has a head of 10 classes and the model one of 2" in err
+    assert out.startswith(f"{tmp_path / 'skipped'}: top-1 ")
+    code, out, _ = run(capsys, "classify", *sample_photos(), "--checkpoint", tmp_path / "skipped", "--top", 1)
+    assert code == 0
+    assert [line.split()[-1] for line in out.splitlines()[1::2]] == ["china", "flower"]
+
+
+def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
+    arguments = ("train", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu")
+    arguments += ("--teacher", digits, "--epochs", 1, "--warmup-epochs", 0.2, "--no-sync-bn")
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "teacher: expected one with distillation soft or hard only, not none" in err
+    arguments += ("--distillation", "soft")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "top-1" in out
+    code, nothing, err = run(capsys, *arguments)
+    assert (code, nothing) == (2, "")
+    assert "exists; go on with --resume" in err
+    assert run(capsys, *arguments, "--resume")[:2] == (0, out)  # nothing is left to do
+    code, out, err = run(capsys, *arguments, "--resume", "--lr", 1.0)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith("last.pth was trained with lr 0.005, now 1.0")
+    (tmp_path / "run" / LAST).write_bytes(b"hello")
+    assert "last.pth: is not a file of torch.save, or damaged" in run(capsys, *arguments, "--resume")[2]
+    code, _, err = run(capsys, "train", "--data", tmp_path / "none", "--output", tmp_path / "run")
+    assert code == 2
+    assert "none/train does not exist, expected train/ and val/ with a folder per class" in err

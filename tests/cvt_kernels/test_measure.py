@@ -1,0 +1,159 @@
+"""Tests of the clock, the memory and the ceilings."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cvt_kernels import measure
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A wall clock that only what is measured moves on."""
+
+    class Clock:
+        now = 0.0
+
+        def spend(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+# Clocks ---------------------------------------------------------------------------------------------------
+
+
+def test_functions_take_turns_and_the_first_round_warms_up(clock):
+    calls = []
+
+    def function(name, costs):
+        def call():
+            calls.append(name)
+            clock.spend(costs[calls.count(name) - 1])
+
+        return call
+
+    rounds = []
+
+    def before_run(i):
+        rounds.append(i)
+        clock.spend(1000.0)  # is not measured
+
+    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
+    assert measure.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
+    assert "".join(calls) == "ababab"
+    assert rounds == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_fastest_call_after_one_that_warms_up(clock):
+    costs = iter([0.01, 0.3, 0.2, 0.4])
+    assert measure.fastest(lambda: clock.spend(next(costs)), "cpu", rounds=3) == pytest.approx(0.2)
+    assert next(costs, None) is None
+
+
+def test_no_more_calls_than_take_two_seconds(clock):
+    costs = iter([9.0, 1.5, 1.0])
+    assert measure.fastest(lambda: clock.spend(next(costs)), "cpu", rounds=20) == 1.0
+
+
+def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
+    class Event:
+        now = 0.0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = Event.now
+
+        def synchronize(self):
+            Event.now += 5.0  # what was queued takes so long
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure, "_flush_cache", lambda: None)
+    clock = measure.DeviceClock()
+    assert clock.read() == clock.read() == 0.0  # pytest-benchmark reads it at other times too
+    for measured in (3.0, 4.0):
+        clock.arm()
+        before = clock.read()
+        Event.now += measured
+        assert clock.read() - before == pytest.approx(measured / 1e3)
+        assert clock.read() == clock.read()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_with_and_without_a_graph():
+    x = torch.randn(4096, 4096, device="cuda")
+    alone = measure.fastest(lambda: x @ x, "cuda")
+    replay = measure.graph_replay(lambda: x @ x)
+    assert replay is not None
+    assert 0.5 < measure.fastest(replay, "cuda") / alone < 2
+    assert measure.graph_replay(lambda: (x @ x).sum().item()) is None
+
+
+# Memory ---------------------------------------------------------------------------------------------------
+
+
+def test_peak_memory_counts_tensors_that_live_at_once():
+    def call():
+        first = torch.empty(1000, dtype=torch.float64)
+        second = torch.empty(500, dtype=torch.float64)
+        del first, second
+        return torch.empty(1200, dtype=torch.float64)
+
+    assert measure.peak_bytes(call, "cpu") == 12000
+
+
+def test_a_call_that_allocates_nothing():
+    assert measure.peak_bytes(lambda: None, "cpu") == 0
+
+
+@pytest.mark.gpu
+def test_peak_of_memory_on_a_gpu():
+    def call():
+        first = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+        del first
+        return torch.empty(2**19, dtype=torch.uint8, device="cuda")
+
+    assert measure.peak_bytes(call, "cuda") == 2**20
+
+
+# Ceilings -------------------------------------------------------------------------------------------------
+
+
+def test_rates_by_a_clock_that_stands(monkeypatch):
+    calls = []
+
+    def fastest(function, device):
+        function()
+        calls.append(function)
+        return 0.5 * len(calls)
+
+    monkeypatch.setattr(measure, "fastest", fastest)
+    assert measure.copy_bandwidth("cpu", 1000) == 2 * 1000 / 0.5
+    # The product, and the same by a convolution, which is slower here.
+    assert measure.product_rate("cpu", torch.float32, 16) == 2 * 16**3 / 1.0
+    assert len(calls) == 3
+
+
+def test_both_ways_to_a_product_compute_it(monkeypatch):
+    products = []
+    monkeypatch.setattr(measure, "fastest", lambda function, device: products.append(function()) or 1.0)
+    measure.product_rate("cpu", torch.float64, 16)
+    product, pixels = products
+    torch.testing.assert_close(pixels[0, :, :, 0].T, product)
+
+
+# Who measures ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_measured_at_import():
+    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.measure' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
