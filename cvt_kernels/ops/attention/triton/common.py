@@ -121,7 +121,7 @@ def configuration(kernel: str, head_dim: int, element_size: int, capability: int
 
 @contextlib.contextmanager
 def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
-    """Within it, :func:`configuration` returns ``config`` for ``kernel``, such as "bwd_dq", on every chip.
+    """Makes :func:`configuration` return ``config`` for ``kernel``, such as "bwd_dq", within a block, on every chip.
 
     It is for tuning; like the registry of backends, it is one for the process.
     """
