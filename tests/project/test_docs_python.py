@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import cvt_kernels as ck
@@ -49,3 +50,16 @@ def test_operators_page(capsys):
     assert names["z"].shape == (2, 196, 192)
     assert names["w"].shape == (2, 196, 768)
     assert names["seen"].distance.shape == (2, 3, 1)
+
+
+OPTIONS = sorted(set(re.findall(r'`(\w+)="(\w+)"`', (DOCS / "model.md").read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize(("field", "value"), OPTIONS)
+def test_every_option_that_the_model_page_names_builds_a_model(field, value):
+    model = create_model("cvt_13", depths=1, **{field: value})
+    assert getattr(model.config, field) == value
+
+
+def test_the_model_page_names_the_options_in_which_cvts_differ():
+    assert {"activation", "drop_path_schedule", "pool", "scale"} <= {field for field, _ in OPTIONS}
