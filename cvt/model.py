@@ -250,10 +250,7 @@ class _Stages(nn.Module):
     def _check_image_size(self, images: Tensor) -> None:
         height, width = images.shape[2:]
         for stage, built in zip(self.config.stages, self._built_stages(), strict=False):
-            height, width = (
-                (n + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
-                for n in (height, width)
-            )
+            height, width = stage.grid(height, width)
             if height < 1 or width < 1:
                 raise ValueError(
                     f"images: {images.shape[2]}×{images.shape[3]} pixels are too few, "

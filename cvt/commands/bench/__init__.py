@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...config import DTYPES
 from ..common import add_device_argument, positive_int, resolve_device
 
 
@@ -27,7 +28,7 @@ def add_parser(commands: Any) -> None:
         help="images per step, one or more (default: 8)",
     )
     bench.add_argument("--rounds", type=positive_int, default=10, help="timed steps of each (default: 10)")
-    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    bench.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     bench.add_argument("--train", action="store_true", help="a training step instead of a forward")
     bench.add_argument(
         "--peers",
