@@ -16,7 +16,9 @@ def add_parser(commands: Any) -> None:
     bench = commands.add_parser(
         "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's CvT"
     )
-    bench.add_argument("--checkpoint", help="weights of a CvT of the paper; default: random ones")
+    bench.add_argument(
+        "--checkpoint", help="weights of a CvT of the paper or of cvt train; default: random ones"
+    )
     bench.add_argument("--model", help="cvt_13, cvt_21 or cvt_w24; default: as the checkpoint, or cvt_13")
     bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
     bench.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")

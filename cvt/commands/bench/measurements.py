@@ -64,8 +64,8 @@ def run(
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
     Args:
-        checkpoint: Weights of a CvT of the paper; None for random ones.
-        model: Name of the CvT; None for what the checkpoint looks like, or CvT-13.
+        checkpoint: Weights of a CvT of the paper or of ``cvt train``; None for random ones.
+        model: Name of the CvT; None for what the checkpoint says or looks like, or CvT-13.
         images: Photographs; None for scikit-learn's two. They are repeated to fill a batch.
         image_size: Pixels of each side; None for 224, for CvT-W24 384.
         batch_sizes: Images per step, measured one after the other.
