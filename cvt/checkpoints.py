@@ -145,6 +145,17 @@ class Checkpoint(NamedTuple):
         shape = _dims_and_depths(self.tensors)
         return next((name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == shape), None)
 
+    def architecture(self) -> str | CvTConfig:
+        """Returns the architecture that ``cvt train`` wrote beside the weights, else :attr:`preset`.
+
+        Raises:
+            CheckpointError: It does not look like any model of the paper.
+        """
+        architecture = self.card.config if self.card is not None else self.preset
+        if architecture is None:
+            raise CheckpointError(f"{self.path}: is not a CvT of {', '.join(PRESETS)}")
+        return architecture
+
 
 class LoadReport(NamedTuple):
     """The report of :func:`load_checkpoint` on what it did besides copying tensors.

@@ -11,11 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 ACTIVATIONS = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
 SCALES = ("embed_dim", "head_dim")
 POOLS = ("cls", "avg")
 EMBED_NORMS = ("layer_norm", "batch_layer_norm")
 DROP_PATH_SCHEDULES = ("stage", "depth", "constant")
+#: The dtypes that models are measured and compiled in, by name.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class _Limits(NamedTuple):
@@ -69,6 +73,13 @@ class StageConfig:
     attention_scale: float
     embed_norm: str
     layer_scale: float | None
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the grid of the tokens of images or maps of this size; below 1 where they are too small."""
+        down, across = (
+            (n + 2 * self.patch_padding - self.patch_size) // self.patch_stride + 1 for n in (height, width)
+        )
+        return down, across
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,14 @@ PRESETS: dict[str, CvTConfig] = {
         embed_dims=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16), drop_path_rate=(0.0, 0.0, 0.3)
     ),
 }
+
+
+def default_image_size(model: str | CvTConfig) -> int:
+    """Returns the pixels of each side of the images of a model for which nobody chose a size.
+
+    The published weights of ``"cvt_w24"`` were trained with 384; every other model gets 224.
+    """
+    return 384 if model == "cvt_w24" else 224
 
 
 def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:

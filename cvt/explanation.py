@@ -138,7 +138,7 @@ def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor) -> Tensor
     return seen[:, 0]
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """One call of an attention module: its queries (B, T, h, D) and keys (B, S, h, D)."""
 
     attention: Attention
@@ -159,7 +159,7 @@ class _Call(NamedTuple):
         return height, width
 
 
-def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_Call]]:
+def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
     """Returns the logits, and what the attention of every block was called with, in order."""
     stages = [module for module in model.children() if isinstance(module, Stage)]
     attentions = [[cast(Block, block).attn for block in stage.blocks] for stage in stages]
@@ -180,11 +180,11 @@ def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_Call]]:
                 seen[linear].unflatten(2, (attention.num_heads, -1))
                 for linear in (attention.proj_q, attention.proj_k)
             )
-            calls.append(_Call(attention, i, j, reduction, seen[attention], q, k))
+            calls.append(_AttentionCall(attention, i, j, reduction, seen[attention], q, k))
     return logits, calls
 
 
-def _summarize(call: _Call, keep: bool) -> tuple[BlockAttention, Tensor | None]:
+def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor | None]:
     """Summarizes a block; also returns, if ``keep``, the mean over its heads of the matrix (B, T, S)."""
     entropy: list[Tensor] = []
     distance: list[Tensor] = []

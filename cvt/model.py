@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import cvt_kernels as ck
 from cvt_kernels.checks import autocast_enabled
-from cvt_kernels.ops.conv_projection.modules import project
+from cvt_kernels.ops.attention.modules import project_and_attend
 
 from .config import CvTConfig, StageConfig
 
@@ -117,14 +117,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
-        q, k, v = project(x, grid, [(branch.conv, branch.bn) for branch in branches])
-        q, k, v = (
-            linear(t).unflatten(2, (self.num_heads, -1))
-            for linear, t in ((self.proj_q, q), (self.proj_k, k), (self.proj_v, v))
+        y = project_and_attend(
+            x,
+            grid,
+            [(branch.conv, branch.bn) for branch in branches],
+            (self.proj_q, self.proj_k, self.proj_v),
+            num_heads=self.num_heads,
+            scale=self.scale,
+            dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
         )
-        dropout_p = self.attn_drop.p if self.attn_drop.training else 0.0
-        out = ck.attention(q, k, v, scale=self.scale, dropout_p=dropout_p)
-        return self.proj_drop(self.proj(out.flatten(2)))
+        return self.proj_drop(self.proj(y))
 
 
 class Mlp(nn.Module):
@@ -248,10 +250,7 @@ class _Stages(nn.Module):
     def _check_image_size(self, images: Tensor) -> None:
         height, width = images.shape[2:]
         for stage, built in zip(self.config.stages, self._built_stages(), strict=False):
-            height, width = (
-                (n + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
-                for n in (height, width)
-            )
+            height, width = stage.grid(height, width)
             if height < 1 or width < 1:
                 raise ValueError(
                     f"images: {images.shape[2]}×{images.shape[3]} pixels are too few, "

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cvt_kernels import BackendUnavailable
 
-from ..checkpoints import Checkpoint, CheckpointError, ModelCard, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, CvTConfig
+from ..checkpoints import Checkpoint, read_checkpoint
+from ..config import ACTIVATIONS, PRESETS, default_image_size
 from ..factory import create_model
 from ..model import CvT
 
@@ -143,32 +143,13 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
         CheckpointError: The file is not a checkpoint of this model.
     """
     checkpoint = read_checkpoint(arguments.checkpoint)
-    name = architecture(arguments.model, checkpoint)
+    name = arguments.model or checkpoint.architecture()
     overrides = {} if arguments.activation is None else {"activation": arguments.activation}
     with recorded_warnings() as remarks:
         model = create_model(name, checkpoint=checkpoint, **overrides).to(device).eval()
-    image_size = arguments.image_size or _image_size(name, checkpoint.card)
+    card = checkpoint.card
+    image_size = arguments.image_size or (card.image_size if card is not None else default_image_size(name))
     return LoadedModel(model, checkpoint, image_size, remarks)
-
-
-def architecture(model: str | None, checkpoint: Checkpoint) -> str | CvTConfig:
-    """Returns the model that was asked for, else what the checkpoint says, else what it looks like.
-
-    Raises:
-        CheckpointError: It does not look like any model of the paper.
-    """
-    name = model or (checkpoint.card.config if checkpoint.card else checkpoint.preset)
-    if name is None:
-        raise CheckpointError(f"{checkpoint.path}: is not a CvT of {', '.join(PRESETS)}")
-    return name
-
-
-def _image_size(model: str | CvTConfig, card: ModelCard | None) -> int:
-    from ..images import UNCROPPED_SIZE
-
-    if card is not None:
-        return card.image_size
-    return UNCROPPED_SIZE if model == "cvt_w24" else 224
 
 
 # Output ---------------------------------------------------------------------------------------------------

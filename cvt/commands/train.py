@@ -15,7 +15,6 @@ from ..model import CvT
 from ..training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
 from .common import (
     add_device_argument,
-    architecture,
     positive_int,
     print_remarks,
     recorded_warnings,
@@ -101,7 +100,7 @@ def _trained_model(
 ) -> CvT:
     """Builds the model of a checkpoint with its weights, and prints the warnings of the loading."""
     checkpoint = read_checkpoint(path)
-    name = architecture(model, checkpoint)
+    name = model or checkpoint.architecture()
     if isinstance(name, str) and name not in PRESETS:
         name = MODELS[name]
     with recorded_warnings() as remarks:

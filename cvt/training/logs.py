@@ -50,4 +50,5 @@ class Logs:
                 axis.plot(epochs, [row[name] for row in history], marker=".", label=name)
             axis.set_xlabel("epoch")
             axis.legend()
-        figure.savefig(self._directory / "curves.png")
+        with replacing(self._directory / "curves.png") as scratch:
+            figure.savefig(scratch)

@@ -21,7 +21,7 @@ class BlockCoverage(NamedTuple):
         class_name: Name of its class.
         fused: True if a call would run the fused forward now.
         backends: Operator → the backend that serves it on the block's device; ``"none"`` if the requested
-            one cannot. A single call may still be refused for its shapes, which ``fallbacks`` tells.
+            one cannot. A single call may still fall back for its shapes or gradients; ``fallbacks`` tells.
         reason: Says why it is not fused; None if it is.
     """
 

@@ -6,7 +6,6 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,39 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import backends, checks
-from ..ops.attention import attention
-from ..ops.conv_projection.modules import project
 from ..ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
 from ..ops.linear import linear
-
-
-def project_and_attend(
-    x: Tensor,
-    grid: tuple[int, int],
-    branches: Sequence[tuple[Any, Any]],
-    linears: Sequence[nn.Module],
-    *,
-    num_heads: int,
-    scale: float,
-) -> Tensor:
-    """Computes the convolutional projections and attention, up to the linear layer behind it.
-
-    Args:
-        x: Normalized tokens (B, T, C).
-        grid: (H, W) of the spatial ones.
-        branches: Convolution and BatchNorm of Q, of K and of V.
-        linears: Linear layers of Q, of K and of V.
-        num_heads: Number of heads.
-        scale: Factor on the scores.
-
-    Returns:
-        Tokens (B, Tq, C), the heads side by side.
-    """
-    q, k, v = (
-        apply_linear(module, projected).unflatten(2, (num_heads, -1))
-        for module, projected in zip(linears, project(x, grid, branches), strict=True)
-    )
-    return attention(q, k, v, scale=scale).flatten(2)
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops.attention.modules import project_and_attend
 from .entries import (
     BATCH_NORMS,
     BlockEntry,
@@ -23,7 +25,6 @@ from .fused import (
     gelu_operator,
     linear_gelu,
     normalize,
-    project_and_attend,
 )
 
 _WORDS = ("query", "key", "value")
@@ -46,7 +47,7 @@ def _self_attention(self: Any, hidden_state: Tensor, height: int, width: int) ->
         hidden_state,
         (height, width),
         _branches(self),
-        [getattr(self, f"projection_{word}") for word in _WORDS],
+        [functools.partial(apply_linear, getattr(self, f"projection_{word}")) for word in _WORDS],
         num_heads=self.num_heads,
         scale=self.scale,
     )

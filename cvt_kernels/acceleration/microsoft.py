@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops.attention.modules import project_and_attend
 from .entries import (
     BATCH_NORMS,
     BlockEntry,
@@ -23,7 +25,6 @@ from .fused import (
     gelu_operator,
     linear_gelu,
     normalize,
-    project_and_attend,
 )
 from .ours import own_class
 
@@ -44,7 +45,7 @@ def _attention(self: Any, x: Tensor, h: int, w: int) -> Tensor:
         x,
         (h, w),
         _branches(self),
-        [self.proj_q, self.proj_k, self.proj_v],
+        [functools.partial(apply_linear, linear) for linear in (self.proj_q, self.proj_k, self.proj_v)],
         num_heads=self.num_heads,
         scale=self.scale,
     )

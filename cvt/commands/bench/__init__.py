@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...config import DTYPES
 from ..common import add_device_argument, positive_int, resolve_device
 
 
@@ -15,7 +16,9 @@ def add_parser(commands: Any) -> None:
     bench = commands.add_parser(
         "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's CvT"
     )
-    bench.add_argument("--checkpoint", help="weights of a CvT of the paper; default: random ones")
+    bench.add_argument(
+        "--checkpoint", help="weights of a CvT of the paper or of cvt train; default: random ones"
+    )
     bench.add_argument("--model", help="cvt_13, cvt_21 or cvt_w24; default: as the checkpoint, or cvt_13")
     bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
     bench.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")
@@ -27,7 +30,7 @@ def add_parser(commands: Any) -> None:
         help="images per step, one or more (default: 8)",
     )
     bench.add_argument("--rounds", type=positive_int, default=10, help="timed steps of each (default: 10)")
-    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    bench.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     bench.add_argument("--train", action="store_true", help="a training step instead of a forward")
     bench.add_argument(
         "--peers",

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from cvt_kernels import accelerate, backends
 
-from ...checkpoints import CheckpointError, read_checkpoint, save_huggingface
-from ...config import PRESETS, CvTConfig
+from ...checkpoints import read_checkpoint, save_huggingface
+from ...config import CvTConfig
 from ...extras import require
 from ...factory import create_model, randomize
 from ...model import CvT
@@ -89,7 +89,7 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
     It has the activation that Hugging Face runs, and no drop path, which draws random numbers.
 
     Args:
-        model: The CvT; None for what the checkpoint looks like, or CvT-13.
+        model: The CvT; None for what the checkpoint says or looks like, or CvT-13.
         checkpoint: Its weights; None for random ones.
 
     Returns:
@@ -105,10 +105,8 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
         randomize(built)
         return chosen, built
     loaded = read_checkpoint(checkpoint)
-    preset = model or loaded.preset
-    if preset is None:
-        raise CheckpointError(f"{checkpoint}: is not a CvT of {', '.join(PRESETS)}")
-    return preset, create_model(preset, checkpoint=loaded, **overrides)
+    built = create_model(model or loaded.architecture(), checkpoint=loaded, **overrides)
+    return model or loaded.preset or "a CvT of cvt train", built
 
 
 def build_huggingface(ours: CvT) -> nn.Module:

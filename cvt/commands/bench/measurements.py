@@ -24,8 +24,9 @@ from cvt_kernels import __version__, backends, machine, measure
 from cvt_kernels.acceleration.verify import GRADIENT_FACTOR, VALUE_FACTOR
 
 from ...checkpoints import save_huggingface
+from ...config import DTYPES, default_image_size
 from ...factory import SEED
-from ...images import UNCROPPED_SIZE, load_images, sample_photos
+from ...images import load_images, sample_photos
 from . import breakdown
 from .contenders import (
     COMPILED,
@@ -39,8 +40,6 @@ from .contenders import (
     huggingface_class,
 )
 from .results import SCHEMA, VERSION
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _PACKAGES = ("torch", "transformers", "numpy")
 # Units in the last place of the largest value that are allowed besides a multiple of Hugging Face's own
@@ -65,8 +64,8 @@ def run(
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
     Args:
-        checkpoint: Weights of a CvT of the paper; None for random ones.
-        model: Name of the CvT; None for what the checkpoint looks like, or CvT-13.
+        checkpoint: Weights of a CvT of the paper or of ``cvt train``; None for random ones.
+        model: Name of the CvT; None for what the checkpoint says or looks like, or CvT-13.
         images: Photographs; None for scikit-learn's two. They are repeated to fill a batch.
         image_size: Pixels of each side; None for 224, for CvT-W24 384.
         batch_sizes: Images per step, measured one after the other.
@@ -92,7 +91,7 @@ def run(
     huggingface_class()  # what is not installed fails before the long run
     photos = list(sample_photos() if images is None else images)
     name, original = build_ours(model, checkpoint)
-    image_size = image_size or (UNCROPPED_SIZE if name == "cvt_w24" else 224)
+    image_size = image_size or default_image_size(name)
     inputs = load_images(photos, image_size).to(device, DTYPES[dtype])
     hf = build_huggingface(original).to(device, DTYPES[dtype]).train(train)
     # Of the rounded weights, since their rounding is nobody's error.

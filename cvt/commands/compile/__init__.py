@@ -8,20 +8,22 @@ import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from ...config import DTYPES, PRESETS
 from ..common import positive_int
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser(
-        "compile", help="every kernel compiled for a GPU that need not be here, and what it takes of it"
+        "compile",
+        help="compile every kernel for a GPU model, even on a machine without one; list registers, shared "
+        "memory and spills",
     )
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
          "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
         ("--model", "models", str, ["cvt_13"], "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
-        ("--dtype", "dtypes", str, ["bfloat16", "float16", "float32"],
-         "bfloat16, float16, float32 (default: all)"),
+        ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         ("--operator", "operators", str, ["conv_projection", "attention", "layer_norm_gelu"],
          "attention_with_bias, conv_projection, attention, layer_norm_gelu (default: the last three)"),
         ("--stage", "stages", positive_int, [1, 2, 3], "1, 2, 3 (default: all)"),
@@ -45,11 +47,11 @@ def add_parser(commands: Any) -> None:
 def _compile(arguments: argparse.Namespace) -> int:
     """Compiles and prints a table; returns 1 if a kernel spills or does not fit, else 0."""
     from .gpus import LIMITS
-    from .launches import CUDA_OPERATOR, DTYPES, MODELS, TRITON_OPERATORS
+    from .launches import CUDA_OPERATOR, TRITON_OPERATORS
 
     archs = {f"sm_{number}": number for number in LIMITS}
     _check_names("--arch", arguments.archs, archs)
-    _check_names("--model", arguments.models, MODELS)
+    _check_names("--model", arguments.models, PRESETS)
     _check_names("--dtype", arguments.dtypes, DTYPES)
     _check_names("--operator", arguments.operators, (*TRITON_OPERATORS, CUDA_OPERATOR))
     _check_names("--stage", arguments.stages, (1, 2, 3))

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from cvt_kernels import machine
 
+from ...config import DTYPES, default_image_size
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
 from .gpus import LIMITS
-from .launches import CUDA_OPERATOR, MODELS, TRITON_OPERATORS, stages
+from .launches import CUDA_OPERATOR, TRITON_OPERATORS, stages
 from .resources import Resources
 from .triton_kernels import TritonKernel, specialize
 
@@ -27,7 +27,7 @@ class Selection(NamedTuple):
 
     Attributes:
         archs: Compute capabilities, 90 for sm_90.
-        models: Names of ``MODELS``.
+        models: Names of ``PRESETS``.
         dtypes: Names of ``DTYPES``.
         operators: Names of ``TRITON_OPERATORS``, or ``CUDA_OPERATOR``.
         stages: Stages of the models, from 1.
@@ -100,10 +100,10 @@ def triton_jobs(selection: Selection) -> list[Job]:
         selection.models, selection.image_sizes, selection.batch_sizes, selection.dtypes, selection.stages,
         ("inference", "training"),
     ):  # fmt: skip
-        case = LaunchCase(operator, dtype, model, size or MODELS[model].image_size, batch, stage, mode)
+        case = LaunchCase(operator, dtype, model, size or default_image_size(model), batch, stage, mode)
         launches = TRITON_OPERATORS[operator](
             stages(model, size)[stage - 1],
-            getattr(torch, dtype),
+            DTYPES[dtype],
             machine.Chip(arch, LIMITS[arch].multiprocessors),
             batch=batch,
             training=mode == "training",

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cvt_kernels import machine
 
+from ...config import PRESETS, default_image_size
+
 
 class Stage(NamedTuple):
     """The shape that the attention blocks of a stage work on.
@@ -29,32 +31,14 @@ class Stage(NamedTuple):
     class_tokens: int
 
 
-class Model(NamedTuple):
-    """The image size of the published weights of a model, and its channels per stage."""
-
-    image_size: int
-    channels: tuple[int, int, int]
-
-
-#: Models by name. cvt_21 differs from cvt_13 in depth only.
-MODELS = {
-    "cvt_13": Model(224, (64, 192, 384)),
-    "cvt_21": Model(224, (64, 192, 384)),
-    "cvt_w24": Model(384, (192, 768, 1024)),
-}
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-def stages(model: str, image_size: int | None = None) -> tuple[Stage, Stage, Stage]:
-    """Returns the three stages of a model of ``MODELS``, for square images of its own size or another."""
-    own_size, channels = MODELS[model]
-    first = ((image_size or own_size) + 1) // 4  # 7 × 7, stride 4, padding 2; then 3 × 3, stride 2, padding 1
-    second, third = -(-first // 2), -(-first // 4)
-    return (
-        Stage((first, first), channels[0], 0),
-        Stage((second, second), channels[1], 0),
-        Stage((third, third), channels[2], 1),
-    )
+def stages(model: str, image_size: int | None = None) -> list[Stage]:
+    """Returns the stages of a model of ``PRESETS``, for square images of its own size or another."""
+    height = width = image_size or default_image_size(model)
+    shapes = []
+    for stage in PRESETS[model].stages:
+        height, width = stage.grid(height, width)
+        shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token)))
+    return shapes
 
 
 def conv_projection_launches(
@@ -67,7 +51,14 @@ def conv_projection_launches(
     from cvt_kernels.ops.conv_projection.triton import backward, common, forward
 
     grid, channels, class_tokens = stage
-    geometry = common.Geometry(grid, (3, 3, 3), (1, 2, 2), (1, 1, 1), (1, 1, 1), (1e-5,) * 3)
+    geometry = common.Geometry(
+        grid=grid,
+        kernel_sizes=(3, 3, 3),
+        strides=(1, 2, 2),
+        paddings=(1, 1, 1),
+        dilations=(1, 1, 1),
+        epss=(1e-5, 1e-5, 1e-5),
+    )
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

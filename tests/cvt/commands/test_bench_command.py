@@ -5,8 +5,12 @@ import sys
 import pytest
 import torch
 
+from cvt import create_model
+from cvt.checkpoints import ModelCard
 from cvt.commands import main
+from cvt.factory import randomize
 from cvt.images import sample_photos
+from cvt.training.recipe import MODELS
 from tests.checks import bad
 
 
@@ -57,6 +61,19 @@ def test_bench_with_given_weights_and_photos(capsys, weights, photos):
     assert main(arguments) == 0
     out, _ = capsys.readouterr()
     assert f"cvt_13, {weights[0]}, 64×64, float32" in out
+    assert out.splitlines()[-1].split()[-1] == "5/5"
+
+
+def test_bench_of_a_trained_model(capsys, tmp_path, photos):
+    model = create_model(MODELS["cvt_nano"], num_classes=10)
+    randomize(model)
+    card = ModelCard(model.config, [str(i) for i in range(10)], 16, 1.0)
+    path = tmp_path / "digits.pth"
+    torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, path)
+    arguments = ["bench", "--checkpoint", str(path), "--images", photos[0], "--batch-size", "1"]
+    assert main([*arguments, "--rounds", "1", "--image-size", "32"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"a CvT of cvt train, {path}, 32×32, float32")
     assert out.splitlines()[-1].split()[-1] == "5/5"
 
 

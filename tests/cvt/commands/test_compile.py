@@ -20,6 +20,7 @@ from cvt.commands.compile import cuda_kernels, gpus, launches, machine_code, pag
 from cvt.commands.compile.report import SCHEMA
 from cvt.commands.compile.resources import Resources
 from cvt.commands.compile.triton_kernels import TritonKernel, specialize
+from cvt.model import ConvEmbed, tokens_to_map
 from cvt_kernels.machine import Chip, Launch, load_extension
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
@@ -171,7 +172,7 @@ def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
     monkeypatch.setattr(cuda_kernels, "_cubins_of_extension", lambda arch: {})
     monkeypatch.setattr(cuda_kernels.machine, "find_nvcc", lambda: None)
     reason = "CUDA kernels of sm_86 are left out: the extension has none for it, and there is no nvcc here"
-    assert cuda_kernels.cuda_kernels_for(86, launches.DTYPES) == ([], reason)
+    assert cuda_kernels.cuda_kernels_for(86, config.DTYPES) == ([], reason)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert cli.main(["compile", "--arch", "sm_86", "--operator", "layer_norm_gelu", "--cuda"]) == 2
     assert capsys.readouterr().err == f"cvt compile: error: {reason}\n"
@@ -246,14 +247,21 @@ def test_arguments_are_specialized_as_triton_does():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model", launches.MODELS)
+@pytest.mark.parametrize("model", config.PRESETS)
 @pytest.mark.parametrize("size", [224, 225, 384, 511])
 def test_stages_are_the_models(model, size):
-    chosen, side, expected = config.PRESETS[model], size, []
-    for i, channels in enumerate(chosen.embed_dims):
-        side = (side + 2 * chosen.patch_paddings[i] - chosen.patch_sizes[i]) // chosen.patch_strides[i] + 1
-        expected.append(((side, side), channels, int(chosen.cls_token[i])))
-    assert launches.stages(model, size) == tuple(expected)
+    maps, expected = torch.empty(1, 3, size, size, device="meta"), []
+    for stage in config.PRESETS[model].stages:
+        tokens, grid = ConvEmbed(stage).to("meta")(maps)
+        maps = tokens_to_map(tokens, grid)
+        expected.append((grid, tokens.shape[2], int(stage.cls_token)))
+    assert launches.stages(model, size) == expected
+
+
+def test_stages_of_a_models_own_image_size():
+    grids = {model: [stage.grid for stage in launches.stages(model)] for model in config.PRESETS}
+    small = [(56, 56), (28, 28), (14, 14)]
+    assert grids == {"cvt_13": small, "cvt_21": small, "cvt_w24": [(96, 96), (48, 48), (24, 24)]}
 
 
 # Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
