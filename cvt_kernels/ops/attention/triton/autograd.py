@@ -22,6 +22,8 @@ from .forward import attention_forward
 
 
 class _Attention(torch.autograd.Function):
+    """Attention as an autograd function of (q, k, v, bias, scale)."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Saves everything it was given, the output and ``lse``."""

@@ -19,6 +19,7 @@ from .common import (
     class_tokens,
     configuration,
     conv_rows,
+    decode_region,
     load_channel,
     load_partial,
     load_taps,
@@ -159,8 +160,9 @@ def _conv_projection_stats_kernel(
 @triton.jit
 def _region_size(number, regions, out_height, out_width, strips, col_blocks):
     """Returns the output pixels of each region; 0 beyond the last."""
-    first_row, end_row = share(out_height, number // col_blocks % strips, strips)
-    first_col, end_col = share(out_width, number % col_blocks, col_blocks)
+    strip, col_block = decode_region(number, strips, col_blocks)
+    first_row, end_row = share(out_height, strip, strips)
+    first_col, end_col = share(out_width, col_block, col_blocks)
     size = tl.maximum(end_row - first_row, 0) * tl.maximum(end_col - first_col, 0)
     return tl.where(number < regions, size, 0)
 
