@@ -70,6 +70,6 @@ def autocast_enabled(x: Tensor) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns the dtype that autocast gives ``x``; None without autocast and for float64, which it leaves."""
-    if x.dtype == torch.float64 or not autocast_enabled(x):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
+    if autocast_enabled(x) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return None
