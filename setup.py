@@ -87,12 +87,6 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
         toolkit = None
     if toolkit is not None:
         libraries += [str(toolkit.runtime), "-lrt", "-lpthread", "-ldl"]
-    facts = {
-        "VERSION": version,
-        "COMPILER": compiler_version(),
-        "CUDA_VERSION": toolkit.version if toolkit is not None else "",
-        "ARCHITECTURES": ",".join(target.code for target in targets),
-    }
 
     def step(source: Path, command: list[str], variant: str = "") -> Step:
         stem = "_".join(source.relative_to(CSRC).with_suffix("").parts)
@@ -103,8 +97,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     def compiled(source: Path, flags: list[str], variant: str = "") -> Step:
         return step(source, [*compiler(), *common, *flags], variant)
 
-    definitions = [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]
-    objects = [compiled(CSRC / "module.cpp", definitions)]
+    objects = [compiled(CSRC / "module.cpp", definitions(version, toolkit, targets))]
     objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
     for source in sorted(CSRC.glob("*/cpu_loops.cpp")):
         for name, flags in INSTRUCTION_SETS.items():
@@ -123,6 +116,17 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     names = [str(made.output) for made in objects]
     link = [*compiler(), "-shared", *names, *libraries, "-o", str(target)]
     return [*objects, Step(target, names, link)]
+
+
+def definitions(version: str, toolkit: "Toolkit | None", targets: "list[Target]") -> list[str]:
+    """Returns the options that give ``module.cpp`` the facts of the build."""
+    facts = {
+        "VERSION": version,
+        "COMPILER": compiler_version(),
+        "CUDA_VERSION": toolkit.version if toolkit is not None else "",
+        "ARCHITECTURES": ",".join(target.code for target in targets),
+    }
+    return [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]
 
 
 def headers_of(source: Path) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, measure
+from cvt_kernels import backends, checks, machine, measure
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -58,7 +58,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def short(dtype: torch.dtype) -> str:
     """Returns the name of a dtype, as in ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+    return checks.dtype_name(dtype)
 
 
 def device_name() -> str:

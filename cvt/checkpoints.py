@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from cvt_kernels.checks import dtype_name
+
 from .config import PRESETS, CvTConfig
 from .files import filling, write_json
 from .model import CvT, CvTFeatures
@@ -265,7 +267,7 @@ def save_huggingface(model: CvT, directory: _PathLike, *, labels: Sequence[str] 
             stacklevel=2,
         )
     tensors = {_to_huggingface(k): t.detach().cpu().contiguous() for k, t in model.state_dict().items()}
-    hf_config["dtype"] = str(head.weight.dtype).removeprefix("torch.")
+    hf_config["dtype"] = dtype_name(head.weight.dtype)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with filling(directory) as scratch:

@@ -1,6 +1,6 @@
-"""Which implementation serves a call: the registry of backends, the choice among them, and its reasons.
+"""The registry of backends, the choice of the one that serves a call, and the reasons against the others.
 
-A room in ``ops/`` names its implementations by module path with :func:`register` and serves its public
+A package in ``ops/`` names its implementations by module path with :func:`register` and serves its public
 function with :func:`call`; the module is imported when it first serves. The choice is plain Python over
 module globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompiles when it changes.
 """

@@ -9,15 +9,18 @@ from torch.autograd import forward_ad
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the short name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_float_tensor(name: str, value: object, shape: str) -> None:
     """Raises TypeError unless ``value`` is a tensor of a floating dtype; ``shape`` is for the message."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {shape}")
     if value.dtype not in _FLOAT_DTYPES:
-        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOAT_DTYPES)
-        raise TypeError(
-            f"{name}: got dtype {str(value.dtype).removeprefix('torch.')}, expected one of {expected}"
-        )
+        expected = ", ".join(map(dtype_name, _FLOAT_DTYPES))
+        raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {expected}")
 
 
 def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:
@@ -46,8 +49,9 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
     if tensor.dtype == x.dtype or tensor.dtype in also:
         return
     if torch.float64 in (tensor.dtype, x.dtype) or not autocast_enabled(x):
-        got, expected = (str(t.dtype).removeprefix("torch.") for t in (tensor, x))
-        raise TypeError(f"{name}: has dtype {got}, expected {expected} as {x_name}")
+        raise TypeError(
+            f"{name}: has dtype {dtype_name(tensor.dtype)}, expected {dtype_name(x.dtype)} as {x_name}"
+        )
 
 
 def wants_gradient(*values: object) -> bool:
@@ -62,3 +66,10 @@ def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
     device_type = x.device.type
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast gives ``x``; None without autocast and for float64, which it leaves."""
+    if autocast_enabled(x) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return None

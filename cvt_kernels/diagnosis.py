@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import backends, machine
+from . import backends, checks, machine
 from .ops import linear
 from .tables import aligned
 
@@ -53,10 +53,10 @@ def _operator_rows(device_types: tuple[str, ...]) -> tuple[list[tuple[str, ...]]
 
 def _answer(operator: str, backend: str, device_types: tuple[str, ...], reasons: list[str]) -> str:
     """Answers "yes", or "no (n)" with the n-th of ``reasons``, to which a new reason is appended."""
-    refusals = [_why_unavailable_or_broken(operator, backend, device) for device in device_types]
-    if None in refusals:
+    reasons_against = [_why_unavailable_or_broken(operator, backend, device) for device in device_types]
+    if None in reasons_against:
         return "yes"
-    reason = f"{backend}: {refusals[0]}"
+    reason = f"{backend}: {reasons_against[0]}"
     if reason not in reasons:
         reasons.append(reason)
     return f"no ({reasons.index(reason) + 1})"
@@ -77,5 +77,5 @@ def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) ->
 
 def _linear_line() -> str:
     primitives = linear.linear_primitives().items()
-    chosen = ", ".join(f"{str(dtype).removeprefix('torch.')} by {name}" for dtype, name in primitives)
+    chosen = ", ".join(f"{checks.dtype_name(dtype)} by {name}" for dtype, name in primitives)
     return f"linear layers, inference on the CPU: {chosen}"

@@ -149,10 +149,10 @@ def load_extension() -> ModuleType:
 
 def _native() -> str:
     try:
-        missing = why_native_unavailable("cpu")
+        reason = why_native_unavailable("cpu")
     except ExtensionError as error:
         return str(error)
-    if missing is not None:
+    if reason is not None:
         return "not built"
     facts = load_extension()
     cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"

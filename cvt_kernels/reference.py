@@ -67,18 +67,18 @@ class ConvBatchNorm(NamedTuple):
             if isinstance(value, str) or len(set(value)) != 1:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
         return cls(
-            conv.weight,
-            bn.weight,
-            bn.bias,
-            bn.running_mean,
-            bn.running_var,
-            bn.num_batches_tracked,
-            conv.stride[0],
-            int(conv.padding[0]),
-            conv.dilation[0],
-            bn.momentum,
-            bn.eps,
-            _process_group(bn),
+            weight=conv.weight,
+            bn_weight=bn.weight,
+            bn_bias=bn.bias,
+            running_mean=bn.running_mean,
+            running_var=bn.running_var,
+            num_batches_tracked=bn.num_batches_tracked,
+            stride=conv.stride[0],
+            padding=int(conv.padding[0]),
+            dilation=conv.dilation[0],
+            momentum=bn.momentum,
+            eps=bn.eps,
+            process_group=_process_group(bn),
         )
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:

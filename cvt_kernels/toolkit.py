@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sysconfig
 from pathlib import Path
 
 
 def find_nvcc() -> str | None:
     """Returns the path of the first nvcc in ``CUDA_HOME``, on the PATH and among PyPI's packages, or None."""
+    import sysconfig  # here, since it is slow to import and few ask for the compiler
+
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/nowhere"
     packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
     return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..backends import requested_backend, use_backend
+from ..checks import dtype_name
 from ..tables import aligned
 from . import accelerate, restore
 from .coverage import coverage
@@ -361,7 +361,9 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
 
 def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) -> Speed:
     """Returns the median seconds of two functions, run in turns where the model is."""
-    from .. import measure  # is not needed where nothing is verified
+    import statistics  # neither is needed where nothing is verified
+
+    from .. import measure
 
     device = next(model.parameters()).device
     return Speed(*map(statistics.median, measure.seconds_in_turns(functions, rounds, device)))
@@ -370,5 +372,4 @@ def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) ->
 def _heading(model: nn.Module, inputs: Any) -> str:
     weight = next(model.parameters())
     shapes = ", ".join("×".join(map(str, t.shape)) for t in _tensors(inputs))
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return f"{type(model).__name__}, {dtype} on {weight.device}, inputs {shapes}"
+    return f"{type(model).__name__}, {dtype_name(weight.dtype)} on {weight.device}, inputs {shapes}"

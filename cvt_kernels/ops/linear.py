@@ -3,10 +3,9 @@
 For inference on a CPU there are three ways to the same product:
 
 - ``linear``: ``F.linear``, that is MKL for float32 and oneDNN for 16 bits.
-- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view, that is oneDNN for float32 too. On an AMD CPU
-  with AVX-512 it was measured 2.1 to 2.5 times as fast as MKL; on one with AVX2 alike.
-- ``float32``: 16 bits converted to float32 and back. On a CPU without 16-bit products 8 to 20 times as fast
-  in bfloat16.
+- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view, that is oneDNN for float32 too, which is much
+  faster than MKL on AMD CPUs with AVX-512.
+- ``float32``: 16 bits converted to float32 and back, which helps on a CPU without 16-bit products.
 
 Which one a dtype takes is measured once per process, at its first product, on one problem of CvT-13's size;
 another than ``F.linear`` must win by a quarter, so that chance does not decide between equals.

@@ -233,7 +233,7 @@ def test_every_kernel_is_within_reach_of_auto_and_no_longer():
 
 def test_candidates_and_their_combination():
     LaunchConfig = tune.configuration_module("attention").LaunchConfig
-    config = LaunchConfig(64, 128, num_warps=4, num_stages=2)
+    config = LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2)
     others = tune.neighbours(config)
     assert len(others) == len(set(others)) == 2 + 3 + 2 + 3
     assert config not in others
@@ -243,7 +243,9 @@ def test_candidates_and_their_combination():
     assert tune.combination(config, times) == config
     for better in (("block_q", 32), ("num_warps", 8)):
         times[next(c for c in others if getattr(c, better[0]) == better[1])] = 1.0
-    assert tune.combination(config, times) == LaunchConfig(32, 128, 8, 2)
+    assert tune.combination(config, times) == LaunchConfig(
+        block_q=32, block_kv=128, num_warps=8, num_stages=2
+    )
 
 
 def test_the_kernel_of_a_job_is_told_by_its_name():

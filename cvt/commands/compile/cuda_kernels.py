@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from cvt_kernels import machine
+from cvt_kernels import toolkit
 
 from . import machine_code
 from .resources import Resources
@@ -64,7 +64,7 @@ def cuda_kernels_for(arch: int, dtypes: Collection[str]) -> tuple[list[CudaKerne
     if cubins:
         kernels = [CudaKernels(arch, dtype, cubin) for dtype, cubin in cubins.items() if dtype in dtypes]
         return kernels, f"CUDA kernels of sm_{arch}: those of the built extension"
-    nvcc = machine.find_nvcc()
+    nvcc = toolkit.find_nvcc()
     if nvcc is None or not _SOURCE.exists():
         lacking = "there is no nvcc here" if nvcc is None else "csrc is not part of this installation"
         reason = f"the extension has none for it, and {lacking}"
@@ -100,7 +100,7 @@ def _mangled(name: str) -> str:
 
 
 def _compile(arch: int, dtype: str) -> bytes:
-    nvcc = machine.find_nvcc()
+    nvcc = toolkit.find_nvcc()
     if nvcc is None:
         raise ValueError("nvcc is gone")
     flags = ["-std=c++20", "-O3", f"-arch=sm_{arch}", f"-DTYPE={_CUDA_TYPES[dtype]}", "-DKERNELS=kernels"]

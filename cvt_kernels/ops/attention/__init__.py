@@ -13,17 +13,16 @@ from ... import backends, checks, machine, reference
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
-
-_ROOM = "cvt_kernels.ops.attention"
+_PACKAGE = "cvt_kernels.ops.attention"
 
 backends.register(
     "attention",
     "triton",
     backends.Implementation(
-        f"{_ROOM}.triton:attention",
-        ("cuda",),
-        machine.why_triton_unavailable,
-        f"{_ROOM}.triton:why_unsupported",
+        function=f"{_PACKAGE}.triton:attention",
+        devices=("cuda",),
+        why_unavailable=machine.why_triton_unavailable,
+        why_unsupported=f"{_PACKAGE}.triton:why_unsupported",
         experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
     ),
 )
@@ -31,13 +30,13 @@ backends.register(
     "attention",
     "native",
     backends.Implementation(
-        f"{_ROOM}.native:attention",
-        ("cpu",),
-        machine.why_native_unavailable,
-        f"{_ROOM}.native:why_unsupported",
+        function=f"{_PACKAGE}.native:attention",
+        devices=("cpu",),
+        why_unavailable=machine.why_native_unavailable,
+        why_unsupported=f"{_PACKAGE}.native:why_unsupported",
     ),
 )
-backends.register("attention", "reference", backends.Implementation(reference.attention))
+backends.register("attention", "reference", backends.Implementation(function=reference.attention))
 
 
 def attention(

@@ -47,7 +47,7 @@ def attention_map(
     Euclidean. A class token, token 0, has no place: as a key it is left out and the other probabilities are
     renormalized; as a query its distance is NaN, like that of a row with nothing on the grid. Queries on a
     finer grid than the keys, as in CvT, are measured in tokens of the key grid: key (i, j) lies at query
-    (s·i, s·j), where a 3×3 convolution of stride s and padding 1 is centred; s is the ratio of the grids,
+    (s·i, s·j), where a 3×3 convolution of stride s and padding 1 is centered; s is the ratio of the grids,
     rounded up.
 
     Args:

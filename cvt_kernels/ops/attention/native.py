@@ -42,10 +42,9 @@ def why_unsupported(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Serves ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
+    """Computes ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
     if scale is None:
         scale = q.shape[3] ** -0.5
-    if checks.autocast_enabled(q) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
+    if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return _op.default(q, k, v, scale)

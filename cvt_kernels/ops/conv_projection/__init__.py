@@ -13,17 +13,16 @@ from ...reference import ConvBatchNorm
 
 _SHAPE = "(batch, tokens, channels)"
 
-
-_ROOM = "cvt_kernels.ops.conv_projection"
+_PACKAGE = "cvt_kernels.ops.conv_projection"
 
 backends.register(
     "conv_projection",
     "triton",
     backends.Implementation(
-        f"{_ROOM}.triton:conv_projection",
-        ("cuda",),
-        machine.why_triton_unavailable,
-        f"{_ROOM}.triton:why_unsupported",
+        function=f"{_PACKAGE}.triton:conv_projection",
+        devices=("cuda",),
+        why_unavailable=machine.why_triton_unavailable,
+        why_unsupported=f"{_PACKAGE}.triton:why_unsupported",
         experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
     ),
 )
@@ -31,13 +30,13 @@ backends.register(
     "conv_projection",
     "native",
     backends.Implementation(
-        f"{_ROOM}.native:conv_projection",
-        ("cpu",),
-        machine.why_native_unavailable,
-        f"{_ROOM}.native:why_unsupported",
+        function=f"{_PACKAGE}.native:conv_projection",
+        devices=("cpu",),
+        why_unavailable=machine.why_native_unavailable,
+        why_unsupported=f"{_PACKAGE}.native:why_unsupported",
     ),
 )
-backends.register("conv_projection", "reference", backends.Implementation(reference.conv_projection))
+backends.register("conv_projection", "reference", backends.Implementation(function=reference.conv_projection))
 
 
 def conv_projection(

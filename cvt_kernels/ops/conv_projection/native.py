@@ -31,7 +31,10 @@ def _(
     outs = []
     for i, weight in enumerate(weights):
         stride, padding, dilation = geometry[3 * i : 3 * i + 3]
-        conv = ConvBatchNorm(weight, None, None, None, None, None, stride, padding, dilation)
+        conv = ConvBatchNorm(
+            weight=weight, bn_weight=None, bn_bias=None, running_mean=None, running_var=None,
+            stride=stride, padding=padding, dilation=dilation,
+        )  # fmt: skip
         rows, columns = conv.output_grid((height, width))
         outs.append(x.new_empty(x.shape[0], class_tokens + rows * columns, x.shape[2]))
     return outs
@@ -43,7 +46,7 @@ def why_unsupported(
     """Says why these kernels cannot serve a call; None if they can."""
     if training or any(conv.running_mean is None for conv in convs):
         return "normalizes by running statistics only, not by those of the batch"
-    if checks.wants_gradient(x, *(t for conv in convs for t in conv[:3])):
+    if checks.wants_gradient(x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))):
         return "has no gradients; in evaluation, torch.no_grad() does without"
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
@@ -54,16 +57,19 @@ def why_unsupported(
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Tensor, ...]:
-    """Serves ``cvt_kernels.conv_projection``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
     weights = [conv.weight for conv in convs]
-    if checks.autocast_enabled(x) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype("cpu")
+    if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    norms = [t for conv in convs for t in conv[1:5]]
+    norms = [
+        tensor
+        for conv in convs
+        for tensor in (conv.bn_weight, conv.bn_bias, conv.running_mean, conv.running_var)
+    ]
     geometry = [n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)]
     eps = [conv.eps for conv in convs]
     return tuple(_ops.conv_projection_inference.default(x, *grid, weights, norms, geometry, eps))

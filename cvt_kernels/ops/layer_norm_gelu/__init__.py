@@ -14,8 +14,8 @@ from ... import backends, checks, machine, reference
 GELU_VARIANTS = ("none", "tanh", "quick")
 
 _MAX_CUDA_CHANNELS = 8192
-# Measured beside PyTorch on a CPU with 2 threads: below these sizes the cost of a call, 5 µs above PyTorch's
-# and 15 more with gradients, outweighs what the kernels save.
+# Below these sizes the cost of a call, which is above that of PyTorch's and more so with gradients, outweighs
+# what the kernels save.
 _SMALL, _SMALL_WITH_GRADIENTS = 65_536, 200_000
 
 
@@ -42,14 +42,14 @@ def _why_slower(operator: str, x: Tensor, *args: Any) -> str | None:
 
 for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
     _implementation = backends.Implementation(
-        f"cvt_kernels.ops.layer_norm_gelu.native:{_operator}",
-        ("cpu", "cuda"),
-        machine.why_native_unavailable,
-        functools.partial(_why_unsupported, _operator),
+        function=f"cvt_kernels.ops.layer_norm_gelu.native:{_operator}",
+        devices=("cpu", "cuda"),
+        why_unavailable=machine.why_native_unavailable,
+        why_unsupported=functools.partial(_why_unsupported, _operator),
         experimental={"cuda": "has not run on a GPU yet; use_backend('native') tries it"},
     )
     backends.register(_operator, "native", _implementation)
-    backends.register(_operator, "reference", backends.Implementation(getattr(reference, _operator)))
+    backends.register(_operator, "reference", backends.Implementation(function=getattr(reference, _operator)))
 
 
 def layer_norm(

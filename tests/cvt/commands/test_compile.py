@@ -170,7 +170,7 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
 
 def test_where_there_are_no_cuda_kernels(monkeypatch, capsys):
     monkeypatch.setattr(cuda_kernels, "_cubins_of_extension", lambda arch: {})
-    monkeypatch.setattr(cuda_kernels.machine, "find_nvcc", lambda: None)
+    monkeypatch.setattr(cuda_kernels.toolkit, "find_nvcc", lambda: None)
     reason = "CUDA kernels of sm_86 are left out: the extension has none for it, and there is no nvcc here"
     assert cuda_kernels.cuda_kernels_for(86, config.DTYPES) == ([], reason)
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -319,7 +319,7 @@ def test_float32_follows_pytorch_on_tf32():
 
 
 def test_a_configuration_is_overridden_for_a_while():
-    from cvt_kernels.ops.attention.triton.common import LaunchConfig, overridden
+    from cvt_kernels.ops.attention.triton.common import CONFIGS, LaunchConfig, overridden
 
     def warps():
         with machine.recorded_launches(machine.Chip(90, 132)) as launches:
@@ -327,16 +327,19 @@ def test_a_configuration_is_overridden_for_a_while():
         return [launch.options["num_warps"] for launch in launches]
 
     shipped = warps()
-    with overridden("bwd_dq", LaunchConfig(16, 16, num_warps=16, num_stages=1)):
+    with overridden("bwd_dq", LaunchConfig(block_q=16, block_kv=16, num_warps=16, num_stages=1)):
         assert warps() == [shipped[0], 16, shipped[2]]
     assert warps() == shipped
+    message = "kernel: got 'forward', expected one of fwd, fwd_loop,"
+    with pytest.raises(ValueError, match=message), overridden("forward", CONFIGS[90, 2, 64]["fwd"]):
+        pass
 
 
 def test_a_configuration_changes_no_result():
     from cvt_kernels.ops.attention.triton.common import LaunchConfig, overridden
 
     tensors = make(33, 300)
-    with overridden("fwd_loop", LaunchConfig(16, 32, num_warps=4, num_stages=1)):
+    with overridden("fwd_loop", LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1)):
         assert_backends_agree(tensors)
 
 

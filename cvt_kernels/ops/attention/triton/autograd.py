@@ -13,14 +13,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .... import checks
+from ...triton_launch import accumulator_dtype
 from .backward import attention_backward
-from .common import MAX_HEAD_DIM, accumulator_dtype
+from .common import MAX_HEAD_DIM
 from .forward import attention_forward
 
 # Autograd and torch.compile -------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
+    """Attention as an autograd function of (q, k, v, bias, scale)."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Saves everything it was given, the output and ``lse``."""
@@ -107,7 +110,7 @@ def why_unsupported(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Serves ``cvt_kernels.attention``, whose checks it relies on.
+    """Computes ``cvt_kernels.attention``, whose checks it relies on.
 
     q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
     they are copied first. Under autocast it computes in autocast's dtype, as
@@ -115,8 +118,7 @@ def attention(
     """
     if scale is None:
         scale = q.shape[3] ** -0.5
-    if checks.autocast_enabled(q) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
+    if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if torch.compiler.is_compiling():
         return _forward_op(q, k, v, bias, scale)[0]

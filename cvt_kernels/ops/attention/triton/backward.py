@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
     Place,
-    accumulator_dtype,
     configuration_for,
     contiguous_rows,
     dot,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import Overrides
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 128
 # Launch configurations ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """The way a kernel cuts its work.
 
@@ -53,84 +53,85 @@ class LaunchConfig:
 # there was a choice, two programs or more fit on a multiprocessor. None has been timed on a GPU yet.
 CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     (80, 2, 64): {
-        "fwd": LaunchConfig(64, 128, num_warps=4, num_stages=2),
-        "fwd_loop": LaunchConfig(128, 64, num_warps=8, num_stages=3),
-        "bwd": LaunchConfig(32, 64, num_warps=4, num_stages=2),
-        "bwd_dq": LaunchConfig(64, 32, num_warps=4, num_stages=2),
-        "bwd_dkdv": LaunchConfig(32, 64, num_warps=4, num_stages=2),
-        "bwd_bias": LaunchConfig(32, 64, num_warps=4, num_stages=2),
+        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2),
+        "fwd_loop": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3),
+        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_dq": LaunchConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_bias": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
     },
     (80, 2, 128): {
-        "fwd": LaunchConfig(64, 64, num_warps=8, num_stages=2),
-        "fwd_loop": LaunchConfig(32, 32, num_warps=4, num_stages=1),
-        "bwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(32, 32, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(32, 64, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(64, 32, num_warps=8, num_stages=1),
+        "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        "fwd_loop": LaunchConfig(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
     },
     (90, 2, 64): {
-        "fwd": LaunchConfig(64, 128, num_warps=4, num_stages=2),
-        "fwd_loop": LaunchConfig(128, 64, num_warps=8, num_stages=3),
-        "bwd": LaunchConfig(32, 64, num_warps=4, num_stages=2),
-        "bwd_dq": LaunchConfig(128, 64, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(64, 64, num_warps=4, num_stages=2),
-        "bwd_bias": LaunchConfig(64, 64, num_warps=8, num_stages=2),
+        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2),
+        "fwd_loop": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3),
+        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_dq": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
     },
     (90, 2, 128): {
-        "fwd": LaunchConfig(64, 64, num_warps=8, num_stages=2),
-        "fwd_loop": LaunchConfig(64, 64, num_warps=8, num_stages=2),
-        "bwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(64, 64, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(64, 64, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(64, 64, num_warps=8, num_stages=1),
+        "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        "fwd_loop": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
     },
 }
 _FLOAT32: dict[int, dict[str, LaunchConfig]] = {
     64: {
-        "fwd": LaunchConfig(32, 64, num_warps=8, num_stages=1),
-        "fwd_loop": LaunchConfig(32, 32, num_warps=8, num_stages=2),
-        "bwd": LaunchConfig(16, 64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(32, 32, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(32, 32, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(32, 32, num_warps=8, num_stages=1),
+        "fwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
+        "fwd_loop": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=2),
+        "bwd": LaunchConfig(block_q=16, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
     },
     128: {
-        "fwd": LaunchConfig(16, 64, num_warps=8, num_stages=1),
-        "fwd_loop": LaunchConfig(16, 32, num_warps=8, num_stages=1),
-        "bwd": LaunchConfig(16, 32, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(16, 32, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(32, 32, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(16, 32, num_warps=4, num_stages=1),
+        "fwd": LaunchConfig(block_q=16, block_kv=64, num_warps=8, num_stages=1),
+        "fwd_loop": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
+        "bwd": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_dq": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_bias": LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1),
     },
 }
 CONFIGS |= {(generation, 4, d): kernels for generation in (80, 90) for d, kernels in _FLOAT32.items()}
 CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if generation == 90}
 # With 64 keys it takes 126 to 132 registers, where two programs need 128, or spills, depending on the tail.
-CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {"fwd_loop": LaunchConfig(128, 32, num_warps=8, num_stages=3)}
+CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
+    "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
+}
 
-_overrides: dict[str, LaunchConfig] = {}
+_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 
 def configuration(kernel: str, head_dim: int, element_size: int, capability: int) -> LaunchConfig:
     """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
-    if kernel in _overrides:
-        return _overrides[kernel]
+    if (override := _overrides.get(kernel)) is not None:
+        return override
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
     return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
 
 
-@contextlib.contextmanager
-def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
-    """Makes :func:`configuration` return ``config`` for ``kernel``, such as "bwd_dq", within a block, on every chip.
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
-    It is for tuning; like the registry of backends, it is one for the process.
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration.
+
+    Raises:
+        ValueError: There is no such kernel.
     """
-    global _overrides
-    previous, _overrides = _overrides, _overrides | {kernel: config}
-    try:
-        yield
-    finally:
-        _overrides = previous
+    return _overrides.replaced(kernel, config)
 
 
 def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
@@ -205,11 +206,6 @@ _ELEMENTS = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-
-
-def accumulator_dtype(q: Tensor) -> torch.dtype:
-    """Returns PyTorch's name of the dtype in which sums are taken."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # Launch arguments -----------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
-    accumulator_dtype,
     configuration_for,
     contiguous_rows,
     dot,

@@ -5,14 +5,15 @@ Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial to
 A program takes one image, one region of its grid (a strip of rows × a block of columns, cut in the same
 proportion for every branch) and BC channels. It computes a branch in tiles of P pixels × BC channels; each
 lane of P holds R consecutive output rows in registers, so that a loaded input row serves all of them. The
-second and third branch are meant to find x in L1 or L2; the units below count on it, and no GPU has confirmed it.
+second and third branch are meant to find x in L1 or L2; the units below count on it, and no GPU has confirmed
+it.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 
 - evaluation: x once, the outputs once: 1 + 1.5, in one launch.
-- training: the statistics (x: 1), a merge of the partials, an update of the running statistics, then the evaluation
-  kernel: 3.5 in all. The convolution is recomputed, not stored. Of a process group, each process merges the
-  statistics of all between those launches.
+- training: the statistics (x: 1), a merge of the partials, an update of the running statistics, then the
+  evaluation kernel: 3.5 in all. The convolution is recomputed, not stored. In a process group, each process
+  merges the statistics of all between those launches.
 - backward: Σdy and Σdy·x̂ (1 + 1.5), dconv and dw (2.5 + 1.5), dx (1.5 + 1); nothing is saved but x and the
   statistics.
 

@@ -1,7 +1,8 @@
-"""Serves ``conv_projection`` with the kernels: autograd, synchronization over processes, torch.compile.
+"""The Triton kernels of the projection as PyTorch sees them: autograd, torch.compile, the backend.
 
-In eager mode the autograd function is called directly; a registered operator would cost more host time per call.
-Under torch.compile the same launchers run behind opaque operators.
+In eager mode the autograd function is called directly; a registered operator would cost more host time per
+call. Under torch.compile the same launchers run behind opaque operators. The exchange between the processes
+of a group stands here too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from .... import checks
 from ....reference import ConvBatchNorm
+from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums
-from .common import Geometry, accumulator_dtype, class_tokens
+from .common import Geometry, class_tokens
 from .forward import batch_statistics, projection_forward, update_running_statistics
 
 # A batch spread over processes ----------------------------------------------------------------------------
@@ -33,7 +35,7 @@ class _Synchronized(NamedTuple):
     def merge(
         cls, mean: Tensor, variance: Tensor, counts: list[int], group: Any
     ) -> tuple[_Synchronized, Tensor, Tensor]:
-        """Returns (this, mean, variance) of the whole batch, equal in every process, from those of each share."""
+        """Returns (this, mean, variance) of the whole batch, equal in every process, from every share's."""
         local = torch.cat([mean, variance, mean.new_tensor(counts)[:, None]], dim=1)
         shares = local.new_empty(dist.get_world_size(group), *local.shape)
         dist.all_gather(list(shares.unbind()), local, group)
@@ -54,14 +56,16 @@ class _Synchronized(NamedTuple):
 
 
 class _ConvProjection(torch.autograd.Function):
-    """The autograd function of (x, geometry, batch_stats, synchronized, weights, gammas, betas, means, variances).
+    """The projection as an autograd function.
 
-    The last five stand one after the other, one tensor of each branch.
+    It takes (x, geometry, batch_stats, synchronized, weights, gammas, betas, means, variances), of which the
+    last five stand one after the other, one tensor of each branch.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, geometry: Geometry, batch_stats: bool, synchronized: _Synchronized | None, *tensors: Tensor
+        ctx: Any, x: Tensor, geometry: Geometry, batch_stats: bool, synchronized: _Synchronized | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Saves x, the parameters and the statistics."""
         weights, gammas, betas, means, variances = _divided(tensors, 5)
@@ -83,8 +87,9 @@ class _ConvProjection(torch.autograd.Function):
 
 
 def _gradients(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor], batch_stats: bool, synchronized: _Synchronized | None = None,
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor],
+    batch_stats: bool, synchronized: _Synchronized | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns [dx, *dweights, *dgammas, *dbetas]; those of the parameters are this process's share."""
     dys = [dy.contiguous() for dy in dys]
@@ -200,7 +205,7 @@ _update_op = torch.library.custom_op(
 def why_unsupported(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> str | None:
-    """Returns why these kernels cannot serve a call, or None."""
+    """Says why these kernels cannot serve a call; None if they can."""
     if x.numel() == 0:
         return "the batch is empty"
     if x.shape[1] * x.shape[2] >= 2**31:
@@ -223,13 +228,12 @@ def conv_projection(
 ) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch; otherwise it
-    is copied first. Under autocast it is computed in autocast's dtype, as a convolution would be.
+    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
+    otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
     """
     geometry = Geometry.of(grid, convs)
     weights = [conv.weight for conv in convs]
-    if checks.autocast_enabled(x):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
     betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
@@ -269,8 +273,9 @@ def _statistics(
             *((conv.running_mean, conv.running_var) for conv in tracking), strict=True
         )
         (_update_op if compiling else update_running_statistics)(
-            mean, unbiased, rows, list(running_means), list(running_vars), [_tracked(conv) for conv in tracking],
-            [_momentum(conv) for conv in tracking], [corrections[i] for i in rows],
+            mean, unbiased, rows, list(running_means), list(running_vars),
+            [_tracked(conv) for conv in tracking], [_momentum(conv) for conv in tracking],
+            [corrections[i] for i in rows],
         )  # fmt: skip
         if not compiling:  # the operator tells autograd by itself
             torch.autograd.graph.increment_version((*running_means, *running_vars))

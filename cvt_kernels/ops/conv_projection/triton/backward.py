@@ -1,4 +1,4 @@
-"""Computes the backward: the sums over a batch, the gradients of the convolutions, the gradient of the input."""
+"""The backward kernels of the projection, which write the gradients of parameters, convolutions and input."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
     LaunchPlan,
     Tile,
-    accumulator_dtype,
     bounds_of,
     class_token_mask,
     configuration,
@@ -39,7 +39,7 @@ from .common import (
 def _sum_regions_kernel(
     partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums (rows, regions, C) over regions; each group of n rows, from its start on, becomes (C, n), all flat."""
+    """Sums (rows, regions, C) over regions; each group of n rows, from its start on, becomes (C, n), flat."""
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -58,7 +58,7 @@ def _sum_regions_kernel(
 
 
 def _sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns (rows, regions, C) summed over regions in a fixed order: for each group of n rows (C, n), flat."""
+    """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
     config = configuration("sum_regions", machine.chip(partial.device).capability)
@@ -79,6 +79,7 @@ def _bwd_sums_branch(
     x_ptr, w_ptr, dy_ptr, mean_ptr, var_ptr, eps, partial_ptr, plane, out_height, out_width, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Writes Σdy and Σdy·x̂ of one branch over a region, ``plane`` elements apart."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     COLS: tl.constexpr = BRANCH.columns
     R: tl.constexpr = BRANCH.rows
@@ -125,13 +126,13 @@ def _conv_projection_bwd_sums_kernel(
 
 
 def backward_sums(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
-    dys: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
+    variances: Sequence[Tensor], dys: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Returns Σdy = dβ and Σdy·x̂ = dγ of every branch: (branches, 2, C)."""
     x = maybe_contiguous(x)
     channels = x.shape[2]
-    plan = LaunchPlan.make("bwd_sums", x, geometry)
+    plan = LaunchPlan.of("bwd_sums", x, geometry)
     partial = x.new_empty(2 * len(weights), plan.regions, channels, dtype=accumulator_dtype(x))
     machine.launch(
         _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
@@ -151,6 +152,7 @@ def _bwd_conv_branch(
     inverse_count, tap_row, out_height, out_width, region,
     BATCH_STATS: tl.constexpr, BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Writes dconv of one branch over a region, and the region's share of the gradient of its weight."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     K: tl.constexpr = BRANCH.kernel_size
     STRIDE: tl.constexpr = BRANCH.stride
@@ -207,10 +209,11 @@ def _bwd_conv_branch(
 @triton.jit
 def _conv_projection_bwd_conv_kernel(
     x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
-    inverse_counts, out_heights, out_widths, height, width, channels, regions, stride_b, stride_t, strips, col_blocks,
+    inverse_counts, out_heights, out_widths,
+    height, width, channels, regions, stride_b, stride_t, strips, col_blocks,
     CLASS_TOKEN: tl.constexpr, BATCH_STATS: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of every branch's convolution over one region: of its output, dconv, and its weight.
+    """Writes dconv, the gradient of every branch's convolution, and the weights' gradients over one region.
 
     Above 3×3 the second axis of the grid is the row of taps, since more sums would not fit in registers; the
     partial sums are (taps of all branches, regions, C).
@@ -224,17 +227,19 @@ def _conv_projection_bwd_conv_kernel(
         if tap_row < (1 if BRANCHES[i].kernel_size <= 3 else BRANCHES[i].kernel_size):
             spatial = out_heights[i] * out_widths[i]
             _bwd_conv_branch(
-                x_ptr, w_ptrs[i], dy_ptrs[i] + (region.image * (spatial + CLASS_TOKEN) + CLASS_TOKEN) * channels,
+                x_ptr, w_ptrs[i],
+                dy_ptrs[i] + (region.image * (spatial + CLASS_TOKEN) + CLASS_TOKEN) * channels,
                 gamma_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], sums_ptr + 2 * i * channels,
-                dconv_ptrs[i] + region.image * spatial * channels, partial_ptr, plane, inverse_counts[i], tap_row,
-                out_heights[i], out_widths[i], region, BATCH_STATS, BRANCHES, i, TILE,
+                dconv_ptrs[i] + region.image * spatial * channels, partial_ptr, plane, inverse_counts[i],
+                tap_row, out_heights[i], out_widths[i], region, BATCH_STATS, BRANCHES, i, TILE,
             )  # fmt: skip
         partial_ptr += BRANCHES[i].kernel_size * BRANCHES[i].kernel_size * plane
 
 
 def backward_conv(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None, counts: Sequence[float],
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
+    counts: Sequence[float],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Returns the gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C) and weights (C, 1, k, k).
 
@@ -244,7 +249,7 @@ def backward_conv(
     """
     x = maybe_contiguous(x)
     batch, _, channels = x.shape
-    plan = LaunchPlan.make("bwd_conv", x, geometry)
+    plan = LaunchPlan.of("bwd_conv", x, geometry)
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
     taps = [k * k for k in geometry.kernel_sizes]
     partial = x.new_empty(sum(taps), plan.regions, channels, dtype=accumulator_dtype(x))
@@ -252,8 +257,9 @@ def backward_conv(
     machine.launch(
         _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss, sums_ptr=x if sums is None else sums,
-        dconv_ptrs=tuple(dconvs), partial_ptr=partial, inverse_counts=tuple(1.0 / n for n in counts),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
+        sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
+        inverse_counts=tuple(1.0 / n for n in counts),
         regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), BATCH_STATS=sums is not None,
         **plan.arguments,
     )  # fmt: skip
@@ -272,7 +278,8 @@ def _bwd_input_block(
 ):  # fmt: skip
     """Adds one branch's transposed convolution of dconv at pixels (ROW, COL…) of a block of BLOCK × BLOCK.
 
-    The stride divides BLOCK, so that the taps of each pixel are known now; a loaded dconv serves all that it reaches.
+    The stride divides BLOCK, so that the taps of each pixel are known now; a loaded dconv serves all that it
+    reaches.
     """
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     K: tl.constexpr = BRANCH.kernel_size
@@ -326,7 +333,7 @@ def _bwd_input_tile(
     ROW: tl.constexpr, COL: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sum of all branches at WIDTH pixels from (ROW, COL) on of a block of BLOCK × BLOCK, as a tuple."""
+    """Returns a tuple: all branches summed at WIDTH pixels, from (ROW, COL) of a BLOCK × BLOCK block on."""
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     accs = ()
@@ -336,14 +343,14 @@ def _bwd_input_tile(
         dconv_ptr = dconv_ptrs[i] + region.image * out_heights[i] * out_widths[i] * region.channels
         if BLOCK % BRANCHES[i].stride == 0:
             accs = _bwd_input_block(
-                accs, dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i], region, ROW, COL, BLOCK,
-                BRANCHES, i, TILE,
+                accs, dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i], region,
+                ROW, COL, BLOCK, BRANCHES, i, TILE,
             )  # fmt: skip
         else:
             accs = (
                 _bwd_input_pixel(
-                    accs[0], dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i], region,
-                    BRANCHES, i, TILE,
+                    accs[0], dconv_ptr, w_ptrs[i], block_row, block_col, out_heights[i], out_widths[i],
+                    region, BRANCHES, i, TILE,
                 ),
             )  # fmt: skip
     return accs
@@ -395,11 +402,12 @@ def backward_input(
     batch, spatial, channels = dconvs[0].shape
     height, width = geometry.grid
     dx = dconvs[0].new_empty(batch, height * width + dys[0].shape[1] - spatial, channels)
-    plan = LaunchPlan.make("bwd_input", dx, geometry)
+    plan = LaunchPlan.of("bwd_input", dx, geometry)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
     machine.launch(
         _conv_projection_bwd_input_kernel, (plan.programs,), on=dx, options=plan.config.options,
         dx_ptr=dx, w_ptrs=packed(weights, plan.config), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys),
-        COLS=plan.columns(-(-width // block)), BLOCK=block, WIDTH=min(plan.config.rows, block), **plan.arguments,
+        COLS=plan.columns(-(-width // block)), BLOCK=block, WIDTH=min(plan.config.rows, block),
+        **plan.arguments,
     )  # fmt: skip
     return dx

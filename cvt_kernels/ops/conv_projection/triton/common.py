@@ -1,10 +1,10 @@
-"""Holds what the kernels share: configurations, the geometry of a call, launch plans, and functions they call."""
+"""The parts that the projection's Triton kernels share: configurations, launch plans, device functions."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .... import machine
 from ....reference import ConvBatchNorm
+from ...triton_launch import Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
 
@@ -28,8 +29,8 @@ class LaunchConfig:
         pixels: P, rows of a tile: pixels, or partial sums.
         channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
         num_warps: Warps of a program.
-        registers: The most that a thread may take. Without a bound the assembler aims at an occupancy of its own
-            choice and spills to reach it.
+        registers: The most that a thread may take. Without a bound the assembler aims at an occupancy of its
+            own choice and spills to reach it.
     """
 
     pixels: int
@@ -59,11 +60,12 @@ class RegionConfig(LaunchConfig):
     region_cols: int
 
 
-# By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread.
-# 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same registers. A thread
-# takes up to 255 registers, most for the weights of its channels, so a multiprocessor holds two programs; the regions of
-# both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or 256 KiB (sm_90, sm_100), half as many rows in
-# 128 KiB. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
+# By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector
+# per thread. 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same
+# registers. A thread takes up to 255 registers, most for the weights of its channels, so a multiprocessor
+# holds two programs; the regions of both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or
+# 256 KiB (sm_90, sm_100), half as many rows in 128 KiB. Nothing spills (docs/kernels.md); nothing has been
+# timed on a GPU yet.
 
 
 def _configs(region_rows: int) -> dict[str, LaunchConfig]:
@@ -79,7 +81,7 @@ def _configs(region_rows: int) -> dict[str, LaunchConfig]:
 
 
 CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
-_overrides: dict[str, LaunchConfig] = {}
+_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80])
 
 
 def configuration(kernel: str, capability: int) -> LaunchConfig:
@@ -87,15 +89,14 @@ def configuration(kernel: str, capability: int) -> LaunchConfig:
 
     It is that of the newest listed chip that is no newer than this one, or of the oldest.
     """
-    if kernel in _overrides:
-        return _overrides[kernel]
+    if (override := _overrides.get(kernel)) is not None:
+        return override
     known = [listed for listed in CONFIGS if listed <= capability]
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-@contextlib.contextmanager
-def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip.
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
         kernel: The kernel's name in ``CONFIGS``.
@@ -104,16 +105,7 @@ def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
     Raises:
         ValueError: There is no such kernel.
     """
-    known = CONFIGS[min(CONFIGS)]
-    if kernel not in known:
-        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(known)}")
-    outer = _overrides.copy()
-    _overrides[kernel] = config
-    try:
-        yield
-    finally:
-        _overrides.clear()
-        _overrides.update(outer)
+    return _overrides.replaced(kernel, config)
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------
@@ -159,8 +151,8 @@ class Geometry(NamedTuple):
 class Branch:
     """The constants of one branch: ``BRANCHES[i]`` in the kernels.
 
-    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple. Functions of one branch take
-    BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
+    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple. Functions of one
+    branch take BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
 
     Attributes:
         kernel_size, stride, padding, dilation: Those of the convolution.
@@ -216,7 +208,7 @@ class LaunchPlan(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def make(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
+    def of(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
         """Returns the plan of a kernel for tokens like ``x`` (B, T, C)."""
         chip = machine.chip(x.device)
         config = configuration(kernel, chip.capability)
@@ -282,8 +274,8 @@ def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tupl
             rows=config.rows if kernel_size <= 3 else 1,
         )
         for kernel_size, stride, padding, dilation, (_, width) in zip(
-            geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations, geometry.output_grids,
-            strict=True,
+            geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations,
+            geometry.output_grids, strict=True,
         )
     )  # fmt: skip
 
@@ -295,23 +287,18 @@ def _tile_columns(config: RegionConfig, col_blocks: int, width: int) -> int:
 # Tensors --------------------------------------------------------------------------------------------------
 
 
-def accumulator_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of sums over activations like ``x``."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def class_tokens(x: Tensor, geometry: Geometry) -> int:
     """Returns how many class tokens ``x`` (B, T, C) has: 0 or 1."""
     return x.shape[1] - geometry.grid[0] * geometry.grid[1]
 
 
 def maybe_contiguous(x: Tensor) -> Tensor:
-    """Returns ``x`` itself if its channels are adjacent (any token and batch stride), else a contiguous copy."""
+    """Returns ``x`` itself if its channels are adjacent, whatever the other strides, else a copy."""
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
 def packed(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
-    """Returns every (C, 1, k, k) within one (channel blocks, taps of all branches, BC), from its first tap on."""
+    """Returns each (C, 1, k, k) as a view of (channel blocks, taps of all branches, BC) at its first tap."""
     padding = -weights[0].shape[0] % config.channels
     blocks = [F.pad(w.flatten(1), (0, 0, 0, padding)) if padding else w.flatten(1) for w in weights]
     together = torch.cat(
@@ -328,10 +315,10 @@ def packed_above_3x3(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[T
     return tuple(w if w.shape[3] <= 3 else p for w, p in zip(weights, packed(weights, config), strict=True))
 
 
-# Functions that the kernels call --------------------------------------------------------------------------
+# Device functions -----------------------------------------------------------------------------------------
 #
-# Weights of a tap and what a convolution starts with are [1, BC], pixels [P, BC]. Packed weights are (channel blocks,
-# taps of all branches, BC), which each branch enters at its first tap.
+# Weights of a tap and what a convolution starts with are [1, BC], pixels [P, BC]. Packed weights are (channel
+# blocks, taps of all branches, BC), which each branch enters at its first tap.
 
 
 class Region(NamedTuple):
@@ -383,12 +370,14 @@ def locate_region(
     number = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     c = block * BC + tl.arange(0, BC)
+    image = (number // (col_blocks * strips)).to(tl.int64)
+    strip, col_block = decode_region(number, strips, col_blocks)
     return Region(
-        image=(number // (col_blocks * strips)).to(tl.int64),
+        image=image,
         number=number,
-        strip=number // col_blocks % strips,
+        strip=strip,
         strips=strips,
-        col_block=number % col_blocks,
+        col_block=col_block,
         col_blocks=col_blocks,
         c=c,
         c_mask=c < channels,
@@ -398,6 +387,12 @@ def locate_region(
         stride_t=stride_t,
         first_weight=block * _taps(BRANCHES) * BC,
     )
+
+
+@triton.jit
+def decode_region(number, strips, col_blocks):
+    """Returns the strip and the column block of a region, from its number among the regions of all images."""
+    return number // col_blocks % strips, number % col_blocks
 
 
 @triton.jit
@@ -433,7 +428,7 @@ def tile_positions(first_row, first_col, COLS: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def class_token_mask(region):
-    """Returns which channels of the class token are this program's to write [BC]: those of the first region."""
+    """Returns which channels [BC] of the class token this program writes: those of the first region."""
     return region.c_mask & (region.strip == 0) & (region.col_block == 0)
 
 
@@ -453,10 +448,10 @@ def load_weight(w_ptr, t, region, TILE: tl.constexpr):
 
 @triton.jit
 def load_taps(w_ptr, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
-    """Returns the K×K weights (C, 1, K, K) as a tuple; an empty one above 3×3, which would not fit in registers.
+    """Returns the K×K weights (C, 1, K, K) as a tuple, empty above 3×3, which would not fit in registers.
 
-    One tile is loaded and turned in shared memory, once: a thread's channels lie K·K apart, and loading them one by
-    one would take as many instructions as the pixels do.
+    One tile is loaded and turned in shared memory, once: a thread's channels lie K·K apart, and loading them
+    one by one would take as many instructions as the pixels do.
     """
     K: tl.constexpr = BRANCH.kernel_size
     BC: tl.constexpr = TILE.channels

@@ -1,4 +1,4 @@
-"""Computes the forward: the statistics of a batch, the running statistics and the normalized outputs."""
+"""The forward kernels of the projection, which write the statistics of a batch and the normalized outputs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
     LaunchPlan,
     Tile,
-    accumulator_dtype,
     bounds_of,
     class_token_mask,
     class_tokens,
     configuration,
     conv_rows,
+    decode_region,
     load_channel,
     load_partial,
     load_taps,
@@ -38,6 +39,7 @@ def _fwd_branch(
     x_ptr, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, y_ptr, eps, out_height, out_width, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Writes one branch of a region, normalized: γ (conv(x) − mean) / √(var + ε) + β."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     COLS: tl.constexpr = BRANCH.columns
     R: tl.constexpr = BRANCH.rows
@@ -80,19 +82,20 @@ def _conv_projection_fwd_kernel(
 
 
 def projection_forward(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor], betas: Sequence[Tensor],
-    means: Sequence[Tensor], variances: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Returns every branch (B, Tᵢ, C), normalized by the given statistics (C,)."""
     x = maybe_contiguous(x)
     batch, _, channels = x.shape
     tokens = class_tokens(x, geometry)
     outs = [x.new_empty(batch, h * w + tokens, channels) for h, w in geometry.output_grids]
-    plan = LaunchPlan.make("fwd", x, geometry)
+    plan = LaunchPlan.of("fwd", x, geometry)
     machine.launch(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
+        beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
+        epss=geometry.epss,
         stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
     )  # fmt: skip
     return outs
@@ -157,8 +160,9 @@ def _conv_projection_stats_kernel(
 @triton.jit
 def _region_size(number, regions, out_height, out_width, strips, col_blocks):
     """Returns the output pixels of each region; 0 beyond the last."""
-    first_row, end_row = share(out_height, number // col_blocks % strips, strips)
-    first_col, end_col = share(out_width, number % col_blocks, col_blocks)
+    strip, col_block = decode_region(number, strips, col_blocks)
+    first_row, end_row = share(out_height, strip, strips)
+    first_col, end_col = share(out_width, col_block, col_blocks)
     size = tl.maximum(end_row - first_row, 0) * tl.maximum(end_col - first_col, 0)
     return tl.where(number < regions, size, 0)
 
@@ -200,9 +204,9 @@ def _merge_stats_kernel(
 
 
 def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance of every branch's convolution over batch and grid: (branches, C) each."""
+    """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid."""
     x = maybe_contiguous(x)
-    plan = LaunchPlan.make("stats", x, geometry)
+    plan = LaunchPlan.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
         _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
@@ -244,8 +248,9 @@ def _update_running_kernel(
 ):  # fmt: skip
     """Sets running ← running + momentum · (batch − running) of one branch, and its count of batches.
 
-    A momentum below 0 means the average over all batches. ROWS are the branches' rows in (branches, C) statistics.
-    Launched with one warp: another might count the batch before this one has read the count.
+    A momentum below 0 means the average over all batches. ROWS are the branches' rows in (branches, C)
+    statistics. It is launched with one warp: another might count the batch before this one has read the
+    count.
     """
     BC: tl.constexpr = TILE.channels
     for i in tl.static_range(len(ROWS)):
@@ -263,7 +268,8 @@ def _update_running_kernel(
 
 def update_running_statistics(
     mean: Tensor, variance: Tensor, rows: Sequence[int], running_means: Sequence[Tensor],
-    running_vars: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float], corrections: Sequence[float],
+    running_vars: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float],
+    corrections: Sequence[float],
 ) -> None:  # fmt: skip
     """Updates running statistics as ``F.batch_norm`` does.
 
@@ -275,8 +281,9 @@ def update_running_statistics(
     """
     config = configuration("update_running", machine.chip(mean.device).capability)
     machine.launch(
-        _update_running_kernel, (len(rows),), on=mean, options=config.options, mean_ptr=mean, var_ptr=variance,
-        running_mean_ptrs=tuple(running_means), running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),
+        _update_running_kernel, (len(rows),), on=mean, options=config.options,
+        mean_ptr=mean, var_ptr=variance, running_mean_ptrs=tuple(running_means),
+        running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),
         momenta=tuple(momenta), corrections=tuple(corrections), channels=mean.shape[1],
         ROWS=tuple(rows), TILE=Tile.of(config, mean.dtype),
     )  # fmt: skip
