@@ -1,4 +1,4 @@
-"""Tests the Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+"""The Triton kernels of attention, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import dataclasses
 import functools

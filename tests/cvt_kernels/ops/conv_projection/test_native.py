@@ -1,4 +1,4 @@
-"""The CPU kernels of conv_projection in csrc against the reference."""
+"""The CPU kernels of conv_projection against the reference."""
 
 import shutil
 

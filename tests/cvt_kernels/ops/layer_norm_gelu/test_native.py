@@ -1,4 +1,4 @@
-"""The CPU kernels of csrc against the reference."""
+"""The CPU kernels of LayerNorm and GELU against the reference."""
 
 import functools
 import shutil
