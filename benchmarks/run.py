@@ -81,8 +81,8 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     pytest = [*module, "pytest", "-W", "default", "--tb=short", "-q"]
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
     kernels = [
-        "tests/cvt_kernels/ops/test_conv_projection_triton.py",
-        "tests/cvt_kernels/ops/test_attention_triton.py",
+        "tests/cvt_kernels/ops/conv_projection/test_triton.py",
+        "tests/cvt_kernels/ops/attention/test_triton.py",
     ]
     for_tests = ("pytest", "hypothesis")
     for_build = {"CVT_KERNELS_CUDA": "0"}

@@ -1,14 +1,21 @@
 """The accuracy rule, and other helpers that several tests share."""
 
+import contextlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import backends, reference
 
@@ -16,7 +23,7 @@ from cvt_kernels import backends, reference
 def assert_accurate(
     actual: Tensor, same_dtype: Tensor, exact: Tensor, *, factor: float = 2.0, floor: float = 1.0
 ) -> None:
-    """Our error against float64 may be at most ``factor`` times that of PyTorch in the same dtype.
+    """Fails if our error against float64 is more than ``factor`` times that of PyTorch in the same dtype.
 
     Args:
         actual: Our result, in the dtype under test.
@@ -47,6 +54,24 @@ def instruction_sets_here() -> tuple[str, ...]:
     return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
 
 
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a child process, whose environment has ``environment`` too."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def run_on_instruction_set(name: str, code: str) -> None:
+    """Runs code in a child process that takes the CPU kernels of an instruction set; skips without it.
+
+    It needs a process of its own, since the instruction set is chosen once.
+    """
+    if name != "plain" and name not in instruction_sets_here():
+        pytest.skip(f"this CPU has no {name}")
+    result = run_python(code, CVT_KERNELS_CPU=name)
+    assert result.returncode == 0, result.stderr
+
+
 def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
     """Runs tests/csrc/<family>_sanitized.cpp on the family's CPU loops, with AddressSanitizer and UBSan."""
     root, program = Path(__file__).parents[1], scratch / "sanitized"
@@ -64,6 +89,12 @@ def not_built() -> bool:
     return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
 
 
+def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **conditions: Any) -> None:
+    """Registers a backend of an operator that adds ``mark`` to its argument."""
+    implementation = backends.Implementation(lambda x, **_: x + mark, **conditions)
+    backends.register(operator, backend, implementation)
+
+
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:
     """Registers a native backend that notes its arguments before the reference serves the call."""
     calls = []
@@ -77,7 +108,7 @@ def record_calls(operator: str) -> list[tuple[tuple, dict]]:
 
 
 def record_all_calls() -> list[str]:
-    """Names of the operators as they are called, through a backend that ``auto`` takes."""
+    """Lists the names of the operators as they are called, by a backend that ``auto`` takes."""
     called: list[str] = []
     for operator in backends.OPERATORS:
 
@@ -87,6 +118,38 @@ def record_all_calls() -> list[str]:
 
         backends.register(operator, "native", backends.Implementation(function))
     return called
+
+
+class _Dispatches(TorchDispatchMode):
+    """Notes every operator that PyTorch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def recorded_operators() -> Iterator[list[str]]:
+    """Lists the operators that PyTorch dispatches within a block, such as ``aten.add.Tensor``."""
+    with _Dispatches() as dispatches:
+        yield dispatches.names
+
+
+def python_blocks(page: str) -> list[str]:
+    """Returns the blocks of Python of a Markdown page."""
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def run_blocks(blocks: list[str]) -> dict[str, Any]:
+    """Runs blocks of Python one after another, and returns the names that they leave."""
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    return names
 
 
 def bad(capsys, main, *arguments) -> str:

@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
 
-from cvt_kernels import backends
+from cvt_kernels import backends, machine
 
 DATA = Path(__file__).parent / "data"
 
@@ -38,12 +38,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch):
-    """The same random numbers in every test, and no trace of a backend that a test chose or registered."""
+    """Gives every test the same random numbers, and undoes its choice and registration of backends."""
     torch.manual_seed(0)
     monkeypatch.setattr(backends, "_requested", "auto")
     monkeypatch.setattr(backends, "_fallbacks", {})
-    monkeypatch.setattr(
-        backends, "_implementations", {name: dict(found) for name, found in backends._implementations.items()}
-    )
+    registry = {name: dict(by_backend) for name, by_backend in backends._implementations.items()}
+    monkeypatch.setattr(backends, "_implementations", registry)
     yield
     backends._ask_why_unavailable.cache_clear()
+
+
+@pytest.fixture
+def _reload(monkeypatch):
+    """Makes the test run as in a process that has not loaded the extension."""
+    caches = (machine.load_extension, backends._ask_why_unavailable, machine.facts)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()

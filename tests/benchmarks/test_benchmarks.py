@@ -69,16 +69,16 @@ def test_a_part_that_passes_and_one_that_fails():
 
 @pytest.mark.usefixtures("_short_grace")
 def test_a_part_that_hangs_is_interrupted_and_reports():
-    found = outcome(python(BUSY), 5.0)
-    assert (found["status"], found["lines"]) == ("timed out", ["busy", "report"])
+    hung = outcome(python(BUSY), 5.0)
+    assert (hung["status"], hung["lines"]) == ("timed out", ["busy", "report"])
 
 
 @pytest.mark.usefixtures("_short_grace")
 def test_what_ignores_the_interrupt_is_killed_with_its_children():
     start = time.monotonic()
-    found = outcome(python(DEAF), 5.0)
-    assert (found["status"], time.monotonic() - start < 30) == ("timed out", True)
-    while alive(found["lines"][0]):  # a moment, where the machine is busy
+    killed = outcome(python(DEAF), 5.0)
+    assert (killed["status"], time.monotonic() - start < 30) == ("timed out", True)
+    while alive(killed["lines"][0]):  # a moment, where the machine is busy
         assert time.monotonic() - start < 60
         time.sleep(0.1)
 
@@ -91,8 +91,8 @@ def alive(pid):
 
 
 def test_a_part_that_cannot_start():
-    found = outcome(python("", needs=("torch", "no_such_module")))
-    assert (found["status"], found["lines"]) == ("skipped", ["not installed: no_such_module"])
+    skipped = outcome(python("", needs=("torch", "no_such_module")))
+    assert (skipped["status"], skipped["lines"]) == ("skipped", ["not installed: no_such_module"])
     assert outcome(python(""), run.GRACE)["lines"] == ["no time is left"]
 
 
@@ -106,8 +106,8 @@ def test_no_part_costs_another_its_results(tmp_path, capsys):
         python(f"print(len(__import__('json').load(open({str(path)!r}))['parts']))", "good"),
     ]
     assert not run.run(parts, summary, path, minutes=1.0, device="cpu")
-    found = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
-    assert found == {"bad": "failed", "slow": "timed out", "good": "passed"}
+    statuses = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
+    assert statuses == {"bad": "failed", "slow": "timed out", "good": "passed"}
     assert summary["parts"]["good"]["lines"] == ["2"]  # what came before was on disk by then
     assert capsys.readouterr().out.count("\n") == 3
     # What is left of all the time bounds a part too.
@@ -135,11 +135,11 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
 def test_cpu_rehearsal_of_the_ceilings(tmp_path, capsys):
     arguments = ["--device", "cpu", "--tiny", "--parts", "ceilings", "--results", str(tmp_path)]
     assert run.main(arguments) == 0, capsys.readouterr().out
-    (summary,) = tmp_path.glob("*/*/summary.json")
-    found = json.loads(summary.read_text())
-    assert (found["schema"], found["device_type"], found["tiny"]) == (1, "cpu", True)
-    assert found["parts"]["ceilings"]["status"] == "passed"
-    ceilings = json.loads((summary.parent / "ceilings.json").read_text())
+    (path,) = tmp_path.glob("*/*/summary.json")
+    summary = json.loads(path.read_text())
+    assert (summary["schema"], summary["device_type"], summary["tiny"]) == (1, "cpu", True)
+    assert summary["parts"]["ceilings"]["status"] == "passed"
+    ceilings = json.loads((path.parent / "ceilings.json").read_text())
     assert set(ceilings) == {"copy", "matmul_float32", "matmul_bfloat16"}
     assert min(ceilings.values()) > 0
 
@@ -186,10 +186,10 @@ def test_suites_keep_to_their_time(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed, 2 skipped" in done.stdout
     assert "SKIPPED [2]" in done.stdout
-    found = json.loads(target.read_text())
-    assert [benchmark["name"] for benchmark in found["benchmarks"]] == ["test_quick"]
-    assert found["machine_info"]["torch"] == torch.__version__
-    assert "node" not in found["machine_info"]
+    results = json.loads(target.read_text())
+    assert [benchmark["name"] for benchmark in results["benchmarks"]] == ["test_quick"]
+    assert results["machine_info"]["torch"] == torch.__version__
+    assert "node" not in results["machine_info"]
 
 
 # Measuring ------------------------------------------------------------------------------------------------
@@ -218,14 +218,13 @@ def test_a_wrong_result_is_not_timed():
 
 
 def test_every_kernel_is_within_reach_of_auto_and_no_longer():
-    def opted_in():
-        found = backends.registered("attention", "triton").experimental
-        return dict(found)
+    def experimental():
+        return dict(backends.registered("attention", "triton").experimental)
 
-    before = opted_in()
+    before = experimental()
     with suites.every_kernel():
-        assert opted_in() == {}
-    assert opted_in() == before
+        assert experimental() == {}
+    assert experimental() == before
 
 
 # Tuning ---------------------------------------------------------------------------------------------------

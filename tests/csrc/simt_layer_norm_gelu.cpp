@@ -12,7 +12,7 @@ using namespace cvt_kernels::layer_norm_gelu;
 
 namespace {
 
-struct Call {
+struct KernelCall {
   int64_t operation, dtype, activation, rows, channels, misalignment, multiprocessors, backwards;
   int64_t has_addend, has_weight, has_bias, float_parameters;
   double eps;
@@ -46,7 +46,7 @@ struct Memory {
 };
 
 template <class T>
-void run(const Call& call) {
+void run(const KernelCall& call) {
   Memory memory;
   const bool backwards = call.backwards != 0, float_parameters = call.float_parameters != 0;
   const auto launch = [&](auto kernel, int64_t blocks, int threads, const auto&... arguments) {
@@ -125,7 +125,7 @@ void run(const Call& call) {
 }  // namespace
 
 int main() {
-  Call call;
+  KernelCall call;
   while (std::fread(&call, sizeof call, 1, stdin) == 1) {
     switch (static_cast<DType>(call.dtype)) {
       case DType::float32: run<float>(call); break;

@@ -27,7 +27,7 @@ SANITIZE = "-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=addres
 pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A call of one kernel; see simt_layer_norm_gelu.cpp."""
 
     operation: str
@@ -85,7 +85,7 @@ def run(tmp_path_factory):
     command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all", "-I", str(CSRC)]
     subprocess.run([*command, str(TESTS / "simt_layer_norm_gelu.cpp"), "-o", str(program)], check=True)
 
-    def run(*calls: Call) -> list[list[Tensor]]:
+    def run(*calls: KernelCall) -> list[list[Tensor]]:
         done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
         output = io.BytesIO(done.stdout)
@@ -120,15 +120,16 @@ def make(
         statistics = (*(t.float() for t in mean_and_rstd(x.double(), 1e-5)), dout)
     else:
         statistics = (dout,) if operation == "gelu_backward" else ()
-    return Call(
+    return KernelCall(
         operation, x, residual if addend else None, vectors[0] if weight and "norm" in operation else None,
         vectors[1] if bias else None, statistics, activation, **more,
     )  # fmt: skip
 
 
-def expected(call: Call, dtype: torch.dtype) -> list[Tensor]:
+def expected(call: KernelCall, dtype: torch.dtype) -> list[Tensor]:
     """Returns the results of PyTorch's own operators in ``dtype``, in the order of the program's results."""
-    x, addend, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in call[1:5])
+    tensors = (call.x, call.addend, call.weight, call.bias)
+    x, addend, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in tensors)
     act = (
         (lambda t: t)
         if call.activation == "identity"
@@ -244,7 +245,7 @@ def test_order_of_threads_does_not_matter(run, operation, activation):
 
 def test_accuracy_at_a_huge_mean_and_a_tiny_variance(run):
     x = 1e4 + 1e-3 * torch.randn(16, 384)
-    ((got, _, _),) = run(Call("layer_norm", x))
+    ((got, _, _),) = run(KernelCall("layer_norm", x))
     assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()), factor=1)
 
 

@@ -32,7 +32,7 @@ def equal(a, b):
 
 
 class Intruder:
-    """Unpickling it makes a folder."""
+    """An object whose unpickling makes a folder."""
 
     def __reduce__(self):
         return os.mkdir, ("intruder-was-here",)

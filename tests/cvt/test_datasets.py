@@ -16,7 +16,7 @@ RED, BLUE = (200, 30, 40), (20, 40, 220)
 
 
 def two_halves(size=(40, 20)):
-    """Red on the left, blue on the right."""
+    """Returns an image that is red on the left and blue on the right."""
     image = Image.new("RGB", size, RED)
     image.paste(BLUE, (size[0] // 2, 0, *size))
     return image
@@ -27,7 +27,7 @@ def near(actual, expected, tolerance):
 
 
 def painted(folder, counts=(5, 4), size=(20, 20)):
-    """A data set with as many images of each class as ``counts`` says, each of a gray of its own."""
+    """Makes a data set with as many images of each class as ``counts`` says, each of a gray of its own."""
     for split in ("train", "val"):
         for name, count in zip(("cat", "dog"), counts, strict=True):
             (folder / split / name).mkdir(parents=True)
@@ -37,7 +37,7 @@ def painted(folder, counts=(5, 4), size=(20, 20)):
 
 
 def grays(batches):
-    """(gray, label) of every image."""
+    """Returns the gray and the label of every image."""
     return [
         (round((float(image[0, 0, 0]) * 0.229 + 0.485) * 255), label)
         for images, labels in batches
@@ -85,7 +85,7 @@ def test_small_images_are_enlarged_in_data_sets_only(tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_of_processes(world_size):
-    """In evaluation each image comes once; in training, the processes' n-th batches are the joined n-th."""
+    """Each image comes once in evaluation; in training, the processes' n-th batches are the joined n-th."""
     images = [Image.new("RGB", (8, 8), (i, i, i)) for i in range(50)]
     labels = [i % 2 for i in range(50)]
     val = ImageDataset(images, labels, ["a", "b"], 8)

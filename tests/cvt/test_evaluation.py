@@ -119,7 +119,7 @@ def test_bad_batches():
 
 
 def multiply_adds(config, size):
-    """The formula, stage by stage, for square images that every stride divides."""
+    """Computes the formula, stage by stage, for square images that every stride divides."""
     total, channels = 0, config.in_chans
     for stage in config.stages:
         size = (size + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1

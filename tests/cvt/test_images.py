@@ -15,14 +15,14 @@ RED, BLUE = (200, 30, 40), (20, 40, 220)
 
 
 def two_halves(size=(40, 20)):
-    """Red on the left, blue on the right."""
+    """Returns an image that is red on the left and blue on the right."""
     image = Image.new("RGB", size, RED)
     image.paste(BLUE, (size[0] // 2, 0, *size))
     return image
 
 
 def colors(image):
-    """The colors in the middle of the left and the right half."""
+    """Returns the colors in the middle of the left and the right half."""
     assert image.mode == "RGB"
     width, height = image.size
     return [image.getpixel((x, height // 2)) for x in (width // 4, 3 * width // 4)]
@@ -177,7 +177,7 @@ def jpeg_bytes():
 
 
 def huge_png():
-    """A header that claims 60000×60000 pixels."""
+    """Returns a header that claims 60000×60000 pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
 

@@ -88,7 +88,7 @@ def test_microsoft_training_step(microsoft, tiny):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Hugging Face's CvT-13 and ours with the same random weights, loaded through a saved directory."""
+    """Returns Hugging Face's CvT-13, and ours with the same random weights by way of a saved directory."""
     from transformers import CvtConfig, CvtForImageClassification
 
     peer = CvtForImageClassification(CvtConfig(num_labels=1000)).eval()

@@ -1,27 +1,14 @@
 """The choice of backend, with made-up backends in place of those that later machines have."""
 
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends
 from cvt_kernels.backends import Implementation
-from tests.checks import not_built
-
-
-def add_marked_backend(backend, mark, operator="gelu", **conditions):
-    backends.register(operator, backend, Implementation(lambda x, **_: x + mark, **conditions))
-
-
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
+from tests.checks import add_marked_backend, run_python
 
 
 def test_auto_takes_the_first_backend_that_can_serve_and_records_why():
@@ -136,37 +123,3 @@ def test_compiled_code_follows_the_chosen_backend():
     assert torch.equal(compiled(x), 2 * (x + 10))
     long = torch.ones(6)
     assert torch.equal(compiled(long), 2 * ck.reference.gelu(long))
-
-
-def test_doctor_answers_every_operator_and_gives_every_reason():
-    add_marked_backend("native", 10.0, operator="gelu")
-    add_marked_backend("triton", 10.0, operator="attention", why_unavailable=lambda device_type: "no GPU")
-    lines = ck.doctor().splitlines()
-    header = lines.index(next(line for line in lines if line.startswith("operator")))
-    rows = (line.split() for line in lines[header + 1 : lines.index("", header)])
-    table = {operator: answers for operator, *answers in rows}
-    assert set(table) == set(backends.OPERATORS)
-    reasons = [line for line in lines if line.startswith("(")]
-    numbers = {reason.split(") ")[1]: reason.split()[0] for reason in reasons}
-    assert table["attention"][:2] == ["no", numbers["triton: no GPU"]]
-    assert table["layer_norm"][:2] == ["no", numbers["triton: not implemented in this version"]]
-    assert table["gelu"][2:] == ["yes", "yes", "native"][: len(table["gelu"]) - 2]
-    assert table["conv_projection"][-1] == ("reference" if not_built() else "native")
-    assert torch.__version__ in ck.doctor()
-
-
-def test_doctor_tells_what_was_passed_over():
-    assert "passed over" not in ck.doctor()
-    ck.gelu(torch.ones(2))
-    assert "gelu, triton: not implemented in this version" in ck.doctor().split("passed over")[1]
-
-
-def test_doctor_where_nothing_is_installed(monkeypatch):
-    monkeypatch.setattr(machine, "find_nvcc", lambda: None)
-    monkeypatch.setattr(machine, "_installed_version", lambda package: None)
-    machine.facts.cache_clear()
-    try:
-        facts = machine.facts()
-        assert (facts.triton, facts.nvcc) == ("not installed", "not found")
-    finally:
-        machine.facts.cache_clear()

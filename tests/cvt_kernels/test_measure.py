@@ -1,17 +1,15 @@
 """Tests of the clock, the memory and the ceilings."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from cvt_kernels import measure
+from tests.checks import run_python
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A wall clock that only what is measured moves on."""
+    """Replaces the wall clock by one that only what is measured moves on."""
 
     class Clock:
         now = 0.0
@@ -156,4 +154,4 @@ def test_both_ways_to_a_product_compute_it(monkeypatch):
 
 def test_nothing_is_measured_at_import():
     code = "import sys, cvt_kernels; sys.exit('cvt_kernels.measure' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_python(code).returncode == 0

@@ -43,7 +43,7 @@ def clone_buffers(conv):
 
 
 def modules(conv, channels):
-    """nn.Conv2d and nn.BatchNorm2d with copies of the tensors of ``conv``."""
+    """Returns nn.Conv2d and nn.BatchNorm2d with copies of the tensors of ``conv``."""
     k = conv.weight.shape[-1]
     settings = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     conv2d = nn.Conv2d(channels, channels, k, groups=channels, bias=False, **settings)
@@ -63,7 +63,7 @@ def modules(conv, channels):
 
 
 def tokens_to_image(x, grid):
-    """(B, C, H, W) without the class token, spelled out pixel by pixel."""
+    """Returns tokens as (B, C, H, W), without the class token, spelled out pixel by pixel."""
     height, width = grid
     image = x.new_empty(x.shape[0], x.shape[2], height, width)
     first = x.shape[1] - height * width
@@ -79,7 +79,7 @@ def image_to_tokens(image, class_token):
 
 
 def conv_by_taps(image, weight, stride, padding, dilation):
-    """Depthwise convolution as a sum over the taps."""
+    """Computes a depthwise convolution as a sum over the taps."""
     padded = F.pad(image, [padding] * 4)
     k = weight.shape[-1]
     height, width = ((n - dilation * (k - 1) - 1) // stride + 1 for n in padded.shape[2:])
@@ -117,19 +117,19 @@ def test_conv_projection_is_its_formula(k, stride, padding, dilation, class_toke
     y = conv_by_taps(tokens_to_image(x, grid), conv.weight, stride, padding, dilation)
     assert conv.output_grid(grid) == tuple(y.shape[2:])
 
-    def normalised(mean, var):
+    def normalized(mean, var):
         mean, var, gamma, beta = (t.view(1, -1, 1, 1) for t in (mean, var, conv.bn_weight, conv.bn_bias))
         return image_to_tokens((y - mean) / (var + eps).sqrt() * gamma + beta, x[:, :class_tokens])
 
     (out,) = reference.conv_projection(x, grid, [conv], training=False)
-    torch.testing.assert_close(out, normalised(conv.running_mean, conv.running_var), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, normalized(conv.running_mean, conv.running_var), rtol=0, atol=1e-12)
 
     trained = clone_buffers(conv)
     (out,) = reference.conv_projection(x, grid, [trained], training=True)
     count = y.numel() // channels
     mean = y.sum(dim=(0, 2, 3)) / count
     square = ((y - mean.view(1, -1, 1, 1)) ** 2).sum(dim=(0, 2, 3))
-    torch.testing.assert_close(out, normalised(mean, square / count), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, normalized(mean, square / count), rtol=0, atol=1e-12)
     expected_mean = (1 - momentum) * conv.running_mean + momentum * mean
     expected_var = (1 - momentum) * conv.running_var + momentum * square / (count - 1)
     torch.testing.assert_close(trained.running_mean, expected_mean, rtol=0, atol=1e-12)
@@ -341,7 +341,7 @@ def test_layer_norm_and_gelu_gradients(approximate):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_operator_keeps_the_dtype_and_its_accuracy(dtype):
-    """Each against another composition in the same dtype, and against that in float64."""
+    """Compares each with another composition in the same dtype and in float64."""
 
     def check(function, composition, *tensors):
         exact = composition(*(t.double() for t in tensors))

@@ -8,16 +8,15 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels.acceleration.matching import TABLE
+from tests.checks import python_blocks, run_blocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding="utf-8")
 
 
 def test_accelerate_page(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    blocks = python_blocks(PAGE)
     assert len(blocks) == 6
-    names: dict = {}
-    for block in blocks:
-        exec(block, names)
+    names = run_blocks(blocks)
     printed = capsys.readouterr().out
     assert "33 of 33 blocks fused" in printed
     assert "as accurate as it was" in printed

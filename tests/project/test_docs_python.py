@@ -1,6 +1,5 @@
 """The Python of the pages about the model and the operators runs as it stands."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,14 @@ import torch
 import cvt_kernels as ck
 from cvt import create_model, save_huggingface
 from cvt.factory import randomize
+from tests.checks import python_blocks, run_blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run_page(name):
-    """Runs the Python of a page, block after block, and returns the names that it leaves."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL)
-    names: dict = {}
-    for block in blocks:
-        exec(block, names)
-    return names
+    """Runs the Python of a page, and returns the names that it leaves."""
+    return run_blocks(python_blocks((DOCS / name).read_text(encoding="utf-8")))
 
 
 def test_model_page(tmp_path, monkeypatch, recwarn):

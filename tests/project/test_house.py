@@ -45,7 +45,7 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def imports_of(name):
-    """The modules of the project that a file imports, wherever in the file."""
+    """Yields the modules of the project that a file imports, wherever in the file."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -64,7 +64,7 @@ GRAPH = {name: set(imports_of(name)) - {name} for name in MODULES}
 
 
 def floor_of(name):
-    """Index into FLOORS of the innermost room that a module belongs to."""
+    """Returns the index into FLOORS of the innermost room of a module, and that room."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
         room = ".".join(parts[:size])
@@ -124,11 +124,12 @@ def test_public_names_exist_and_have_docstrings(package):
 
 def test_docstrings_begin_with_what_a_thing_is_or_does():
     vague = ("What", "Of", "Why", "As", "Whether", "That", "How", "Like")
-    found = []
-    for path in FILES:
+    vague += ("In", "For", "To", "With", "Before", "Within", "Where")
+    wrong = []
+    for path in (*FILES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 docstring = ast.get_docstring(node) or "-"
                 if docstring.split()[0] in vague:
-                    found.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
-    assert not found
+                    wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+    assert not wrong

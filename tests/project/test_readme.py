@@ -10,6 +10,7 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.commands import main
 from cvt.factory import randomize
+from tests.checks import python_blocks
 from tests.upstream import huggingface
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def test_python_blocks(tmp_path, monkeypatch, capsys):
     randomize(official)
     torch.save(official.state_dict(), "CvT-13-224x224-IN-1k.pth")
     names = {"model": huggingface(), "images": torch.randn(2, 3, 64, 96)}
-    accelerating, loading = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    accelerating, loading = python_blocks(README)
     exec(accelerating, names)
     out = capsys.readouterr().out
     assert "blocks fused\n" in out
@@ -43,6 +44,10 @@ def test_commands(command, capsys):
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)", README))))
 def test_make_targets(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_no_placeholder_is_left():
+    assert not re.findall(r"@[A-Z_]+@", README)
 
 
 def test_it_stays_short():

@@ -1,4 +1,4 @@
-"""The build of the extension by setup.py, its messages where it cannot build, and the extension's loading."""
+"""The build of the extension by setup.py, and its messages where it cannot build."""
 
 import os
 import re
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, toolkit
+from cvt_kernels import machine, toolkit
 from tests.checks import not_built
 
 ROOT = Path(__file__).parents[2]
@@ -152,18 +151,6 @@ def test_a_source_includes_headers_of_its_folder_and_of_common_only(setup):
         assert {f"csrc/{name}" for name in included} <= set(setup["headers_of"](source)), source
 
 
-@pytest.fixture
-def _reload(monkeypatch):
-    """Makes the test run as in a process that has not loaded the extension."""
-    caches = (machine.load_extension, backends._ask_why_unavailable, machine.facts)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    monkeypatch.undo()
-    for cache in caches:
-        cache.cache_clear()
-
-
 @pytest.mark.usefixtures("_reload")
 def test_nvcc_of_cuda_home_comes_before_that_of_the_path_and_pypi(tmp_path, monkeypatch):
     """The build and the library find the same one, which doctor names."""
@@ -177,73 +164,3 @@ def test_nvcc_of_cuda_home_comes_before_that_of_the_path_and_pypi(tmp_path, monk
         assert toolkit.find_nvcc() == str(folder / "bin/nvcc")
         machine.facts.cache_clear()
         assert machine.facts().nvcc == f"{version} ({folder / 'bin/nvcc'})"
-
-
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-
-
-@needs_extension
-def test_the_facts_of_the_build():
-    facts = machine.load_extension()
-    assert facts.version == ck.__version__
-    assert facts.compiler
-    assert bool(facts.cuda) == bool(facts.architectures)
-    assert ("no CUDA" in machine.facts().native) == (not facts.cuda)
-
-
-@needs_extension
-@pytest.mark.usefixtures("_reload")
-def test_an_extension_that_does_not_load_says_why(monkeypatch):
-    actual = machine.importlib.import_module
-
-    def import_module(name):
-        if name == "cvt_kernels._C":
-            raise ImportError(f"{name}: undefined symbol: aoti_torch_x")
-        return actual(name)
-
-    monkeypatch.setattr(machine.importlib, "import_module", import_module)
-    x = torch.ones(3)
-    with pytest.raises(
-        machine.ExtensionError, match=r"does not load; build it again.*undefined symbol: aoti"
-    ):
-        ck.bias_gelu(x, x)
-    with ck.use_backend("reference"):
-        ck.bias_gelu(x, x)
-    report = ck.doctor()
-    assert "undefined symbol: aoti_torch_x" in report
-    assert "native: the extension does not load, see above" in report
-
-
-@pytest.mark.usefixtures("_reload")
-def test_the_reason_where_the_extension_is_not_built(monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    ck.bias_gelu(torch.ones(3), torch.ones(3))
-    reason = ck.fallbacks()["bias_gelu", "native"]
-    assert "not part of this installation" in reason
-    assert "no C++ compiler 'no-such-compiler' here" in reason
-    assert "native   not built" in ck.doctor()
-
-
-@pytest.mark.parametrize(
-    ("built_with", "architectures", "capability", "driver", "reason"),
-    [
-        ("13.0", ("sm_80", "sm_90"), (8, 6), 13, None),
-        ("13.0", ("sm_80", "compute_90"), (12, 0), 13, None),
-        ("", (), (9, 0), 13, "no CUDA toolkit"),
-        ("13.0", ("sm_90",), (8, 0), 13, "built for sm_90, which a GPU cannot run"),
-        ("13.0", ("sm_90a",), (10, 0), 13, "built for sm_90a"),
-        ("13.0", ("sm_86",), (8, 0), 13, "built for sm_86"),
-        ("13.0", ("sm_90",), (9, 0), 0, "there is no NVIDIA driver"),
-        ("13.0", ("sm_90",), (9, 0), 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
-    ],
-)
-def test_gpus_that_the_extension_was_not_built_for(
-    monkeypatch, built_with, architectures, capability, driver, reason
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
-    got = machine._why_cuda_unavailable(built_with, architectures)
-    assert got is None if reason is None else reason in got

@@ -10,7 +10,7 @@ from cvt.images import sample_photos
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """An official-looking CvT-13 checkpoint of 12 classes, and the model."""
+    """Writes an official-looking CvT-13 checkpoint of 12 classes; returns its path and the model."""
     model = create_model("cvt_13", num_classes=12).eval()
     randomize(model)
     path = tmp_path_factory.mktemp("weights") / "CvT-13.pth"

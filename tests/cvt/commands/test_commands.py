@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.checks import run_python
+
 
 def test_installed_command():
     script = Path(sys.executable).parent / "cvt"
@@ -15,7 +17,8 @@ def test_installed_command():
 
 def test_help_waits_for_no_package_that_only_some_commands_need():
     code = "import sys; from cvt.commands import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_python(code)
+    result.check_returncode()
     *usage, modules = result.stdout.splitlines()
     for command in ("classify", "evaluate", "explain", "export", "train", "doctor", "bench", "compile"):
         assert any(line.startswith(f"    {command} ") for line in usage)

@@ -54,7 +54,7 @@ def assert_flawless(rows):
 
 
 def assert_documented(rows):
-    """No row takes more than docs/kernels.md says."""
+    """Fails if a row takes more than docs/kernels.md says."""
     text = DOCS.read_text(encoding="utf-8")
     if f"Triton {triton.__version__}" not in text:
         pytest.skip("docs/kernels.md is of another version of Triton")
@@ -121,8 +121,8 @@ def test_attention(compile_ahead, arch, dtype):
     ]
     tensor_cores = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[arch]
     for row in rows:
-        found = any(name.startswith(tensor_cores) for name in row["resources"]["tensor_cores"])
-        assert found == (dtype != "float32"), row
+        uses = any(name.startswith(tensor_cores) for name in row["resources"]["tensor_cores"])
+        assert uses == (dtype != "float32"), row
         assert 16 in accesses(row, "loads"), row
     assert_documented(rows)
 
@@ -145,8 +145,8 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
         "float32": [(1, 16), *((4, n) for n in (2, 4, 6, 8))],
     }
     for dtype, expected in layouts.items():
-        found = [row for row in rows if row["kernel"] == "layer_norm" and row["dtypes"] == [dtype]]
-        assert sorted(tuple(row["cases"][0].values()) for row in found) == sorted(
+        layer_norms = [row for row in rows if row["kernel"] == "layer_norm" and row["dtypes"] == [dtype]]
+        assert sorted(tuple(row["cases"][0].values()) for row in layer_norms) == sorted(
             (activation, *layout) for activation in activations for layout in expected
         )
     for row in rows:
@@ -155,7 +155,7 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
 
 
 def test_cuda_kernels_by_nvcc(compile_ahead):
-    """For a GPU that the extension was not built for."""
+    """Compiles for a GPU that the extension was not built for."""
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc")
     out, rows = compile_ahead(

@@ -51,7 +51,7 @@ def test_report_and_json():
 
 @pytest.fixture
 def trained(tmp_path):
-    """A checkpoint as ``cvt train`` writes it, of a model for scikit-learn's digits, and the model."""
+    """Writes a checkpoint as ``cvt train`` does, of a model for digits; returns its path and the model."""
     model = create_model(MODELS["cvt_nano"], num_classes=10).eval()
     randomize(model)
     card = ModelCard(model.config, [str(i) for i in range(10)], 16, 1.0)

@@ -21,7 +21,7 @@ SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2)
 
 @pytest.fixture
 def trained(tmp_path):
-    """A checkpoint as ``cvt train`` writes it, and the model."""
+    """Writes a checkpoint as ``cvt train`` does; returns its path and the model."""
     model = create_model(SMALL).eval()
     randomize(model)
     card = ModelCard(model.config, [f"thing {i}" for i in range(10)], 64)

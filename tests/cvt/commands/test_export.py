@@ -71,7 +71,7 @@ def test_onnx(model, tmp_path):
 
 @pytest.fixture
 def trained(model, tmp_path):
-    """A checkpoint as ``cvt train`` writes it."""
+    """Writes a checkpoint as ``cvt train`` does; returns its path."""
     card = ModelCard(model.config, list("abcde"), 32)
     torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, tmp_path / "small.pth")
     return str(tmp_path / "small.pth")

@@ -25,7 +25,7 @@ def run(capsys, *arguments):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Directory of a short run of ``cvt train --data digits``."""
+    """Returns the directory of a short run of ``cvt train --data digits``."""
     output = tmp_path_factory.mktemp("digits")
     options = ("--epochs", "4", "--batch-size", "32", "--lr", "6e-3", "--warmup-epochs", "0.5")
     assert main(["train", "--data", "digits", "--output", str(output), "--device", "cpu", *options]) == 0

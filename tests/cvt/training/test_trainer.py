@@ -221,7 +221,7 @@ EVERYTHING = {"mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.5, "ema_decay": 0
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Directory of a run of three epochs with everything random."""
+    """Returns the directory of a run of three epochs with everything random."""
     output = tmp_path_factory.mktemp("uninterrupted")
     trainer(output, **EVERYTHING).fit()
     return output

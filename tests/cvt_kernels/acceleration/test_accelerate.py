@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -273,22 +274,42 @@ def test_hooks_on_blocks_fire(make):
     assert all(row.fused for row in ck.coverage(fused))
 
 
+class Place(NamedTuple):
+    """A module's place in a model: its parent and its name there."""
+
+    parent: nn.Module
+    name: str
+
+    @property
+    def module(self):
+        return getattr(self.parent, self.name)
+
+    def replace(self, module):
+        setattr(self.parent, self.name, module)
+
+
+class Inner(NamedTuple):
+    """Modules of one block that its fused forward and those of its attention and MLP do not call."""
+
+    projection: nn.Module
+    conv: Place
+    bn: Place
+    norm: Place
+    act: Place
+
+
 def inner(model):
-    """Returns modules that the fused forwards of one attention, its MLP and its block do not call."""
     if hasattr(model, "cvt"):
         layer = model.cvt.encoder.stages[1].layers[0]
         projection = layer.attention.attention.convolution_projection_key.convolution_projection
-        return (
-            projection,
-            "convolution",
-            "normalization",
-            layer,
-            "layernorm_after",
-            layer.intermediate,
-            "activation",
-        )
-    block = model.stage1.blocks[0]
-    return block.attn.conv_proj_k, "conv", "bn", block, "norm2", block.mlp, "act"
+        names = "convolution", "normalization"
+        norm, act = Place(layer, "layernorm_after"), Place(layer.intermediate, "activation")
+    else:
+        block = model.stage1.blocks[0]
+        projection, names = block.attn.conv_proj_k, ("conv", "bn")
+        norm, act = Place(block, "norm2"), Place(block.mlp, "act")
+    conv, bn = (Place(projection, name) for name in names)
+    return Inner(projection, conv, bn, norm, act)
 
 
 class Doubling(nn.Module):
@@ -297,63 +318,50 @@ class Doubling(nn.Module):
 
 
 def hook_inner(model, calls, place):
-    parent, conv, bn, block, norm, mlp, act = inner(model)
-    module = {
-        "conv": getattr(parent, conv),
-        "bn": getattr(parent, bn),
-        "norm": getattr(block, norm),
-        "act": getattr(mlp, act),
-        "parent": parent,
-    }[place]
+    chosen = getattr(inner(model), place)
+    module = chosen.module if isinstance(chosen, Place) else chosen
     module.register_forward_hook(lambda m, args, out: calls.append(place) or 1.5 * out)
 
 
 def prehook(model, calls):
-    parent, conv, *_ = inner(model)
-    getattr(parent, conv).register_forward_pre_hook(lambda m, args: calls.append(1) or (args[0] + 1,))
+    inner(model).conv.module.register_forward_pre_hook(lambda m, args: calls.append(1) or (args[0] + 1,))
 
 
 def backward_hook(model, calls):
-    parent, _, bn, *_ = inner(model)
-    getattr(parent, bn).register_full_backward_hook(lambda m, grad_in, grad_out: calls.append(1))
+    inner(model).bn.module.register_full_backward_hook(lambda m, grad_in, grad_out: calls.append(1))
 
 
 def parametrization(model, calls):
-    parent, conv, *_ = inner(model)
-    parametrize.register_parametrization(getattr(parent, conv), "weight", Doubling())
+    parametrize.register_parametrization(inner(model).conv.module, "weight", Doubling())
     calls.append(1)
 
 
 def replace_convolution(model, calls):
-    parent, name, *_ = inner(model)
-    old = getattr(parent, name)
+    conv = inner(model).conv
+    old = conv.module
     new = nn.Conv2d(old.in_channels, old.in_channels, 3, 2, 1, groups=old.groups, bias=True)
     randomize(new)
-    setattr(parent, name, new)
+    conv.replace(new)
     calls.append(1)
 
 
 def replace_batch_norm(model, calls):
-    parent, _, name, *_ = inner(model)
-    setattr(parent, name, Doubling())
+    inner(model).bn.replace(Doubling())
     calls.append(1)
 
 
 def replace_norm(model, calls):
-    *_, block, name, _, _ = inner(model)
-    setattr(block, name, Doubling())
+    inner(model).norm.replace(Doubling())
     calls.append(1)
 
 
 def replace_activation(model, calls):
-    *_, mlp, name = inner(model)
-    setattr(mlp, name, nn.SiLU())
+    inner(model).act.replace(nn.SiLU())
     calls.append(1)
 
 
 def own_forward(model, calls):
-    parent, _, name, *_ = inner(model)
-    module = getattr(parent, name)
+    module = inner(model).bn.module
     original = module.forward
     module.forward = lambda x: calls.append(1) or 3 * original(x)
 
@@ -363,7 +371,7 @@ CHANGES = [
     (lambda model, calls: hook_inner(model, calls, "bn"), "has forward hooks"),
     (lambda model, calls: hook_inner(model, calls, "norm"), "has forward hooks"),
     (lambda model, calls: hook_inner(model, calls, "act"), "has forward hooks"),
-    (lambda model, calls: hook_inner(model, calls, "parent"), "has forward hooks"),
+    (lambda model, calls: hook_inner(model, calls, "projection"), "has forward hooks"),
     (prehook, "has forward hooks"),
     (backward_hook, "has backward hooks"),
     (parametrization, "is a ParametrizedConv2d, expected Conv2d"),
@@ -561,7 +569,7 @@ def test_not_a_module(function):
 
 
 class Attention(nn.Module):
-    """The attention of most transformers, which has the same name."""
+    """An attention as in most transformers, which has the same name."""
 
     def __init__(self):
         super().__init__()

@@ -220,7 +220,7 @@ def _share(x, rank):
 
 
 def _assert_joined(own, model, x, rank, reduce):
-    """A step of two processes with their shares equals the upstream model's with the joined batch."""
+    """Compares a step of two processes, each with its share, with the upstream's on the joined batch."""
     out = logits(model(_share(x, rank)))
     out.sin().sum().backward()
     expected = step(own, x)
@@ -238,7 +238,7 @@ def _without_batch_statistics(model):
 
 
 def _ddp_step(rank, make):
-    """BatchNorm is frozen, since each process has statistics of its own; wrapped before and after."""
+    """Wraps before and after; BatchNorm is frozen, since each process has statistics of its own."""
     own = _without_batch_statistics(make().train())
     before = DistributedDataParallel(ck.accelerate(copy.deepcopy(own)))
     after = ck.accelerate(DistributedDataParallel(copy.deepcopy(own)))
@@ -249,7 +249,7 @@ def _ddp_step(rank, make):
 
 
 def _synchronized_batch_norm_step(rank, make):
-    """No DistributedDataParallel here: like nn.SyncBatchNorm itself, it has it on GPUs only."""
+    """Does without DistributedDataParallel, which takes nn.SyncBatchNorm on GPUs only."""
 
     def total(gradient):
         dist.all_reduce(gradient)
@@ -315,7 +315,7 @@ def test_two_processes(tmp_path):
 @pytest.mark.parametrize("size", [(2, 224, 224), (2, 160, 256), (1, 224, 224)], ids=str)
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_gpu_evaluation_and_training(make, size, monkeypatch):
-    """The same as on the CPU, dropout and drop path included."""
+    """Fused models compute on a GPU what they do on a CPU, dropout and drop path included."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     own, fused = pair(make, "train", **RANDOM)

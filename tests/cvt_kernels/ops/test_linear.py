@@ -1,5 +1,7 @@
 """The linear layer's primitives, and when which is taken."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -24,14 +26,32 @@ def _fresh(monkeypatch):
     primitives._choose.cache_clear()
 
 
-def take(monkeypatch, name):
-    """Makes every dtype that can take a primitive take it; returns the calls of it."""
-    monkeypatch.setenv("CVT_KERNELS_LINEAR", name)
-    calls, original = [], primitives._PRIMITIVES[name]
-    monkeypatch.setitem(
-        primitives._PRIMITIVES, name, lambda *given: (calls.append(given), original(*given))[1]
-    )
-    return calls
+@pytest.fixture
+def take(monkeypatch):
+    """Returns a function that lets every dtype take a primitive if it can, and lists its calls."""
+
+    def take(name):
+        monkeypatch.setenv("CVT_KERNELS_LINEAR", name)
+        return stack.enter_context(counted_calls(name))
+
+    with contextlib.ExitStack() as stack:
+        yield take
+
+
+@contextlib.contextmanager
+def counted_calls(*names):
+    """Lists the names of the primitives of ``names`` as they are called."""
+    calls = []
+
+    def counted(name, primitive):
+        def call(*given):
+            calls.append(name)
+            return primitive(*given)
+
+        return call if name in names else primitive
+
+    with primitives.replaced(counted):
+        yield calls
 
 
 def make(shape, outputs, dtype=torch.float32):
@@ -41,20 +61,20 @@ def make(shape, outputs, dtype=torch.float32):
 
 @pytest.mark.parametrize(("name", "dtype"), WAYS, ids=str)
 @pytest.mark.parametrize("shape", [(2, 50, 64), (2500, 33), (7,), (3, 1, 2, 5), (1, 1)], ids=str)
-def test_accuracy(monkeypatch, name, dtype, shape):
-    calls = take(monkeypatch, name)
+def test_accuracy(take, name, dtype, shape):
+    calls = take(name)
     x, weight, bias = make(shape, 24, dtype)
     for given in (bias, None):
-        found = ck.linear(x, weight, given)
+        out = ck.linear(x, weight, given)
         exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
-        assert found.is_contiguous()
-        assert_accurate(found, F.linear(x, weight, given), exact)
+        assert out.is_contiguous()
+        assert_accurate(out, F.linear(x, weight, given), exact)
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize(("name", "dtype"), WAYS, ids=str)
-def test_strided_x(monkeypatch, name, dtype):
-    take(monkeypatch, name)
+def test_strided_x(take, name, dtype):
+    take(name)
     x, weight, bias = make((4, 6, 8), 5, dtype)
     expected = F.linear(x.double(), weight.double(), bias.double())
     for strided in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.cat([x, x], 2)[..., :8]):
@@ -64,8 +84,8 @@ def test_strided_x(monkeypatch, name, dtype):
         )
 
 
-def test_where_there_is_no_choice(monkeypatch):
-    calls = take(monkeypatch, "convolution")
+def test_where_there_is_no_choice(take):
+    calls = take("convolution")
     x, weight, bias = make((3, 8), 5)
     with torch.no_grad():
         ck.linear(x, weight.requires_grad_(), bias)
@@ -89,19 +109,19 @@ def test_where_there_is_no_choice(monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_subclass_of_tensor_computes_itself(monkeypatch):
-    calls = take(monkeypatch, "convolution")
+def test_a_subclass_of_tensor_computes_itself(take):
+    calls = take("convolution")
 
-    class Quantised(torch.Tensor):
+    class Quantized(torch.Tensor):
         pass
 
     x, weight, bias = make((3, 8), 5)
-    assert isinstance(ck.linear(x, weight.as_subclass(Quantised), bias), Quantised)
+    assert isinstance(ck.linear(x, weight.as_subclass(Quantized), bias), Quantized)
     assert not calls
 
 
-def test_errors_are_those_of_pytorch(monkeypatch):
-    take(monkeypatch, "convolution")
+def test_errors_are_those_of_pytorch(take):
+    take("convolution")
     x, weight, bias = make((3, 8), 5)
     for given in ((x, weight[:, :7], bias), (x, weight, bias[:4]), (x, weight.half(), bias)):
         with pytest.raises(RuntimeError) as theirs:
@@ -136,20 +156,11 @@ def test_measuring_leaves_the_random_state_alone():
 
 
 def test_primitives_are_replaced_for_a_while():
-    calls = []
-
-    def counted(name, primitive):
-        def call(*given):
-            calls.append(name)
-            return primitive(*given)
-
-        return call
-
     before = dict(primitives._PRIMITIVES)
     x, weight, bias = make((3, 8), 5)
     chosen = ck.linear_primitives()[torch.float32]  # measured before anything is counted
     expected = ck.linear(x, weight, bias)
-    with primitives.replaced(counted):
+    with counted_calls(*before) as calls:
         torch.testing.assert_close(ck.linear(x, weight, bias), expected)
         assert calls == [chosen]
     ck.linear(x, weight, bias)
@@ -167,15 +178,15 @@ def test_override(monkeypatch):
 
 
 class Adapted(nn.Linear):
-    """As low-rank adapters do."""
+    """A linear layer whose own forward adds something, like that of a low-rank adapter."""
 
     def forward(self, x):
         return super().forward(x) + 1
 
 
-def test_accelerated_linear_layers(monkeypatch):
+def test_accelerated_linear_layers(take):
     """A plain one takes the primitive; one that is watched or something else is called as it is."""
-    calls = take(monkeypatch, "convolution")
+    calls = take("convolution")
     model = huggingface().eval()
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""Tests the Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+"""The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import contextlib
+import copy
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +15,11 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt.commands.compile import launches as aot
+from cvt.commands.compile import launches
 from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_projection.triton import autograd, common
 from tests.checks import assert_accurate
-from tests.cvt_kernels.test_reference import clone_buffers, random_conv
+from tests.cvt_kernels.test_reference import clone_buffers, modules, random_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
@@ -82,7 +84,7 @@ def assert_backends_agree(x, grid, convs, training):
 
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
-@pytest.mark.parametrize("stage", aot.stages("cvt_13"), ids=str)
+@pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens = stage
     x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
@@ -185,12 +187,48 @@ def test_equal_bits_over_five_runs():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_beside_float32_batch_norm(dtype):
-    x, convs = make(2, (4, 4), 8, 1, dtype=torch.float32)
-    convs = [conv._replace(weight=conv.weight.to(dtype)) for conv in convs]
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x.to(dtype), (4, 4), convs, training=True)
+    x, convs = make(2, (6, 6), 8, 1, dtype=torch.float32)
+    pairs = [modules(conv, 8).to(DEVICE) for conv in convs]
+    for conv2d, _ in pairs:
+        conv2d.to(dtype)
+    outs = assert_trains_as_modules(x.to(dtype), (6, 6), pairs)
     assert all(out.dtype == dtype for out in outs)
-    assert all(conv.running_mean.dtype == torch.float32 for conv in convs)
+
+
+def assert_trains_as_modules(x, grid, theirs, autocast=contextlib.nullcontext):
+    """Compares a training step with that of pairs of nn.Conv2d and nn.BatchNorm2d; returns our outputs."""
+    ours, exact = copy.deepcopy(theirs), [copy.deepcopy(pair).double() for pair in theirs]
+
+    def by_kernels(x, pairs):
+        branches = [ck.ConvBatchNorm.from_modules(*pair) for pair in pairs]
+        with autocast(), ck.use_backend("triton"):
+            return list(ck.conv_projection(x, grid, branches, training=True))
+
+    def by_modules(x, pairs):
+        class_tokens, pixels = x.split([x.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
+        image = pixels.transpose(1, 2).unflatten(2, grid)
+        with autocast() if x.dtype != torch.float64 else contextlib.nullcontext():
+            outs = [pair(image).flatten(2).transpose(1, 2) for pair in pairs]
+        return [torch.cat([class_tokens.to(out.dtype), out], dim=1) for out in outs]
+
+    def step(function, x, pairs):
+        x = x.detach().requires_grad_()
+        outs = function(x, pairs)
+        patterns = [
+            torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
+            for out in outs
+        ]
+        gradients = torch.autograd.grad(
+            outs, [x, *(p for pair in pairs for p in pair.parameters())], patterns
+        )
+        statistics = [t for _, bn in pairs for t in (bn.running_mean, bn.running_var)]
+        return [out.detach() for out in outs], gradients, statistics
+
+    results = step(by_kernels, x, ours), step(by_modules, x, theirs), step(by_modules, x.double(), exact)
+    for factor, kind in zip((2, 3, 2), zip(*results, strict=True), strict=True):
+        for tensors in zip(*kind, strict=True):
+            assert_accurate(*tensors, factor=factor, floor=4)
+    return results[0][0]
 
 
 def test_a_huge_mean_beside_a_small_deviation():
@@ -285,17 +323,17 @@ def test_double_backward_raises():
         dx.sum().backward()
 
 
-def test_the_kernels_do_the_work(monkeypatch):
+def test_the_kernels_do_the_work():
     """One training step launches each of them: the tests above would pass with a silent reference too."""
     launched = []
 
-    def launch(kernel, *args, original=machine.launch, **kwargs):
-        launched.append(name_of(kernel))
-        original(kernel, *args, **kwargs)
+    def take(launch):
+        launched.append(name_of(launch.kernel))
+        launch.start()
 
-    monkeypatch.setattr(machine, "launch", launch)
     x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
-    run("triton", x, (3, 3), convs, True)
+    with machine.intercepted_launches(take):
+        run("triton", x, (3, 3), convs, True)
     assert launched == [
         "stats",
         "merge_stats",
@@ -343,13 +381,13 @@ def share(size, part, parts):
 @pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
 def test_bytes_per_launch(model, size, chip):
     """Evaluation reads x and writes the outputs once, 2.5 units; training reads x once more, 3.5 units."""
-    for stage in aot.stages(model, size):
+    for stage in launches.stages(model, size):
         (height, width), channels, _ = stage
-        launches = {
+        planned = {
             name_of(launch.kernel): launch
-            for launch in aot.conv_projection_launches(stage, torch.bfloat16, chip)
+            for launch in launches.conv_projection_launches(stage, torch.bfloat16, chip)
         }
-        fwd, stats = launches["fwd"], launches["stats"]
+        fwd, stats = planned["fwd"], planned["stats"]
         loaded, stored = count_pixels(fwd)
         assert stored == 1.5 * height * width
         assert loaded + stored <= 1.15 * 2.5 * height * width
@@ -384,8 +422,8 @@ def test_a_configuration_can_be_overridden_for_a_while():
     with common.overridden("stats", first):
         with common.overridden("stats", second):
             assert common.configuration("stats", 80) == second
-        found = {name: common.configuration(name, 90) for name in shipped}
-        assert found == shipped | {"stats": first}
+        current = {name: common.configuration(name, 90) for name in shipped}
+        assert current == shipped | {"stats": first}
     assert {name: common.configuration(name, 90) for name in shipped} == shipped
     message = "kernel: got 'forward', expected one of fwd, stats,"
     with pytest.raises(ValueError, match=message), common.overridden("forward", first):
@@ -465,13 +503,12 @@ def test_registered_operators_pass_opcheck():
 
 
 def test_autocast_computes_in_its_dtype():
-    x, convs = make(2, (4, 4), 8, 0, dtype=torch.float32)
-    x.requires_grad_()
-    with torch.autocast(DEVICE, torch.bfloat16), ck.use_backend("triton"):
-        outs = ck.conv_projection(x, (4, 4), convs, training=True)
+    """Compares on numbers that bfloat16 holds, so that float64 is exact."""
+    x, convs = make(2, (6, 6), 8, 0, dtype=torch.float32)
+    pairs = [modules(conv._replace(weight=conv.weight.bfloat16().float()), 8).to(DEVICE) for conv in convs]
+    autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
+    outs = assert_trains_as_modules(x.bfloat16().float(), (6, 6), pairs, autocast)
     assert all(out.dtype == torch.bfloat16 for out in outs)
-    sum(out.float().sum() for out in outs).backward()
-    assert x.grad.dtype == torch.float32
 
 
 def test_batch_norm_modules_agree():

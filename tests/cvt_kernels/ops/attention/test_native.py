@@ -1,19 +1,24 @@
 """The CPU kernels of attention against the reference."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
-from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+from tests.checks import (
+    assert_accurate,
+    compiler,
+    instruction_sets_here,
+    not_built,
+    recorded_operators,
+    run_on_instruction_set,
+    run_python,
+    run_sanitized,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: Queries, keys and heads of CvT-13's stages at 224×224, and of its first at 384×384.
@@ -29,7 +34,7 @@ def _native():
 
 
 def make(batch, queries, keys, heads, dim, dtype=torch.float64):
-    """Q, k and v as linear layers leave them."""
+    """Returns q, k and v, laid out as linear layers leave them."""
     return [torch.randn(batch, n, heads, dim, dtype=torch.float64).to(dtype) for n in (queries, keys, keys)]
 
 
@@ -68,15 +73,15 @@ def test_sharp_and_flat_softmax(factor):
 def test_any_shape_and_strides(batch, queries, keys, heads, dim, dtype, layout):
     tensors = make(batch, queries, keys, heads, dim, dtype)
     laid_out = [lay_out(t, layout) for t in tensors]
-    found = ck.attention(*laid_out)
-    assert found.is_contiguous()
+    out = ck.attention(*laid_out)
+    assert out.is_contiguous()
     expected = reference.attention(*(t.double() for t in tensors))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 16 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
 
 
 def lay_out(t, layout):
-    """The same numbers with other strides."""
+    """Returns the same numbers with other strides."""
     if layout == "packed":  # one of three that a wider linear layer gave
         return torch.stack([t, t, t], dim=2)[:, :, 1]
     if layout == "heads first":
@@ -147,15 +152,8 @@ def test_auto_takes_it():
 
 def test_the_extension_does_the_work():
     """The tests above would pass with a silent reference too."""
-    called = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     tensors = make(1, 5, 4, 1, 8, torch.float32)
-    with Record():
+    with recorded_operators() as called:
         ck.attention(*tensors)
     assert called == ["cvt_kernels.attention_inference.default"]
 
@@ -191,7 +189,6 @@ def test_opcheck_and_compile():
     assert torch.equal(compiled(*tensors), ck.attention(*tensors))
 
 
-# A child process, since the choice is made once.
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 tensors = [torch.randn(2, n, 3, 20) for n in (31, 300, 300)]
@@ -207,12 +204,7 @@ with ck.use_backend("native"):
 
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    if name != "plain" and name not in instruction_sets_here():
-        pytest.skip(f"this CPU has no {name}")
-    environment = {**os.environ, "CVT_KERNELS_CPU": name}
-    command = [sys.executable, "-c", INSTRUCTION_SETS]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
 WIDE = "-DKERNELS_VECTOR_BYTES=64"  # the loops of AVX-512, without its instructions
@@ -230,6 +222,5 @@ def test_triton_and_the_extension_register_side_by_side():
     code = "import cvt_kernels.{}, cvt_kernels.{}"
     modules = ("ops.attention.triton", "ops.attention.native")
     for first, second in (modules, modules[::-1]):
-        command = [sys.executable, "-c", code.format(first, second)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = run_python(code.format(first, second))
         assert result.returncode == 0, result.stderr

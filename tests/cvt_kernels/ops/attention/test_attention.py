@@ -1,4 +1,4 @@
-"""The public functions: what they accept and what they refuse, on whatever backend serves them."""
+"""attention and attention_map: what they accept and what they refuse, on whatever backend serves them."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_a_backend_gets_the_arguments_as_they_are():
 
 
 def by_hand(q, k, v, scale, *, bias=0.0, dropout=lambda p: p):
-    """The formula, head by head."""
+    """Computes the formula, head by head."""
     outs = []
     for h in range(q.shape[2]):
         scores = (q[:, :, h] @ k[:, :, h].transpose(1, 2)) * scale
@@ -100,11 +100,11 @@ def test_map_agrees_with_the_whole_matrix():
     q, k, bias = make(9, dtype=torch.float64), make(4, dtype=torch.float64), torch.randn(3, 1, 4).double()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 + bias
     whole = scores.softmax(-1)
-    found = ck.attention_map(q, k, rows=[0, 5, -1], scale=0.3, bias=bias)
-    torch.testing.assert_close(found.probabilities, whole[:, :, [0, 5, 8]])
+    result = ck.attention_map(q, k, rows=[0, 5, -1], scale=0.3, bias=bias)
+    torch.testing.assert_close(result.probabilities, whole[:, :, [0, 5, 8]])
     entropy = torch.distributions.Categorical(whole[:, :, [0, 5, 8]]).entropy()
-    torch.testing.assert_close(found.entropy, entropy)
-    assert found.distance is None
+    torch.testing.assert_close(result.entropy, entropy)
+    assert result.distance is None
     default = ck.attention_map(q, k).probabilities
     torch.testing.assert_close(
         default, torch.einsum("bhd,bkhd->bhk", q[:, 0], k).mul(8**-0.5).softmax(-1)[:, :, None]
@@ -119,9 +119,9 @@ def test_map_reproduces_the_output_of_attention():
 
 def test_map_of_equal_keys():
     q, k = make(4), torch.zeros(2, 4, 3, 8)
-    found = ck.attention_map(q, k, rows=(0, 3), grid=(2, 2))
-    torch.testing.assert_close(found.entropy, torch.full((2, 3, 2), math.log(4)))
-    torch.testing.assert_close(found.distance, torch.full((2, 3, 2), (0 + 1 + 1 + math.sqrt(2)) / 4))
+    result = ck.attention_map(q, k, rows=(0, 3), grid=(2, 2))
+    torch.testing.assert_close(result.entropy, torch.full((2, 3, 2), math.log(4)))
+    torch.testing.assert_close(result.distance, torch.full((2, 3, 2), (0 + 1 + 1 + math.sqrt(2)) / 4))
 
 
 def attend_to(key, tokens, *, queries):
@@ -134,9 +134,9 @@ def attend_to(key, tokens, *, queries):
 def test_distance_from_a_finer_grid():
     """4×6 queries over 2×3 keys: key (1, 2), at query (2, 4), seen from query (3, 1)."""
     q, k = attend_to(5, 6, queries=24)
-    found = ck.attention_map(q, k, rows=3 * 6 + 1, grid=(2, 3))
-    assert found.distance.item() == pytest.approx(math.hypot(3 / 2 - 1, 1 / 2 - 2))
-    assert found.entropy.item() == pytest.approx(0)
+    result = ck.attention_map(q, k, rows=3 * 6 + 1, grid=(2, 3))
+    assert result.distance.item() == pytest.approx(math.hypot(3 / 2 - 1, 1 / 2 - 2))
+    assert result.entropy.item() == pytest.approx(0)
     odd = ck.attention_map(*attend_to(3, 4, queries=9), rows=8, grid=(2, 2), query_grid=(3, 3))
     assert odd.distance.item() == 0  # key (1, 1) lies at query (2, 2)
 
@@ -145,19 +145,19 @@ def test_class_token_has_no_place():
     """Among 1 + 2×2 keys and 1 + 4×4 queries."""
     q, k = attend_to(0, 5, queries=17)
     k[:, 4] = 1  # half of the probability each to the class token and to key (1, 1)
-    found = ck.attention_map(q, k, rows=(0, 1), grid=(2, 2))
-    torch.testing.assert_close(found.probabilities[0, 0, 0], torch.tensor([0.5, 0, 0, 0, 0.5]))
-    assert found.distance[0, 0, 0].isnan()
-    assert found.distance[0, 0, 1].item() == pytest.approx(math.sqrt(2))
+    result = ck.attention_map(q, k, rows=(0, 1), grid=(2, 2))
+    torch.testing.assert_close(result.probabilities[0, 0, 0], torch.tensor([0.5, 0, 0, 0, 0.5]))
+    assert result.distance[0, 0, 0].isnan()
+    assert result.distance[0, 0, 1].item() == pytest.approx(math.sqrt(2))
 
 
 def test_map_of_an_excluded_row():
     bias = torch.zeros(9, 4)
     bias[0] = -torch.inf
-    found = ck.attention_map(make(9), make(4), rows=(0, 1), bias=bias)
-    assert not found.probabilities[:, :, 0].any()
-    assert not found.entropy[:, :, 0].any()
-    torch.testing.assert_close(found.probabilities[:, :, 1].sum(-1), torch.ones(2, 3))
+    result = ck.attention_map(make(9), make(4), rows=(0, 1), bias=bias)
+    assert not result.probabilities[:, :, 0].any()
+    assert not result.entropy[:, :, 0].any()
+    torch.testing.assert_close(result.probabilities[:, :, 1].sum(-1), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -165,10 +165,10 @@ def test_map_is_computed_in_float32(dtype):
     q, k = make(9, dtype=dtype), make(4, dtype=dtype)
     expected = ck.attention_map(q.double(), k.double(), rows=(0, 1))
     with torch.autocast("cpu", torch.bfloat16):
-        found = ck.attention_map(q.requires_grad_(), k, rows=(0, 1))
-    assert found.probabilities.dtype == found.entropy.dtype == torch.float32
-    assert not found.probabilities.requires_grad
-    torch.testing.assert_close(found.probabilities.double(), expected.probabilities, rtol=1e-6, atol=1e-6)
+        result = ck.attention_map(q.requires_grad_(), k, rows=(0, 1))
+    assert result.probabilities.dtype == result.entropy.dtype == torch.float32
+    assert not result.probabilities.requires_grad
+    torch.testing.assert_close(result.probabilities.double(), expected.probabilities, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The Triton kernels, on the GPU where there is one, else in Triton's interpreter on CPU tensors."""
+"""The Triton kernels of attention, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -19,13 +20,13 @@ HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def make(queries, keys, heads=2, dim=16, *, batch=2, bias=None, dtype=torch.float64):
-    """[q, k, v] or [q, k, v, bias], the latter of the shape ``bias``."""
+    """Returns [q, k, v] or, if ``bias`` is a shape, [q, k, v, bias]."""
     shapes = [(batch, n, heads, dim) for n in (queries, keys, keys)] + ([] if bias is None else [bias])
     return [torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
 
 
 def run(backend, tensors, *, scale=None, double=False):
-    """The output, and the gradients of all tensors for a fixed pattern of output gradients."""
+    """Returns the output, and the gradients of all tensors for a fixed pattern of output gradients."""
     live = [t.detach().to(torch.float64 if double else t.dtype).requires_grad_() for t in tensors]
     with ck.use_backend(backend):
         out = ck.attention(*live[:3], scale=scale, bias=live[3] if len(live) > 3 else None)
@@ -105,7 +106,7 @@ def test_scaled_dot_product_attention_agrees(keys):
 
 @pytest.mark.parametrize("keys", [5, 66])
 def test_strided_views_need_no_copy(keys, monkeypatch):
-    """Of one fused linear layer, with other strides of heads, tokens and batch, or broadcast."""
+    """Takes views of one fused linear layer, other strides of heads, tokens and batch, and broadcasts."""
     q, k, v = make(keys, keys)
     with ck.use_backend("triton"):
         expected = ck.attention(q, k, v)
@@ -166,7 +167,7 @@ def test_rows_excluded_by_the_bias_are_zero_and_have_zero_gradients(keys):
 @pytest.mark.parametrize("keys", [30, 150])
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
 def test_large_logits(dtype, keys):
-    """Of integers, with a scale that leaves them exact in base 2: rounding of scores is no excuse."""
+    """Takes scores of integers, with a scale that keeps them exact in base 2: their rounding is no excuse."""
     q, k, v = make(20, keys, dtype=dtype)
     q, k = (q * 60).round(), (k * 60).round()
     scale = math.log(2) / 4
@@ -190,7 +191,7 @@ def test_equal_bits_over_ten_runs(keys):
 
 @pytest.mark.parametrize("keys", [20, 70])
 def test_everything_is_written(keys):
-    """With every freshly allocated tensor full of NaN."""
+    """Fills every newly allocated tensor with NaN, which stays where a kernel writes nothing."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan()
@@ -218,7 +219,7 @@ def test_cuda_graph(queries, keys):
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
-    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    """Takes the same image throughout, hence the same output, the last of which lies beyond 32 bits."""
     q, k, v = (t.expand(700, -1, -1, -1) for t in make(3136, 784, 16, 64, batch=1, dtype=torch.float16))
     with ck.use_backend("triton"):
         out = ck.attention(q, k, v)
@@ -236,16 +237,16 @@ def test_double_backward_raises():
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels in the order in which they are launched."""
+def launched():
+    """Lists the names of the kernels in the order in which they are launched."""
     names = []
 
-    def launch(kernel, *args, original=machine.launch, **kwargs):
-        names.append(kernel.__name__.removeprefix("_attention_").removesuffix("_kernel"))
-        original(kernel, *args, **kwargs)
+    def take(launch):
+        names.append(launch.kernel.__name__.removeprefix("_attention_").removesuffix("_kernel"))
+        launch.start()
 
-    monkeypatch.setattr(machine, "launch", launch)
-    return names
+    with machine.intercepted_launches(take):
+        yield names
 
 
 def test_the_kernels_do_the_work(launched):
@@ -261,7 +262,7 @@ def test_the_kernels_do_the_work(launched):
 
 
 def test_programs_that_take_more_work_give_the_same(monkeypatch):
-    """Several tiles of queries in the forward; all that shares the bias in its gradient."""
+    """Lets a program take several tiles of queries, and all that shares a bias in the bias's gradient."""
     from cvt_kernels.ops.attention.triton import backward, forward
 
     tensors = make(100, 20, bias=(2, 1, 20), dtype=torch.float32)
@@ -374,12 +375,29 @@ def test_images_beyond_32_bit_offsets_are_unsupported():
 
 
 def test_autocast_computes_in_its_dtype():
-    q, k, v, bias = make(5, 4, bias=(5, 4), dtype=torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16), ck.use_backend("triton"):
-        out = ck.attention(q.requires_grad_(), k.bfloat16(), v, bias=bias.requires_grad_())
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert q.grad.dtype == bias.grad.dtype == torch.float32
+    """Compares with PyTorch's own operator, on numbers that bfloat16 holds; the bias keeps float32."""
+    *qkv, bias = make(40, 30, bias=(40, 30), dtype=torch.float32)
+    tensors = [*(t.bfloat16().float() for t in qkv), bias]
+
+    def by_kernels(q, k, v, bias):
+        with torch.autocast(DEVICE, torch.bfloat16), ck.use_backend("triton"):
+            return ck.attention(q, k.bfloat16(), v, bias=bias)
+
+    def by_pytorch(q, k, v, bias, dtype=torch.float64):
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, bias.to(dtype)).transpose(1, 2)
+
+    def step(function, tensors):
+        live = [t.detach().requires_grad_() for t in tensors]
+        out = function(*live)
+        pattern = torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, live, pattern)]
+
+    ours, exact = step(by_kernels, tensors), step(by_pytorch, [t.double() for t in tensors])
+    theirs = step(functools.partial(by_pytorch, dtype=torch.bfloat16), tensors)
+    assert ours[0].dtype == torch.bfloat16
+    for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_accurate(a, b, c, factor=3 if i else 2)
 
 
 @pytest.mark.parametrize(("keys", "shape"), [(20, None), (150, (2, 5, 150))])

@@ -1,4 +1,4 @@
-"""The public functions: what they accept and what they refuse."""
+"""LayerNorm, GELU and their combinations: what they accept and what they refuse."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The public function: what it accepts and what it refuses, on whatever backend serves it."""
+"""conv_projection: what it accepts and what it refuses, on whatever backend serves it."""
 
 import gc
 
@@ -29,7 +29,7 @@ def convolved(x, conv, dtype):
 
 
 def by_hand(x, conv, *, training, dtype=None):
-    """One branch of stride 1 in a dtype, or with the convolution in that of x and the rest in float32."""
+    """Computes a branch of stride 1 in a dtype, or the convolution in that of x and the rest in float32."""
     y = convolved(x, conv, dtype or x.dtype)
     out_dtype, y = y.dtype, y.to(dtype or torch.float32)
     mean, variance = conv.running_mean, conv.running_var
@@ -186,7 +186,7 @@ def test_bad_arguments(x, grid, convs, error, message):
         ck.conv_projection(x, grid, [make_conv()] if convs is None else convs, training=False)
 
 
-def test_one_value_per_channel_cannot_be_normalised_and_changes_nothing():
+def test_one_value_per_channel_cannot_be_normalized_and_changes_nothing():
     q, k = make_conv(), make_conv(stride=2)
     x = torch.randn(1, 4, 6)  # q keeps 2×2 values, k one
     before = q.running_mean.clone()
@@ -212,7 +212,7 @@ def test_modules_that_are_not_a_branch(settings, message):
         ck.ConvBatchNorm.from_modules(conv2d, nn.BatchNorm2d(4))
 
 
-def test_sync_batch_norm_synchronises_only_in_training_among_several():
+def test_sync_batch_norm_synchronizes_only_in_training_among_several():
     conv2d, bn = nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.SyncBatchNorm(4)
     assert ck.ConvBatchNorm.from_modules(conv2d, bn).process_group is None
 
@@ -229,7 +229,7 @@ def _process(rank, backend, directory):
 
 
 def _train_on_a_share(rank, backend):
-    """One step in two processes, against BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
+    """Compares a step in two processes with BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(sum(SHARES), 20, 6, dtype=torch.float64).to(device)

@@ -1,21 +1,26 @@
-"""The CPU kernels of csrc against the reference."""
+"""The CPU kernels of LayerNorm and GELU against the reference."""
 
 import functools
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+from tests.checks import (
+    assert_accurate,
+    compiler,
+    instruction_sets_here,
+    not_built,
+    recorded_operators,
+    run_on_instruction_set,
+    run_python,
+    run_sanitized,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Every operator with every GELU: name, keywords.
@@ -191,7 +196,7 @@ def test_nan_and_inf_propagate(operator, keywords):
     x[0, 3], x[1, 4], x[2, 5], x[3, :2] = torch.nan, inf, -inf, torch.tensor([inf, -inf])
     ours, theirs = (outputs_and_gradients(getattr(f, operator), tensors, keywords) for f in (ck, reference))
     for got, expected in zip(ours, theirs, strict=True):
-        if keywords.get("approximate") == "none":  # gelu(inf) is inf, but NaN in PyTorch's vectorised loop
+        if keywords.get("approximate") == "none":  # gelu(inf) is inf, but NaN in PyTorch's vectorized loop
             got, expected = (t.masked_fill(t == inf, torch.nan) for t in (got, expected))
         torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
 
@@ -249,24 +254,20 @@ def test_opcheck():
 @every_call
 def test_the_extension_does_the_work(operator, keywords):
     """The tests above would pass with a silent reference too."""
-    launched = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            launched.append(function.namespace)
-            return function(*args, **(kwargs or {}))
-
     tensors = [t.requires_grad_() for t in arguments(operator, (3, 5))]
-    with Record():
+    with recorded_operators() as called:
         outs = getattr(ck, operator)(*tensors, **keywords)
         (outs[-1] if isinstance(outs, tuple) else outs).sum().backward()
-    assert launched.count("cvt_kernels") == 2  # forward and backward
-    launched.clear()
-    with Record(), torch.no_grad():
+    assert count_ours(called) == 2  # forward and backward
+    with recorded_operators() as called, torch.no_grad():
         without = getattr(ck, operator)(*tensors, **keywords)
-    assert launched.count("cvt_kernels") == 1
+    assert count_ours(called) == 1
     for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (outs, without)), strict=True):
         assert torch.equal(a, b)
+
+
+def count_ours(operators):
+    return sum(name.startswith("cvt_kernels.") for name in operators)
 
 
 def test_operators_check_what_they_would_read():
@@ -313,7 +314,6 @@ def test_forward_mode_raises():
         ck.gelu(forward_ad.make_dual(x, x))
 
 
-# A child process, since the choice is made once.
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 x, w, b = torch.randn(37, 65), torch.randn(65), torch.randn(65)
@@ -331,10 +331,7 @@ with ck.use_backend("native"):
 
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    if name != "plain" and name not in instruction_sets_here():
-        pytest.skip(f"this CPU has no {name}")
-    result = run_python(INSTRUCTION_SETS, CVT_KERNELS_CPU=name)
-    assert result.returncode == 0, result.stderr
+    run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
 def test_unknown_instruction_set():
@@ -348,9 +345,3 @@ def test_loops_stay_within_their_buffers(tmp_path, name, flags):
     if name != "plain" and name not in instruction_sets_here():
         pytest.skip(f"this CPU has no {name}")
     run_sanitized("layer_norm_gelu", tmp_path, flags)
-
-
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )

@@ -1,20 +1,23 @@
-"""The CPU kernels of conv_projection in csrc against the reference."""
+"""The CPU kernels of conv_projection against the reference."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import assert_accurate, compiler, instruction_sets_here, not_built, run_sanitized
+from tests.checks import (
+    assert_accurate,
+    compiler,
+    not_built,
+    recorded_operators,
+    run_on_instruction_set,
+    run_sanitized,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CVT = ((3, 1, 1, 1), (3, 2, 1, 1), (3, 2, 1, 1))  # of q, k, v: kernel, stride, padding, dilation
@@ -30,7 +33,7 @@ def _native():
 
 
 def make_branch(channels, geometry, dtype=torch.float64, norm=None):
-    """float64 parameters that ``dtype`` holds exactly, so that the exact result is of the same ones."""
+    """Returns a branch of random parameters in ``dtype``, those of BatchNorm in ``norm``."""
     kernel, stride, padding, dilation = geometry
     weight = torch.randn(channels, 1, kernel, kernel, dtype=torch.float64)
     gamma, beta, mean = torch.randn(3, channels, dtype=torch.float64).unbind()
@@ -132,7 +135,7 @@ def test_a_mean_of_many_deviations():
     assert_accurate(ours, theirs, exactly(x, (8, 8), branches)[0], factor=1)
 
 
-def test_nan_and_inf_reach_their_neighbours_only():
+def test_nan_and_inf_reach_their_neighbors_only():
     branches = [make_branch(20, geometry, torch.float32) for geometry in CVT]
     x = make_x((6, 7), 20, dtype=torch.float32)
     x[0, 9, 3], x[1, 20, 4] = torch.nan, torch.inf
@@ -199,36 +202,31 @@ def test_autocast_computes_as_a_convolution_would():
 
 def test_the_extension_does_the_work_in_one_call():
     """The tests above would pass with a silent reference too."""
-    launched = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            launched.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    with ck.use_backend("auto"), Record():
+    with ck.use_backend("auto"), recorded_operators() as called:
         run(ck.conv_projection, x, (4, 4), branches)
-    assert launched == ["cvt_kernels.conv_projection_inference.default"]
+    assert called == ["cvt_kernels.conv_projection_inference.default"]
 
 
 def test_refusals():
     x, branch = make_x((20, 20), 4), make_branch(4, CVT[0])
 
-    def refuse(message, branch, x=x, training=False):
+    def assert_unavailable(message, branch, x=x, training=False):
         with pytest.raises(ck.BackendUnavailable) as error:
             ck.conv_projection(x, (20, 20), [branch], training=training)
         assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
 
     batch = "normalizes by running statistics only, not by those of the batch"
-    refuse(batch, branch, training=True)
-    refuse(batch, branch._replace(running_mean=None, running_var=None))
-    refuse("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
+    assert_unavailable(batch, branch, training=True)
+    assert_unavailable(batch, branch._replace(running_mean=None, running_var=None))
+    assert_unavailable("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
     gradients = "has no gradients; in evaluation, torch.no_grad() does without"
     with torch.enable_grad():
-        refuse(gradients, branch, x.clone().requires_grad_())
+        assert_unavailable(gradients, branch, x.clone().requires_grad_())
         for field in ("weight", "bn_weight", "bn_bias"):
-            refuse(gradients, branch._replace(**{field: getattr(branch, field).clone().requires_grad_()}))
+            assert_unavailable(
+                gradients, branch._replace(**{field: getattr(branch, field).clone().requires_grad_()})
+            )
         ck.conv_projection(x, (20, 20), [branch], training=False)
 
 
@@ -271,7 +269,6 @@ def test_operators_check_what_they_would_read():
             call(**changes)
 
 
-# A child process, since the choice is made once.
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 x, convs, bn = torch.randn(2, 7 * 21 + 1, 37), [], [*torch.randn(3, 37).unbind(), torch.ones(37)]
@@ -291,13 +288,7 @@ with ck.use_backend("native"), torch.no_grad():
 
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    if name != "plain" and name not in instruction_sets_here():
-        pytest.skip(f"this CPU has no {name}")
-    environment = {**os.environ, "CVT_KERNELS_CPU": name}
-    result = subprocess.run(
-        [sys.executable, "-c", INSTRUCTION_SETS], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")

@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 
 class Compiled(nn.Module):
-    """In which hooks on blocks would not run."""
+    """A compiled model, in which hooks on blocks would not run."""
 
     def __init__(self, model):
         super().__init__()
@@ -59,7 +59,7 @@ class Uncompilable(nn.Module):
 
 @pytest.fixture(scope="module")
 def results():
-    """One real run of all contenders, small; torch.compile, slow as it is, does nothing or fails."""
+    """Runs all contenders, small; torch.compile, which is slow, is replaced: it does nothing or fails."""
 
     def compile_quickly(model, mode, dynamic):
         assert not dynamic
