@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,7 @@ def test_a_source_includes_headers_of_its_folder_and_of_common_only(setup):
 def test_nvcc_of_cuda_home_comes_before_that_of_the_path_and_pypi(tmp_path, monkeypatch):
     """The build and the library find the same one, which doctor names."""
     pypi, path, home = (tmp_path / name for name in ("site-packages/nvidia/cu13", "path", "home"))
-    monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("PATH", str(path / "bin"))
     assert toolkit.find_nvcc() is None
