@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import use_backend
+from cvt_kernels import measure, use_backend
 
 from .config import CvTConfig
 from .model import CvT
@@ -167,9 +166,9 @@ class _Observer:
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
-        start = _now(self._device)
+        start = measure.now(self._device)
         logits = self._model(images)
-        self._seconds.append(_now(self._device) - start)
+        self._seconds.append(measure.now(self._device) - start)
         return logits
 
     def observe(self, answers: Answers) -> None:
@@ -239,12 +238,6 @@ def _check(name: str, answers: Answers) -> None:
         )
     if not logits.isfinite().all():
         raise ValueError(f"{name}: the model gives logits that are not finite")
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _peak_memory(device: torch.device) -> int | None:

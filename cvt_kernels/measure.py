@@ -32,6 +32,12 @@ def synchronize(device: Device) -> None:
         torch.cuda.synchronize(device)
 
 
+def now(device: Device) -> float:
+    """Returns the wall clock's seconds once all work of a GPU is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
 def seconds_in_turns(
     functions: Sequence[Callable[[], Any]],
     rounds: int,
@@ -55,12 +61,11 @@ def seconds_in_turns(
         for function, times in zip(functions, seconds, strict=True):
             if before_run is not None:
                 before_run(i)
-            synchronize(device)
-            start = time.perf_counter()
+            start = now(device)
             function()
-            synchronize(device)
+            elapsed = now(device) - start
             if i > 0:
-                times.append(time.perf_counter() - start)
+                times.append(elapsed)
     return seconds
 
 
