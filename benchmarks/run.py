@@ -45,7 +45,7 @@ NAMES = (
     "model",
     "tune",
 )
-#: Those of ``--tune``, which takes all the time that there is.
+#: The parts of ``--tune``, which takes all the time that there is.
 TUNING = ("build", "ceilings", "tune")
 #: The beginnings of commands. Warnings are errors elsewhere; here they would cost measurements.
 MODULE = (sys.executable, "-m")
@@ -60,8 +60,8 @@ class Part(NamedTuple):
     """A process with a time limit.
 
     Attributes:
-        name: For the summary.
-        command: Its arguments; ``{seconds}`` stands for the time that it may plan with.
+        name: Its name in the summary.
+        command: The program and its arguments; ``{seconds}`` stands for the time that it may plan with.
         seconds: Its limit, if that much is left.
         needs: Modules without which it is skipped.
         environment: Variables besides those that all parts get.
@@ -123,7 +123,7 @@ def kernel_tests() -> list[Part]:
 def script(name: str, module: str, seconds: float, results: Path, *, tiny: bool) -> Part:
     """Returns the part that runs a module of ``benchmarks/``, which writes a file of results."""
     command = [*MODULE, f"benchmarks.{module}", str(results / f"{name}.json")]
-    return Part(name, [*command, "--tiny"] if tiny else command, seconds=seconds)
+    return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds=seconds)
 
 
 def suite(name: str, seconds: float, results: Path, *, tiny: bool) -> Part:

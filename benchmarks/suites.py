@@ -169,11 +169,11 @@ def record(
 
     Args:
         benchmark: The fixture.
-        call: What to measure, without arguments.
+        call: The function to measure; it is called without arguments.
         facts: ``suite``, ``case``, ``contender``, ``dtype``, ``batch`` and whatever else goes into the JSON.
         moved: Bytes that must be read or written.
         operations: Floating-point operations, a product and a sum being two.
-        host: By the wall clock on a GPU too.
+        host: Measure by the wall clock on a GPU too.
     """
     if benchmark.disabled:
         benchmark.pedantic(call)

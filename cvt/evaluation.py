@@ -59,7 +59,7 @@ class Evaluation(NamedTuple):
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
-        images_per_second: Of forward passes alone, without the first batch if there are others.
+        images_per_second: The speed of forward passes alone, without the first batch if there are others.
         peak_memory: Bytes. On CUDA what PyTorch had allocated at most during the evaluation; elsewhere the
             largest resident size that the process ever had, or None where the system does not tell.
     """
@@ -102,9 +102,9 @@ def add_up(
 
     Args:
         model: Images (B, …) to logits (B, K), in evaluation mode.
-        batches: Of images (B, …) and integer labels (B,), on any device.
+        batches: Pairs of images (B, …) and integer labels (B,), on any device.
         device: That of the model.
-        autocast: As in :func:`evaluate`.
+        autocast: The same as in :func:`evaluate`.
         observe: Called with the answers to every batch before they are added.
     """
     parts, count = [torch.zeros(3, device=device)], 0
@@ -130,7 +130,7 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
-        batches: Of images (B, …) and integer labels (B,) in 0 … K − 1, on any device.
+        batches: Pairs of images (B, …) and integer labels (B,) in 0 … K − 1, on any device.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for mixed precision; the loss is in float32 always.
 
     Raises:

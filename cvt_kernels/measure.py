@@ -50,7 +50,7 @@ def seconds_in_turns(
     Args:
         functions: They are called without arguments.
         rounds: Timed runs of each, after one that warms up.
-        device: Where they compute; a GPU is waited for before and after each run.
+        device: The device on which they compute; a GPU is waited for before and after each run.
         before_run: Is called before each run with the number of the round, 0 for the one that warms up.
 
     Returns:
@@ -153,7 +153,7 @@ def profiled(function: Callable[[], Any], device: Device, *, memory: bool = Fals
 
     Args:
         function: It is called without arguments.
-        device: Where it computes.
+        device: The device on which it computes.
         memory: Also record every allocation on the CPU, which :func:`peak_of` reads.
 
     Returns:
@@ -206,7 +206,7 @@ def copy_bandwidth(device: Device, size: int | None = None) -> float:
     """Returns the bytes per second, read and written, of a copy.
 
     Args:
-        device: Where.
+        device: The device to measure.
         size: Bytes of the source. The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
     """
     source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
@@ -227,8 +227,8 @@ def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> fl
     oneDNN does the same product as a convolution of n pixels by 1×1.
 
     Args:
-        device: Where.
-        dtype: Of the matrices.
+        device: The device to measure.
+        dtype: The dtype of the matrices.
         n: Rows and columns; the default is 8192 on a GPU, else 1024.
     """
     cuda = torch.device(device).type == "cuda"
