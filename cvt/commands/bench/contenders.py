@@ -69,7 +69,7 @@ class TrainingStep(NamedTuple):
 
 
 def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None = None) -> TrainingStep:
-    """Runs a forward and a backward, which leaves its gradients in the parameters and no others.
+    """Runs a forward and a backward; the parameters then hold the gradients of this step alone.
 
     Args:
         model: Takes images (B, 3, H, W).
