@@ -15,14 +15,14 @@ _deadline = float("inf")
 
 
 def pytest_addoption(parser):
-    """Two options."""
+    """Adds the options of the suites."""
     group = parser.getgroup("suites")
     group.addoption("--tiny", action="store_true", help="shapes of a smoke test, as --benchmark-disable has")
     group.addoption("--seconds", type=float, help="skip what is not done after so many seconds")
 
 
 def pytest_configure(config):
-    """Before the suites are imported, since their parameters depend on it."""
+    """Sets the size of the shapes and the deadline, before the suites make their parameters of them."""
     global _deadline
     suites.TINY = config.getoption("tiny", False) or config.getoption("benchmark_disable", False)
     seconds = config.getoption("seconds", None)
@@ -52,13 +52,13 @@ def _until_deadline():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    """Within the deadline."""
+    """Sets a test up, until the deadline."""
     return (yield from _until_deadline())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Within the deadline."""
+    """Runs a test, until the deadline."""
     return (yield from _until_deadline())
 
 

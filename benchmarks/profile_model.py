@@ -4,43 +4,34 @@
 takes part, experimental ones too.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
-from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.commands.bench.breakdown import by_kernel
+from cvt.commands.bench.contenders import training_step
 from cvt.factory import randomize
+from cvt.files import replacing, write_json
 from cvt_kernels import backends, measure
 
 from . import suites
 
-SCHEMA = 1
+SCHEMA, VERSION = "benchmarks profile", 1
 TOP = 40  # kernels that are listed
 
 
 def main() -> None:
-    """Profiles and writes."""
-    parser = argparse.ArgumentParser(prog="benchmarks.profile_model", description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    """Profiles both steps, writes the profiles and prints the longest kernels."""
+    options = suites.script_parser("profile_model", __doc__).parse_args()
     suites.TINY = options.tiny
     size, batch, dtype = 64 if options.tiny else 224, suites.batch(), suites.dtypes()[0]
     small = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2))
     model = create_model(small if options.tiny else "cvt_13")
     randomize(model)
     x = suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
-    labels = torch.arange(batch, device=suites.DEVICE) % 1000
 
     def training():
-        with torch.autocast(suites.DEVICE, dtype, enabled=dtype.itemsize == 2):
-            loss = F.cross_entropy(trained(x), labels)
-        torch.autograd.grad(loss, list(trained.parameters()))
+        training_step(trained, x, dtype if dtype.itemsize == 2 else None)
 
     def inference():
         with torch.inference_mode():
@@ -49,10 +40,12 @@ def main() -> None:
     trained = model.to(suites.DEVICE).train()
     with suites.every_kernel():
         steps = {"training": profiled(training)}
+        model.zero_grad(set_to_none=True)
         served, images = model.eval().to(dtype), x.to(dtype)
         steps["inference"] = profiled(inference)
         report = {
             "schema": SCHEMA,
+            "version": VERSION,
             "model": f"cvt_13 at {size}",
             "batch": batch,
             "dtype": suites.short(dtype),
@@ -62,7 +55,8 @@ def main() -> None:
             "backends": {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS},
             "steps": steps,
         }
-    options.path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    with replacing(options.path) as file:
+        write_json(file, report, indent=1)
     for name, step in steps.items():
         kernels, wall = step["microseconds"] / 1e3, step["wall_seconds"] * 1e3
         print(f"{name}: {kernels:.2f} ms of kernels, {wall:.2f} ms by the clock")

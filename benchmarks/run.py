@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -27,28 +26,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = 1
+#: Written into every summary. The version changes whenever a reader of the old ones would fail.
+SCHEMA, VERSION = "benchmarks summary", 1
 #: The parts, in the order in which they run.
 NAMES = (
     "build",
     "gpu_tests",
     "triton_tests",
     "ceilings",
-    "bench",
-    "bench_bfloat16",
-    "bench_training",
     "conv_projection",
     "attention",
     "layer_norm_gelu",
     "linear",
+    "bench",
+    "bench_bfloat16",
+    "bench_training",
     "profile",
     "model",
     "tune",
 )
-#: Those of ``--tune``, which takes all the time that there is.
+#: The parts of ``--tune``, which takes all the time that there is.
 TUNING = ("build", "ceilings", "tune")
-#: The command ``cvt bench`` of this checkout.
-BENCH = "import sys; from cvt.commands import main; sys.exit(main(['bench', *sys.argv[1:]]))"
+#: The beginnings of commands. Warnings are errors elsewhere; here they would cost measurements.
+MODULE = (sys.executable, "-m")
+PYTEST = (*MODULE, "pytest", "-W", "default", "--tb=short", "-q")
 #: What the project itself imports.
 REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tqdm")
 #: Seconds from the interrupt, after which pytest still reports what it has, to the end.
@@ -56,11 +57,11 @@ GRACE = 10.0
 
 
 class Part(NamedTuple):
-    """One process.
+    """A process with a time limit.
 
     Attributes:
-        name: For the summary.
-        command: Its arguments; ``{seconds}`` stands for the time that it may plan with.
+        name: Its name in the summary.
+        command: The program and its arguments; ``{seconds}`` stands for the time that it may plan with.
         seconds: Its limit, if that much is left.
         needs: Modules without which it is skipped.
         environment: Variables besides those that all parts get.
@@ -74,63 +75,94 @@ class Part(NamedTuple):
 
 
 def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
-    """Returns every part by name. Limits are for a GPU; a CPU may take all the time that there is."""
-    cuda = device == "cuda"
-    module, size = [sys.executable, "-m"], ["--tiny"] if tiny else []
-    # Warnings are errors elsewhere; here they would cost measurements.
-    pytest = [*module, "pytest", "-W", "default", "--tb=short", "-q"]
+    """Returns every part by name, in the order of ``NAMES``.
+
+    Limits are for a GPU: nine minutes suffice for every part before ``model``, which takes what is left. On a
+    CPU each part may take all the time that there is.
+    """
+    parts = [
+        build(device),
+        *kernel_tests(),
+        script("ceilings", "ceilings", 20, results, tiny=tiny),
+        suite("conv_projection", 35, results, tiny=tiny),
+        suite("attention", 35, results, tiny=tiny),
+        suite("layer_norm_gelu", 35, results, tiny=tiny),
+        suite("linear", 20, results, tiny=tiny),
+        *benches(device, results, tiny=tiny),
+        script("profile", "profile_model", 30, results, tiny=tiny),
+        suite("model", 240, results, tiny=tiny),
+        tuning(device, results, tiny=tiny, minutes=minutes),
+    ]
+    on_gpu = device == "cuda"
+    return {part.name: part if on_gpu else part._replace(seconds=60 * minutes) for part in parts}
+
+
+def build(device: str) -> Part:
+    """Returns the part that builds the extension, on a GPU with CUDA kernels for that GPU."""
+    environment = {"CVT_KERNELS_CUDA": "0"}
+    if device == "cuda":
+        environment = {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability()}
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return Part("build", command, seconds=120, needs=("setuptools",), environment=environment)
+
+
+def kernel_tests() -> list[Part]:
+    """Returns the parts that test: what needs a GPU, and the Triton kernels."""
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
-    kernels = [
+    files = [
         "tests/cvt_kernels/ops/conv_projection/test_triton.py",
         "tests/cvt_kernels/ops/attention/test_triton.py",
     ]
-    for_tests = ("pytest", "hypothesis")
-    for_build = {"CVT_KERNELS_CUDA": "0"}
-    if cuda:
-        for_build = {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability()}
+    needs = ("pytest", "hypothesis")
+    return [
+        Part("gpu_tests", [*PYTEST, "-m", "gpu", "tests"], seconds=50, needs=needs),
+        Part("triton_tests", [*PYTEST, *workers, "-m", "not gpu", *files], seconds=60, needs=needs),
+    ]
 
-    def output(name: str) -> str:
-        return str(results / f"{name}.json")
 
-    def suite(name: str, seconds: float) -> Part:
-        options = [f"--benchmark-json={output(name)}", "--benchmark-columns=median", "--seconds={seconds}"]
-        command = [*pytest, f"benchmarks/test_{name}.py", *options, *size]
-        return Part(name, command, seconds, ("pytest", "pytest_benchmark"))
+def script(name: str, module: str, seconds: float, results: Path, *, tiny: bool) -> Part:
+    """Returns the part that runs a module of ``benchmarks/``, which writes a file of results."""
+    command = [*MODULE, f"benchmarks.{module}", str(results / f"{name}.json")]
+    return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds=seconds)
 
-    def bench(name: str, *options: str) -> Part:
-        command = [sys.executable, "-c", BENCH, "--device", device, "--json", output(name), *options]
-        command += ["--image-size", "64", "--rounds", "4"] if tiny else []
-        return Part(name, command, 40, ("transformers", "sklearn"))
 
+def suite(name: str, seconds: float, results: Path, *, tiny: bool) -> Part:
+    """Returns the part that runs ``benchmarks/test_<name>.py``."""
+    output = f"--benchmark-json={results / name}.json"
+    options = [output, "--benchmark-columns=median", "--seconds={seconds}", *(["--tiny"] if tiny else [])]
+    command = [*PYTEST, f"benchmarks/test_{name}.py", *options]
+    return Part(name, command, seconds=seconds, needs=("pytest", "pytest_benchmark"))
+
+
+def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
+    """Returns the parts that run ``cvt bench``."""
+    cuda = device == "cuda"
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
     # torch.compile takes minutes for each batch size, more than a GPU is lent for.
-    peers = ["--peers", "hf" if tiny or cuda else "compile"]
-    parts = [
-        Part(
-            "build", [sys.executable, "setup.py", "build_ext", "--inplace"], 150, ("setuptools",), for_build
-        ),
-        Part("gpu_tests", [*pytest, "-m", "gpu", "tests"], 70, for_tests),
-        Part("triton_tests", [*pytest, *workers, "-m", "not gpu", *kernels], 90, for_tests),
-        Part("ceilings", [*module, "benchmarks.ceilings", output("ceilings"), *size], 30),
-        bench("bench", "--batch-size", *batches, *peers),
+    peers = "hf" if tiny or cuda else "compile"
+    smaller = ["--image-size", "64", "--rounds", "4"] if tiny else []
+
+    def bench(name: str, *options: str) -> Part:
+        output = str(results / f"{name}.json")
+        command = [*MODULE, "cvt", "bench", "--device", device, "--json", output, *options, *smaller]
+        return Part(name, command, seconds=30, needs=("transformers", "sklearn"))
+
+    return [
+        bench("bench", "--batch-size", *batches, "--peers", peers),
         bench("bench_bfloat16", "--batch-size", *batches[:2], "--dtype", "bfloat16"),
         bench("bench_training", "--batch-size", *trained, "--train"),
-        suite("conv_projection", 50),
-        suite("attention", 50),
-        suite("layer_norm_gelu", 50),
-        suite("linear", 30),
-        Part("profile", [*module, "benchmarks.profile_model", output("profile"), *size], 60),
-        suite("model", 240),
-        Part(
-            "tune",
-            [*module, "benchmarks.tune", output("tune"), "--seconds={seconds}", *size],
-            60 * minutes,
-            ("pytest",),
-            {} if cuda else {"TRITON_INTERPRET": "1"},
-        ),
     ]
-    return {part.name: part if cuda else part._replace(seconds=60 * minutes) for part in parts}
+
+
+def tuning(device: str, results: Path, *, tiny: bool, minutes: float) -> Part:
+    """Returns the part that tunes, which takes all the time that there is."""
+    part = script("tune", "tune", 60 * minutes, results, tiny=tiny)
+    return part._replace(
+        command=[*part.command, "--seconds={seconds}"],
+        needs=("pytest",),
+        environment={} if device == "cuda" else {"TRITON_INTERPRET": "1"},
+    )
 
 
 def cpus() -> int:
@@ -204,11 +236,14 @@ def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: floa
         environment.pop(name, None)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    from cvt.files import replacing, write_json
+
     for part in parts:
         print(f"{part.name:<16}", end="", flush=True)
         outcome = run_part(part, min(part.seconds, deadline - time.monotonic()), environment)
         summary["parts"][part.name] = outcome
-        path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            write_json(file, summary, indent=1)
         print(f"{outcome['status']:<10} {outcome['seconds']:>6.1f} s  {''.join(outcome['lines'][-1:])[:100]}")
     return all(outcome["status"] in ("passed", "skipped") for outcome in summary["parts"].values())
 
@@ -223,14 +258,14 @@ def describe(device: str) -> dict[str, Any]:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no NVIDIA GPU that torch can use here (--device cpu measures the CPU)")
-    sys.path.insert(0, str(ROOT))
     from cvt_kernels import __version__, machine
 
     cuda = device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else machine.facts().cpu.rpartition(",")[0]
+    name = torch.cuda.get_device_name() if cuda else machine.cpu_name()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "schema": SCHEMA,
+        "version": VERSION,
         "device": name,
         "device_type": device,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M"),
@@ -263,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
         lacking = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if lacking:
             raise ValueError(f"not installed for {sys.executable}: {', '.join(lacking)}")
+        sys.path.insert(0, str(ROOT))  # the project itself need not be installed
         summary = describe(options.device) | {"tiny": options.tiny}
         slug = re.sub(r"[^a-z0-9]+", "-", summary["device"].lower()).strip("-")
         results = options.results.resolve() / slug / summary["date"]

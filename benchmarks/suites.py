@@ -5,10 +5,10 @@ neither the host nor a warm cache is measured. What cannot be captured is launch
 keeps the GPU busy. On a CPU it is the wall clock, with caches as the previous call leaves them.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,18 @@ def short(dtype: torch.dtype) -> str:
 
 def device_name() -> str:
     """Returns the name of the GPU, or of the CPU."""
-    return torch.cuda.get_device_name() if CUDA else machine.facts().cpu.rpartition(",")[0]
+    return torch.cuda.get_device_name() if CUDA else machine.cpu_name()
+
+
+# Scripts --------------------------------------------------------------------------------------------------
+
+
+def script_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a script that measures: where its JSON goes, and whether it is a smoke test."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
+    parser.add_argument("path", type=Path, help="the JSON file")
+    parser.add_argument("--tiny", action="store_true", help="shapes of a smoke test")
+    return parser
 
 
 # Contenders -----------------------------------------------------------------------------------------------
@@ -158,11 +169,11 @@ def record(
 
     Args:
         benchmark: The fixture.
-        call: What to measure, without arguments.
+        call: The function to measure; it is called without arguments.
         facts: ``suite``, ``case``, ``contender``, ``dtype``, ``batch`` and whatever else goes into the JSON.
         moved: Bytes that must be read or written.
         operations: Floating-point operations, a product and a sum being two.
-        host: By the wall clock on a GPU too.
+        host: Measure by the wall clock on a GPU too.
     """
     if benchmark.disabled:
         benchmark.pedantic(call)
@@ -212,9 +223,9 @@ def rates(seconds: float, dtype: str, moved: int | None, operations: int | None)
 
 def _rounds(call) -> int:
     """Returns how many calls fit into a second, from 5 to 50."""
-    start = time.perf_counter()
-    _waiting(call)()
-    return max(5, min(50, int(1 / (time.perf_counter() - start))))
+    start = measure.now(DEVICE)
+    call()
+    return max(5, min(50, int(1 / (measure.now(DEVICE) - start))))
 
 
 def peak_memory(call) -> int:

@@ -9,15 +9,17 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cvt.commands.bench import results as bench_results
+from cvt.files import replacing
+from cvt_kernels.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
-SCHEMA = 1
+#: What benchmarks/run.py writes into a summary.
+SCHEMA, VERSION = "benchmarks summary", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
 SUITES = {
@@ -31,16 +33,16 @@ OURS = ("cvt_kernels", "native", "triton", "cvt", "cvt-graph", "cvt-compile", "a
 INTRODUCTION = """\
 # Results
 
-Made by `make results` from `benchmarks/results/`, never by hand. `make gpu` measures on an NVIDIA GPU and
-`make bench` on the CPU.
+This page is made by `make results` from `benchmarks/results/`, never by hand. `make gpu` measures on an
+NVIDIA GPU and `make bench` on the CPU.
 
-Operators: median microseconds and, in brackets, the share of the ceiling that the same session measured (of
-a large copy's bandwidth or a large product's rate, whichever the call comes closer to). Models: images per
-second by the wall clock and, in brackets, the most memory that tensors took beyond weights and images. The
-last column sets our fastest against the fastest of the others.
+Operators: median microseconds and, in parentheses, the share of the ceiling that the same session measured
+(of a large copy's bandwidth or a large product's rate, whichever the call comes closer to). Models: images
+per second by the wall clock and, in parentheses, the most memory that tensors took beyond weights and images.
+The last column sets our fastest against the fastest of the others.
 
 "Beside Hugging Face's model" is what `cvt bench` measured: all contenders in turns, with the same weights, on
-real photographs; `hf` is Hugging Face's model as it is. In brackets stand the quartiles.
+real photographs; `hf` is Hugging Face's model as it is. In parentheses stand the quartiles.
 [How to read `cvt bench`](report.md) says more.
 """
 
@@ -71,8 +73,9 @@ def load(results: Path) -> list[Run]:
     runs = []
     for path in newest.values():
         summary = read(path)
-        if summary.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: got schema {summary.get('schema')!r}, expected {SCHEMA}")
+        for name, expected in (("schema", SCHEMA), ("version", VERSION)):
+            if summary.get(name) != expected:
+                raise ValueError(f"{path}: got {name} {summary.get(name)!r}, expected {expected!r}")
         if summary.get("tiny"):
             raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
         files = {name: path.parent / f"{name}.json" for name in (*BENCHES, *SUITES)}
@@ -135,7 +138,7 @@ def section(run: Run) -> str:
 
 def beside_huggingface(results: bench_results.Results) -> str:
     """Returns a table of one run of ``cvt bench``, with a row for each batch size and contender."""
-    lines = [markdown(["batch", "contender", "images/s", "× hf", "memory, of hf's"]), "|---" * 5 + "|"]
+    table_rows = [["batch", "contender", "images/s", "× hf", "memory, of hf's"]]
     for batch in results["batches"]:
         size, rows = batch["batch_size"], {row["contender"]: row for row in batch["rows"]}
         hf = rows["hf"]
@@ -144,8 +147,8 @@ def beside_huggingface(results: bench_results.Results) -> str:
             ratio = "1" if name == "hf" else str(bench_results.ratio(row["seconds"], hf["seconds"]))
             known = row["peak_bytes"] is not None and hf["peak_bytes"]
             memory = f"{row['peak_bytes'] / hf['peak_bytes']:.2f}" if known else "–"
-            lines.append(markdown([str(size), f"`{name}`", rate, ratio, memory]))
-    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(lines)])
+            table_rows.append([str(size), f"`{name}`", rate, ratio, memory])
+    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(markdown(table_rows))])
 
 
 def ceiling(name: str, rate: float) -> str:
@@ -161,16 +164,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     cases: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["case"], row["dtype"], row["batch"]), {})[row["contender"]] = row
-    lines = [markdown(["case", "dtype", "batch", *contenders, "gain"]), "|---" * (len(contenders) + 4) + "|"]
+    table_rows = [["case", "dtype", "batch", *contenders, "gain"]]
     for (case, dtype, batch), row_of in cases.items():
         cells = [cell(row_of[name]) if name in row_of else "–" for name in contenders]
-        lines.append(markdown([case, dtype, str(batch), *cells, gain(row_of)]))
-    return "\n".join(lines)
-
-
-def markdown(cells: Iterable[str]) -> str:
-    """Returns one line of a table."""
-    return f"| {' | '.join(cells)} |"
+        table_rows.append([case, dtype, str(batch), *cells, gain(row_of)])
+    return "\n".join(markdown(table_rows))
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -199,7 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(argv)
     try:
-        options.page.write_text(page(load(options.results)), encoding="utf-8")
+        text = page(load(options.results))
+        with replacing(options.page) as file:
+            file.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"benchmarks/tabulate_results.py: error: {error}", file=sys.stderr)
         return 2

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt import CvTConfig
@@ -26,7 +24,9 @@ from cvt.commands.bench.contenders import (
     build_ours,
     freezing,
     logits_of,
+    training_step,
 )
+from cvt.evaluation import cost
 from cvt_kernels import backends, measure
 
 from . import suites
@@ -127,23 +127,19 @@ def infer(module, x):
         return logits_of(module(x))
 
 
-def step(module, x, labels, dtype):
+def step(module, x, dtype):
     """Runs a training step; returns the loss, and the gradients of the first and the last parameter."""
-    parameters = list(module.parameters())
-    with torch.autocast(suites.DEVICE, dtype, enabled=dtype.itemsize == 2):
-        loss = F.cross_entropy(logits_of(module(x)), labels)
-    gradients = torch.autograd.grad(loss, parameters)
-    return loss.detach(), gradients[0], gradients[-1]
+    loss = training_step(module, x, dtype if dtype.itemsize == 2 else None).loss
+    first, *_, last = module.parameters()
+    gradients = first.grad, last.grad
+    module.zero_grad(set_to_none=True)  # or the peak memory of the next step would lack them
+    return loss, *gradients
 
 
 @functools.cache
 def operations_per_image(model):
     """Counts the operations of the forward's products and convolutions."""
-    size = MODELS[model].image_size
-    shadow = copy.deepcopy(originals(model)[0]).to("meta").eval()
-    with ck.use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        shadow(torch.empty(1, 3, size, size, device="meta"))
-    return counter.get_total_flops()
+    return 2 * cost(originals(model)[0].config, MODELS[model].image_size).multiply_adds
 
 
 @pytest.fixture(autouse=True)
@@ -160,23 +156,21 @@ def plain(model, batch, dtype, training):
     for kind in (dtype, torch.float64 if dtype == torch.float32 else torch.float32):
         eager = build(model, "eager", kind, training)
         with ck.use_backend(eager.backend):
-            outputs.append(run(eager.model, *inputs(model, batch, kind, training), kind))
+            outputs.append(run(eager.model, images(model, batch, kind, training), kind))
     return outputs
 
 
-def inputs(model, batch, dtype, training):
-    """Returns images, and labels to train by."""
+def images(model, batch, dtype, training):
+    """Returns the images of a batch, for training in float32 as long as autocast does the rest."""
     size = MODELS[model].image_size
     few = suites.randn(CHECKED, 3, size, size, dtype=torch.float32, seed=0)
     x = few.repeat(-(-batch // CHECKED), 1, 1, 1)[:batch]  # so that the first are the same in every batch
-    if training:
-        return x.double() if dtype == torch.float64 else x, torch.arange(batch, device=suites.DEVICE) % 1000
-    return x.to(dtype), None
+    return x if training and dtype != torch.float64 else x.to(dtype)
 
 
-def run(module, x, labels, dtype):
-    """Runs a forward or a training step."""
-    return [infer(module, x)] if labels is None else step(module, x, labels, dtype)
+def run(module, x, dtype):
+    """Runs a forward or, in training mode, a training step."""
+    return step(module, x, dtype) if module.training else [infer(module, x)]
 
 
 @pytest.mark.parametrize(
@@ -191,14 +185,14 @@ def test_model(benchmark, model, mode, batch, dtype, name):
         compiling, _ = freezing()
     try:
         contender = build(model, name, dtype, training)
-        call = functools.partial(run, contender.model, *inputs(model, batch, dtype, training), dtype)
+        call = functools.partial(run, contender.model, images(model, batch, dtype, training), dtype)
         with ck.use_backend(contender.backend), compiling:
             few = min(batch, CHECKED if training else 2)
             if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
                 outputs = call() if training else [logits[:few] for logits in call()]
             else:
-                outputs = run(contender.model, *inputs(model, few, dtype, training), dtype)
+                outputs = run(contender.model, images(model, few, dtype, training), dtype)
             suites.check(outputs, *plain(model, few, dtype, training), dtype)
             facts = {
                 "suite": "model",

@@ -5,26 +5,24 @@ one field; last comes the combination of the best values. A candidate must give 
 Processes beside this one compile ahead, into Triton's cache. No code is rewritten: that is for the reader.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
-import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from cvt.files import replacing, write_json
 from cvt_kernels import machine, measure
 
 from . import suites
 
-SCHEMA = 1
+SCHEMA, VERSION = "benchmarks tune", 1
 #: Operator → its kernels that are tuned.
 KERNELS = {
     "conv_projection": ("fwd", "bwd_input", "bwd_conv", "bwd_sums", "stats"),
@@ -47,14 +45,14 @@ VALUES = {
 
 
 class Job(NamedTuple):
-    """One kernel at the shape of one stage."""
+    """A kernel at the shape of a stage."""
 
     operator: str
     stage: str
     kernel: str
 
 
-def neighbours(config: Any) -> list[Any]:
+def neighbors(config: Any) -> list[Any]:
     """Returns the configurations that differ from ``config`` in one field."""
     return [
         dataclasses.replace(config, **{field.name: value})
@@ -189,7 +187,7 @@ def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> di
         except Exception as error:  # whatever Triton raises is a fact about the candidate
             errors[candidate] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
-    for candidate in (config, *neighbours(config)):
+    for candidate in (config, *neighbors(config)):
         attempt(candidate)
     if config in times:
         attempt(combination(config, times))
@@ -207,15 +205,14 @@ def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> di
 
 def main() -> None:
     """Tunes kernel by kernel; the file holds what is done so far."""
-    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument("--tiny", action="store_true")
+    parser = suites.script_parser("tune", __doc__)
+    parser.add_argument("--seconds", type=float, default=500.0, help="for everything (default: 500)")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     suites.TINY = options.tiny
     report: dict[str, Any] = {
         "schema": SCHEMA,
+        "version": VERSION,
         "device": suites.device_name(),
         "batch": suites.batch(),
         "dtype": suites.short(suites.dtypes()[0]),
@@ -236,13 +233,14 @@ def main() -> None:
                 break
             entry = tune(job, config, futures.get(job, {}), deadline)
             report["kernels"].append(entry)
-            options.path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            with replacing(options.path) as file:
+                write_json(file, report, indent=1)
             print(line(entry), flush=True)
 
 
 @contextlib.contextmanager
 def ahead_of_time(configs: dict[Job, Any]) -> Iterator[dict[Job, dict[Any, Future]]]:
-    """Compiles all neighbours meanwhile, if this machine has a GPU to compile for and processors to spare."""
+    """Compiles all neighbors meanwhile, if this machine has a GPU to compile for and processors to spare."""
     workers = min(8, (os.cpu_count() or 1) - 1)
     if not suites.CUDA or workers < 1:
         yield {}
@@ -251,7 +249,7 @@ def ahead_of_time(configs: dict[Job, Any]) -> Iterator[dict[Job, dict[Any, Futur
     pool = ProcessPoolExecutor(workers, context)
     try:
         yield {
-            job: {other: pool.submit(compile_ahead, job, other) for other in neighbours(config)}
+            job: {other: pool.submit(compile_ahead, job, other) for other in neighbors(config)}
             for job, config in configs.items()
         }
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import use_backend
+from cvt_kernels import measure, use_backend
 
 from .config import CvTConfig
 from .model import CvT
@@ -60,7 +59,7 @@ class Evaluation(NamedTuple):
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
-        images_per_second: Of forward passes alone, without the first batch if there are others.
+        images_per_second: The speed of forward passes alone, without the first batch if there are others.
         peak_memory: Bytes. On CUDA what PyTorch had allocated at most during the evaluation; elsewhere the
             largest resident size that the process ever had, or None where the system does not tell.
     """
@@ -103,9 +102,9 @@ def add_up(
 
     Args:
         model: Images (B, …) to logits (B, K), in evaluation mode.
-        batches: Of images (B, …) and integer labels (B,), on any device.
+        batches: Pairs of images (B, …) and integer labels (B,), on any device.
         device: That of the model.
-        autocast: As in :func:`evaluate`.
+        autocast: The same as in :func:`evaluate`.
         observe: Called with the answers to every batch before they are added.
     """
     parts, count = [torch.zeros(3, device=device)], 0
@@ -131,7 +130,7 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
-        batches: Of images (B, …) and integer labels (B,) in 0 … K − 1, on any device.
+        batches: Pairs of images (B, …) and integer labels (B,) in 0 … K − 1, on any device.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for mixed precision; the loss is in float32 always.
 
     Raises:
@@ -167,9 +166,9 @@ class _Observer:
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
-        start = _now(self._device)
+        start = measure.now(self._device)
         logits = self._model(images)
-        self._seconds.append(_now(self._device) - start)
+        self._seconds.append(measure.now(self._device) - start)
         return logits
 
     def observe(self, answers: Answers) -> None:
@@ -239,12 +238,6 @@ def _check(name: str, answers: Answers) -> None:
         )
     if not logits.isfinite().all():
         raise ValueError(f"{name}: the model gives logits that are not finite")
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _peak_memory(device: torch.device) -> int | None:

@@ -67,6 +67,27 @@ def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | Non
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
+def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
+    """Checks that a file can be written at ``path``, or files below it if it is a directory; makes nothing.
+
+    Missing parents are allowed above a directory, not above a file. A device or a pipe, which
+    :func:`replacing` writes to, need only be writable itself.
+
+    Raises:
+        OSError: None can; the message begins with ``option``.
+    """
+    path = Path(path).absolute()
+    if not directory and path.is_dir():
+        raise OSError(f"{option}: {path} is a directory, expected a file")
+    if not directory and path.exists() and not path.is_file() and os.access(path, os.W_OK):
+        return
+    folder = path if directory else path.parent
+    while directory and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
+
+
 def _unwritable(directory: _PathLike, error: OSError) -> OSError:
     return OSError(f"{directory}: cannot be written to: {error.strerror}")
 

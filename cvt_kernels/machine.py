@@ -53,7 +53,7 @@ def facts() -> Machine:
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
         triton=_installed_version("triton") or "not installed",
-        cpu=f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        cpu=f"{cpu_name()}, {torch.get_num_threads()} threads",
         gpus=_gpus(),
         nvcc=_nvcc(),
         native=_native(),
@@ -166,7 +166,8 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Returns the name of the processor, such as ``AMD EPYC 9554 64-Core Processor``."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -32,6 +32,12 @@ def synchronize(device: Device) -> None:
         torch.cuda.synchronize(device)
 
 
+def now(device: Device) -> float:
+    """Returns the wall clock's seconds once all work of a GPU is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
 def seconds_in_turns(
     functions: Sequence[Callable[[], Any]],
     rounds: int,
@@ -44,7 +50,7 @@ def seconds_in_turns(
     Args:
         functions: They are called without arguments.
         rounds: Timed runs of each, after one that warms up.
-        device: Where they compute; a GPU is waited for before and after each run.
+        device: The device on which they compute; a GPU is waited for before and after each run.
         before_run: Is called before each run with the number of the round, 0 for the one that warms up.
 
     Returns:
@@ -55,12 +61,11 @@ def seconds_in_turns(
         for function, times in zip(functions, seconds, strict=True):
             if before_run is not None:
                 before_run(i)
-            synchronize(device)
-            start = time.perf_counter()
+            start = now(device)
             function()
-            synchronize(device)
+            elapsed = now(device) - start
             if i > 0:
-                times.append(time.perf_counter() - start)
+                times.append(elapsed)
     return seconds
 
 
@@ -148,7 +153,7 @@ def profiled(function: Callable[[], Any], device: Device, *, memory: bool = Fals
 
     Args:
         function: It is called without arguments.
-        device: Where it computes.
+        device: The device on which it computes.
         memory: Also record every allocation on the CPU, which :func:`peak_of` reads.
 
     Returns:
@@ -201,7 +206,7 @@ def copy_bandwidth(device: Device, size: int | None = None) -> float:
     """Returns the bytes per second, read and written, of a copy.
 
     Args:
-        device: Where.
+        device: The device to measure.
         size: Bytes of the source. The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
     """
     source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
@@ -222,8 +227,8 @@ def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> fl
     oneDNN does the same product as a convolution of n pixels by 1×1.
 
     Args:
-        device: Where.
-        dtype: Of the matrices.
+        device: The device to measure.
+        dtype: The dtype of the matrices.
         n: Rows and columns; the default is 8192 on a GPU, else 1024.
     """
     cuda = torch.device(device).type == "cuda"

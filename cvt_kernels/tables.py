@@ -1,4 +1,4 @@
-"""Aligned tables in plain text: the only printer of them in the project."""
+"""Tables as text, aligned for a terminal or in Markdown: the only printer of them in the project."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table in Markdown.
+
+    Args:
+        rows: Rows of equally many cells, the heading first.
+    """
+    heading, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return [heading, "|---" * len(rows[0]) + "|", *others]

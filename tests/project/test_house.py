@@ -33,6 +33,7 @@ FLOORS = (
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},
+    {"cvt.__main__"},
 )
 
 

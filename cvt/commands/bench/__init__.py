@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...config import DTYPES
+from ...files import check_writable
 from ..common import add_device_argument, positive_int, resolve_device
 
 
@@ -60,7 +61,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     old = None if arguments.against is None else results.read(arguments.against)
     for option in ("save_weights", "json", "report"):
         if (path := getattr(arguments, option)) is not None:
-            results.check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
+            check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
     if arguments.report is not None:
         plots.check_plots()
     from . import measurements  # needs the bench extra

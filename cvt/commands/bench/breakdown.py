@@ -67,7 +67,7 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
 def profiled_step(contender: Contender, batch: Tensor) -> profile:
     """Profiles one step, with ranges that show the parts of the model and our operators."""
     contender.model.zero_grad(set_to_none=True)
-    with _labelled_parts(contender), _labelled_operators():
+    with _labeled_parts(contender), _labeled_operators():
         return measure.profiled(
             lambda: contender.step(batch), batch.device, memory=batch.device.type != "cuda"
         )
@@ -117,7 +117,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _labelled_parts(contender: Contender) -> Iterator[None]:
+def _labeled_parts(contender: Contender) -> Iterator[None]:
     """Shows the parts of a model as ranges in a profile."""
     open_ranges: list[record_function] = []
 
@@ -141,28 +141,28 @@ def _labelled_parts(contender: Contender) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _labelled_operators() -> Iterator[None]:
+def _labeled_operators() -> Iterator[None]:
     """Shows our operators as ranges in a profile.
 
     A Triton kernel has no name of PyTorch's around it, and a linear layer may be computed as a convolution.
     """
 
-    def labelled(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def labeled(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with record_function(f"cvt_kernels::{operator}"):
                 return function(*args, **kwargs)
 
         return call
 
-    def labelled_implementation(
+    def labeled_implementation(
         operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        function = labelled(operator, implementation.load().function)
+        function = labeled(operator, implementation.load().function)
         return dataclasses.replace(implementation, function=function)
 
     with (
-        backends.replaced(labelled_implementation),
-        linear.replaced(lambda name, primitive: labelled("linear", primitive)),
+        backends.replaced(labeled_implementation),
+        linear.replaced(lambda name, primitive: labeled("linear", primitive)),
     ):
         yield
 

@@ -60,9 +60,9 @@ def compare(old: Results, new: Results) -> list[Change]:
             ratio(times[key], times[hf] if paced else [1.0] * len(times[key])) for times in (before, after)
         )
         factor = Range(b.median / a.median, b.low / a.high, b.high / a.low)
-        rates = [batch_size / statistics.median(times[key]) for times in (before, after)]
+        old_rate, new_rate = (batch_size / statistics.median(times[key]) for times in (before, after))
         is_judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
-        changes.append(Change(batch_size, contender, rates[0], rates[1], factor, is_judged))
+        changes.append(Change(batch_size, contender, old_rate, new_rate, factor, is_judged))
     if not changes:
         raise ValueError("the two results have no contender in the same batch size in common")
     return changes

@@ -58,12 +58,35 @@ class Contender(NamedTuple):
         with backends.use_backend(self.backend), torch.set_grad_enabled(self.model.training):
             if not self.model.training:
                 return logits_of(self.model(images))
-            self.model.zero_grad(set_to_none=True)
-            logits = logits_of(self.model(images))
-            labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            F.cross_entropy(wide, labels).backward()
-            return logits.detach()
+            return training_step(self.model, images).logits
+
+
+class TrainingStep(NamedTuple):
+    """The logits (B, K) and the loss of a training step, both detached."""
+
+    logits: Tensor
+    loss: Tensor
+
+
+def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None = None) -> TrainingStep:
+    """Runs a forward and a backward; the parameters then hold the gradients of this step alone.
+
+    Args:
+        model: Takes images (B, 3, H, W).
+        images: The i-th has class i, modulo the number of classes.
+        autocast: The dtype of autocast in the forward; None runs without it.
+    """
+    model.zero_grad(set_to_none=True)
+    casting: Any = contextlib.nullcontext()
+    if autocast is not None:
+        casting = torch.autocast(images.device.type, autocast)
+    with casting:
+        logits = logits_of(model(images))
+        labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide, labels)
+    loss.backward()
+    return TrainingStep(logits.detach(), loss.detach())
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -70,8 +70,8 @@ def run(
         image_size: Pixels of each side; None for 224, for CvT-W24 384.
         batch_sizes: Images per step, measured one after the other.
         rounds: Timed steps of each contender, in turns, after one that is not timed.
-        device: Where everything runs.
-        dtype: Of weights and images: a key of ``DTYPES``.
+        device: The device on which everything runs.
+        dtype: The dtype of weights and images: a key of ``DTYPES``.
         train: Measure a training step, forward and backward, instead of a forward in evaluation.
         peers: Keys of ``PEERS`` besides ``"hf"``, which is always measured.
         save_weights: Directory in which to keep the weights, in Hugging Face's format.

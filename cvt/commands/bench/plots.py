@@ -37,10 +37,10 @@ class Plot(NamedTuple):
     """A figure and the words around it.
 
     Attributes:
-        name: Of its file, without the suffix.
+        name: The name of its file, without the suffix.
         title: The heading above it.
         caption: The text below it.
-        figure: Of matplotlib.
+        figure: A figure of matplotlib.
     """
 
     name: str

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...files import filling
 from .plots import draw, png
 from .results import MEMORY, Results, heading, meaning, parity_rows, speed_rows
 
@@ -34,19 +35,19 @@ def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Pa
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    sections, paths = [], []
-    for plot in draw(results):
-        image = png(plot.figure)
-        paths.append(directory / f"{plot.name}.png")
-        paths[-1].write_bytes(image)
-        source = "data:image/png;base64," + base64.b64encode(image).decode("ascii")
-        words = html.escape(plot.title)
-        sections.append(
-            f'<h2>{words}</h2>\n<img alt="{words}" src="{source}">\n<p>{html.escape(plot.caption)}</p>'
-        )
-    page = directory / "index.html"
-    page.write_text(_page(results, sections), encoding="utf-8")
-    return [page, *paths]
+    sections, names = [], ["index.html"]
+    with filling(directory) as scratch:
+        for plot in draw(results):
+            image = png(plot.figure)
+            names.append(f"{plot.name}.png")
+            (scratch / names[-1]).write_bytes(image)
+            source = "data:image/png;base64," + base64.b64encode(image).decode("ascii")
+            words = html.escape(plot.title)
+            sections.append(
+                f'<h2>{words}</h2>\n<img alt="{words}" src="{source}">\n<p>{html.escape(plot.caption)}</p>'
+            )
+        (scratch / "index.html").write_text(_page(results, sections), encoding="utf-8")
+    return [directory / name for name in names]
 
 
 def _page(results: Results, sections: list[str]) -> str:

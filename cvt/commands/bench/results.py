@@ -61,24 +61,6 @@ def read(path: _PathLike) -> Results:
     return results
 
 
-def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
-    """Checks that a file can be written at ``path``, or files below it if it is a directory; makes nothing.
-
-    Missing parents are allowed above a directory, not above a file.
-
-    Raises:
-        OSError: None can; the message begins with ``option``.
-    """
-    path = Path(path).absolute()
-    if not directory and path.is_dir():
-        raise OSError(f"{option}: {path} is a directory, expected a file")
-    folder = path if directory else path.parent
-    while directory and not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
-
-
 # Numbers --------------------------------------------------------------------------------------------------
 
 

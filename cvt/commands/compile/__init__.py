@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from ...config import DTYPES, PRESETS
+from ...files import check_writable, replacing, write_json
 from ..common import positive_int
 
 
@@ -58,8 +58,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     if arguments.json is not None:
-        with open(arguments.json, "a", encoding="utf-8"):  # fails now rather than after minutes
-            pass
+        check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     from . import jobs, report  # need Triton
 
     selection = jobs.Selection(
@@ -76,9 +75,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
     rows.sort(key=lambda row: row.operator == CUDA_OPERATOR)
     if arguments.json is not None:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(report.as_json(rows, notes), file, indent=1)
-            file.write("\n")
+        with replacing(arguments.json) as file:
+            write_json(file, report.as_json(rows, notes), indent=1)
     print("\n".join([*report.table(rows), "", *notes, *report.verdict(rows)]))
     return int(any(row.flaws for row in rows))
 

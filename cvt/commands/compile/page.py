@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import SCHEMA, access_range
+from cvt_kernels.tables import markdown
+
+from ...files import replacing
+from .report import SCHEMA, VERSION, access_range
 
 
 def main(arguments: Sequence[str | Path]) -> None:
@@ -32,7 +35,8 @@ def main(arguments: Sequence[str | Path]) -> None:
         if not (found_begin and found_end):
             raise ValueError(f"{page}: has no {begin.strip()} and {end}")
         text = before + begin + table + "\n" + end + after
-    page.write_text(text, encoding="utf-8")
+    with replacing(page) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
@@ -44,13 +48,13 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: It is not a report of this version.
     """
-    if report.get("report") != "cvt compile" or report.get("schema") != SCHEMA:
-        raise ValueError(f"expected a report of cvt compile, schema {SCHEMA}")
+    if (report.get("schema"), report.get("version")) != (SCHEMA, VERSION):
+        raise ValueError(f"expected a report of {SCHEMA}, version {VERSION}")
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in report["kernels"]:
         grouped.setdefault(row["operator"], {}).setdefault(line_name(row), []).append(row)
     archs = list(dict.fromkeys(row["arch"] for row in report["kernels"]))
-    return {operator: _markdown(lines, archs) for operator, lines in grouped.items()}
+    return {operator: "\n".join(markdown(_rows(lines, archs))) for operator, lines in grouped.items()}
 
 
 def line_name(row: dict[str, Any]) -> str:
@@ -63,10 +67,10 @@ def line_name(row: dict[str, Any]) -> str:
     return f"`{name}`"
 
 
-def _markdown(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> str:
+def _rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list[str]]:
+    """Returns the rows of an operator's table, the heading first."""
     columns = [(dtype, arch) for dtype in ("bfloat16", "float32") for arch in archs]
-    text = ["| kernel | bytes per load | per store | " + " | ".join(map(" ".join, columns)) + " |"]
-    text.append("|" + "---|" * (3 + len(columns)))
+    table = [["kernel", "bytes per load", "per store", *map(" ".join, columns)]]
     for name, rows in lines.items():
         accesses = (
             access_range(instruction for row in rows for instruction in row["resources"][kind])
@@ -76,8 +80,8 @@ def _markdown(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> str:
             _worst([row["resources"] for row in rows if row["arch"] == arch and dtype in row["dtypes"]])
             for dtype, arch in columns
         )
-        text.append("| " + " | ".join([name, *accesses, *cells]) + " |")
-    return "\n".join(text)
+        table.append([name, *accesses, *cells])
+    return table
 
 
 def _worst(resources: list[dict[str, Any]]) -> str:

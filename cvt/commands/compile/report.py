@@ -16,8 +16,8 @@ from .cuda_kernels import CudaCase
 from .jobs import LaunchCase, Row
 from .machine_code import access_bytes
 
-#: The version of the JSON file; its readers reject another.
-SCHEMA = 1
+#: Written into the JSON file. The version changes whenever a reader of the old ones would fail.
+SCHEMA, VERSION = "cvt compile", 1
 
 _HEADING = (
     "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack B", "shared B", "occupancy",
@@ -35,7 +35,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
     resources = row.resources
-    spills = [sum(counts.values()) for counts in (resources.spill_loads, resources.spill_stores)]
+    spill_loads = sum(resources.spill_loads.values())
+    spill_stores = sum(resources.spill_stores.values())
     return (
         row.arch,
         row.kernel,
@@ -43,7 +44,7 @@ def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
         " ".join(dict.fromkeys(case.mode for case in row.cases if isinstance(case, LaunchCase))),
         _purpose(row.cases, brief=brief),
         str(resources.registers),
-        f"{spills[0]}+{spills[1]}" if any(spills) else "0",
+        f"{spill_loads}+{spill_stores}" if spill_loads or spill_stores else "0",
         str(resources.stack),
         str(resources.shared),
         f"{resources.occupancy:.0%}",
@@ -95,8 +96,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 def as_json(rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
     """Returns the contents of the JSON file, which has every case and instruction of every kernel."""
     return {
-        "report": "cvt compile",
         "schema": SCHEMA,
+        "version": VERSION,
         "versions": {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__},
         "notes": notes,
         "kernels": [

@@ -17,7 +17,7 @@ import triton
 from cvt import commands as cli
 from cvt import config
 from cvt.commands.compile import cuda_kernels, gpus, launches, machine_code, page
-from cvt.commands.compile.report import SCHEMA
+from cvt.commands.compile.report import SCHEMA, VERSION
 from cvt.commands.compile.resources import Resources
 from cvt.commands.compile.triton_kernels import TritonKernel, specialize
 from cvt.model import ConvEmbed, tokens_to_map
@@ -206,8 +206,9 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, attention, "
          "attention_with_bias, layer_norm_gelu"),
-        (["--json", "/nowhere/report.json"], "[Errno 2] No such file or directory: '/nowhere/report.json'"),
-        (["--json", "/"], "[Errno 21] Is a directory: '/'"),
+        (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
+         "/nowhere is no directory that takes files"),
+        (["--json", "/"], "--json: / is a directory, expected a file"),
     ],
 )  # fmt: skip
 def test_bad_arguments(arguments, message, capsys, monkeypatch):
@@ -345,8 +346,8 @@ def test_tables(tmp_path):
         }  # fmt: skip
 
     report = {
-        "report": "cvt compile",
         "schema": SCHEMA,
+        "version": VERSION,
         "kernels": [
             row("attention_fwd", 30, stage=1),
             row("attention_fwd", 255, stage=2),
@@ -378,5 +379,5 @@ def test_tables(tmp_path):
     target.write_text("before\n<!-- compile: attention -->\nafter\n")
     with pytest.raises(ValueError, match="has no <!-- compile: attention --> and <!-- end -->"):
         page.main([file, target])
-    with pytest.raises(ValueError, match=f"expected a report of cvt compile, schema {SCHEMA}"):
-        page.tables(report | {"schema": 0})
+    with pytest.raises(ValueError, match=f"expected a report of cvt compile, version {VERSION}"):
+        page.tables(report | {"version": 0})

@@ -1,0 +1,8 @@
+"""``python -m cvt`` is the command ``cvt``."""
+
+import sys
+
+from .commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())
