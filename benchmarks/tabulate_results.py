@@ -1,4 +1,4 @@
-"""Makes docs/results.md from the JSON under benchmarks/results/; ``make results`` runs it.
+"""Makes docs/results.md and the README's table from benchmarks/results/; ``make results`` runs it.
 
 Of each device the newest run counts. The page says which results there are and which there are not.
 """
@@ -18,6 +18,9 @@ from cvt_kernels.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+#: The lines of the README between which its table stands.
+BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
 #: The files of ``cvt bench``.
@@ -130,7 +133,9 @@ def section(run: Run) -> str:
     if run.benches:
         lines += ["### Beside Hugging Face's model", *map(beside_huggingface, run.benches)]
     for name, title in SUITES.items():
-        rows = [benchmark["extra_info"] for benchmark in run.suites.get(name, {}).get("benchmarks", [])]
+        if name not in run.suites:
+            continue
+        rows = [benchmark["extra_info"] for benchmark in run.suites[name].get("benchmarks", [])]
         rows = [row for row in rows if "seconds" in row]  # the others failed
         lines += [f"### {title}", table(rows) if rows else "Nothing was measured."]
     return "\n\n".join(lines)
@@ -145,10 +150,52 @@ def beside_huggingface(results: bench_results.Results) -> str:
         for name, row in rows.items():
             rate = number(size / statistics.median(row["seconds"]))
             ratio = "1" if name == "hf" else str(bench_results.ratio(row["seconds"], hf["seconds"]))
-            known = row["peak_bytes"] is not None and hf["peak_bytes"]
-            memory = f"{row['peak_bytes'] / hf['peak_bytes']:.2f}" if known else "–"
-            table_rows.append([str(size), f"`{name}`", rate, ratio, memory])
+            table_rows.append([str(size), f"`{name}`", rate, ratio, share_of_memory(rows, name)])
     return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(markdown(table_rows))])
+
+
+def readme_table(run: Run) -> str:
+    """Returns the README's table: every result of ``cvt bench`` on a device, beside Hugging Face's."""
+    contenders = {"compile": "`torch.compile`", "accelerate": "accelerated", "cvt": "`cvt`"}
+    table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory of `cvt`"]]
+    for results in run.benches:
+        config = results["config"]
+        kind = f"{config['dtype']}, {'training step' if config['train'] else 'inference'}"
+        for batch in results["batches"]:
+            rows = {row["contender"]: row for row in batch["rows"]}
+            rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
+            speeds = [times_as_fast(rows, name) for name in contenders]
+            table_rows.append([kind, str(batch["batch_size"]), rate, *speeds, share_of_memory(rows, "cvt")])
+    return "\n".join(markdown(table_rows))
+
+
+def times_as_fast(rows: dict[str, dict[str, Any]], name: str) -> str:
+    """Returns the speed of a contender as a multiple of Hugging Face's."""
+    if name not in rows:
+        return "–"
+    return f"{bench_results.ratio(rows[name]['seconds'], rows['hf']['seconds']).median:.2f} ×"
+
+
+def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
+    """Returns the peak memory of a contender as a part of Hugging Face's."""
+    ours, theirs = rows[name]["peak_bytes"], rows["hf"]["peak_bytes"]
+    return f"{ours / theirs:.2f}" if ours is not None and theirs else "–"
+
+
+def fill_readme(text: str, runs: list[Run]) -> str:
+    """Puts the table of the last device that has one between the marks of the README.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
+    measured = [run for run in runs if run.benches]
+    if not measured:
+        return text
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md: has no {BEGIN.strip()} and {END.strip()}")
+    return before + begin + readme_table(measured[-1]) + "\n" + end + after
 
 
 def ceiling(name: str, rate: float) -> str:
@@ -195,11 +242,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/tabulate_results.py", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(argv)
     try:
-        text = page(load(options.results))
-        with replacing(options.page) as file:
-            file.write_text(text, encoding="utf-8")
+        runs = load(options.results)
+        readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs)
+        for path, text in ((options.page, page(runs)), (options.readme, readme)):
+            with replacing(path) as file:
+                file.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"benchmarks/tabulate_results.py: error: {error}", file=sys.stderr)
         return 2

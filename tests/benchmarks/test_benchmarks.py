@@ -300,7 +300,10 @@ def write_results(root, *, date="2026-01-02-0304", **changes):
 
 
 def test_the_page_of_results_is_what_the_json_says():
-    assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(tabulate.load(tabulate.RESULTS))
+    runs = tabulate.load(tabulate.RESULTS)
+    assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(runs)
+    readme = tabulate.README.read_text(encoding="utf-8")
+    assert tabulate.fill_readme(readme, runs) == readme
 
 
 def test_tables(tmp_path):
@@ -321,7 +324,7 @@ def test_tables(tmp_path):
         "| cvt_13 | bfloat16 | 1 | – | 1,234 (1,024 MiB) | – |",
     ):
         assert line in text.splitlines()
-    assert text.count("Nothing was measured.") == 3
+    assert "### Linear layers" not in text
 
 
 def bench_file(path, **peaks):
@@ -355,7 +358,7 @@ def bench_file(path, **peaks):
     bench_results.write(results, path)
 
 
-def test_tables_of_cvt_bench(tmp_path):
+def test_tables_of_cvt_bench(tmp_path, capsys):
     folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
     bench_file(folder / "bench.json", hf=1000, cvt=410)
     bench_file(folder / "bench_bfloat16.json")
@@ -370,6 +373,23 @@ def test_tables_of_cvt_bench(tmp_path):
         "| 8 | `cvt` | 3.2 | 2.00 (2.00–2.00) | – |",
     ):
         assert line in lines
+    readme, page = tmp_path / "README.md", tmp_path / "page.md"
+    arguments = ["--results", str(tmp_path), "--page", str(page), "--readme", str(readme)]
+    readme.write_text(f"before\n{tabulate.BEGIN}old\n{tabulate.END}after\n")
+    assert tabulate.main(arguments) == 0
+    assert readme.read_text().splitlines() == [
+        "before",
+        tabulate.BEGIN.strip(),
+        "|  | batch | Hugging Face's, images/s | `torch.compile` | accelerated | `cvt` | memory of `cvt` |",
+        "|---|---|---|---|---|---|---|",
+        "| float32, inference | 8 | 1.6 | – | – | 2.00 × | 0.41 |",
+        "| float32, inference | 8 | 1.6 | – | – | 2.00 × | – |",
+        tabulate.END.strip(),
+        "after",
+    ]
+    readme.write_text("no marks\n")
+    assert tabulate.main(arguments) == 2
+    assert "README.md: has no <!-- measured" in capsys.readouterr().err
 
 
 def test_a_damaged_file_of_cvt_bench(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The Python of the pages about the model and the operators runs as it stands."""
 
+import re
 from pathlib import Path
 
 import pytest

@@ -125,9 +125,10 @@ def test_public_names_exist_and_have_docstrings(package):
 
 def test_docstrings_begin_with_what_a_thing_is_or_does():
     vague = ("What", "Of", "Why", "As", "Whether", "That", "How", "Like")
-    vague += ("In", "For", "To", "With", "Before", "Within", "Where")
+    vague += ("In", "For", "To", "With", "Before", "Within", "Where", "Which")
     wrong = []
-    for path in (*FILES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"):
+    others = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in (*FILES, *others, ROOT / "setup.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 docstring = ast.get_docstring(node) or "-"
