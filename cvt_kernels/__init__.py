@@ -1,17 +1,22 @@
 """Fast, exact and easy CvT operators for PyTorch. See README.md for the tour."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import reference
 from .acceleration import accelerate, restore
 from .acceleration.coverage import coverage
-from .acceleration.verify import verify
 from .backends import BackendUnavailable, fallbacks, use_backend
-from .diagnosis import doctor
 from .ops.attention import attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_primitives
 from .reference import ConvBatchNorm
+
+if TYPE_CHECKING:
+    from .acceleration.verify import verify
+    from .diagnosis import doctor
 
 __version__ = "0.1.0"
 
@@ -39,3 +44,14 @@ __all__ = [
     "use_backend",
     "verify",
 ]
+
+# The reports are imported at first use: the import of the package would take a fifth longer with them.
+_REPORTS = {"doctor": ".diagnosis", "verify": ".acceleration.verify"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _REPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_REPORTS[name], __name__), name)
+    globals()[name] = value
+    return value
