@@ -9,34 +9,14 @@ import math
 
 from torch import Tensor
 
-from ... import backends, checks, machine, reference
+from ... import backends, checks
+from ..registration import register_native, register_reference, register_triton
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
-_PACKAGE = "cvt_kernels.ops.attention"
-
-backends.register(
-    "attention",
-    "triton",
-    backends.Implementation(
-        function=f"{_PACKAGE}.triton:attention",
-        devices=("cuda",),
-        why_unavailable=machine.why_triton_unavailable,
-        why_unsupported=f"{_PACKAGE}.triton:why_unsupported",
-        experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
-    ),
-)
-backends.register(
-    "attention",
-    "native",
-    backends.Implementation(
-        function=f"{_PACKAGE}.native:attention",
-        devices=("cpu",),
-        why_unavailable=machine.why_native_unavailable,
-        why_unsupported=f"{_PACKAGE}.native:why_unsupported",
-    ),
-)
-backends.register("attention", "reference", backends.Implementation(function=reference.attention))
+register_triton("attention", __name__)
+register_native("attention", __name__)
+register_reference("attention")
 
 
 def attention(

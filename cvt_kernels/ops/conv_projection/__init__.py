@@ -8,35 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import backends, checks, machine, reference
+from ... import backends, checks
 from ...reference import ConvBatchNorm
+from ..registration import register_native, register_reference, register_triton
 
 _SHAPE = "(batch, tokens, channels)"
 
-_PACKAGE = "cvt_kernels.ops.conv_projection"
-
-backends.register(
-    "conv_projection",
-    "triton",
-    backends.Implementation(
-        function=f"{_PACKAGE}.triton:conv_projection",
-        devices=("cuda",),
-        why_unavailable=machine.why_triton_unavailable,
-        why_unsupported=f"{_PACKAGE}.triton:why_unsupported",
-        experimental={"cuda": "has not run on a GPU yet; use_backend('triton') tries it"},
-    ),
-)
-backends.register(
-    "conv_projection",
-    "native",
-    backends.Implementation(
-        function=f"{_PACKAGE}.native:conv_projection",
-        devices=("cpu",),
-        why_unavailable=machine.why_native_unavailable,
-        why_unsupported=f"{_PACKAGE}.native:why_unsupported",
-    ),
-)
-backends.register("conv_projection", "reference", backends.Implementation(function=reference.conv_projection))
+register_triton("conv_projection", __name__)
+register_native("conv_projection", __name__)
+register_reference("conv_projection")
 
 
 def conv_projection(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backends, checks, machine, reference
+from ... import backends, checks
+from ..registration import register_native, register_reference
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = ("none", "tanh", "quick")
@@ -41,15 +42,13 @@ def _why_slower(operator: str, x: Tensor, *args: Any) -> str | None:
 
 
 for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
-    _implementation = backends.Implementation(
-        function=f"cvt_kernels.ops.layer_norm_gelu.native:{_operator}",
+    register_native(
+        _operator,
+        __name__,
         devices=("cpu", "cuda"),
-        why_unavailable=machine.why_native_unavailable,
         why_unsupported=functools.partial(_why_unsupported, _operator),
-        experimental={"cuda": "has not run on a GPU yet; use_backend('native') tries it"},
     )
-    backends.register(_operator, "native", _implementation)
-    backends.register(_operator, "reference", backends.Implementation(function=getattr(reference, _operator)))
+    register_reference(_operator)
 
 
 def layer_norm(
