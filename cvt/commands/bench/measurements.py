@@ -99,16 +99,7 @@ def run(
     ours = copy.deepcopy(original).to(device, DTYPES[dtype]).train(train)
     keys = [key for key in PEERS if key == "hf" or key in peers] + list(OURS)
     contenders = [build_contender(key, hf, ours) for key in keys]
-    about: dict[str, dict[str, Any]] = {
-        key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
-    }
-    compiling: Any = contextlib.nullcontext()
-    compiled = [about[key] for key in keys if key in COMPILED]
-    if compiled and device.type == "cpu" and not train:
-        compiling, words = freezing()
-        for peer_about in compiled:
-            peer_about["about"] += words
-
+    about, compiling = _about(keys, freeze=device.type == "cpu" and not train)
     batches = []
     steps = len(batch_sizes) * len(keys) * (rounds + 3)
     with compiling, tqdm(total=steps, leave=False, disable=None) as progress:
@@ -119,11 +110,7 @@ def run(
     if save_weights is not None:
         save_huggingface(original, save_weights)
     return {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {**machine.facts()._asdict(), "gpus": list(machine.facts().gpus)},
-        "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in _PACKAGES}},
+        **_session(),
         "config": {
             "model": name,
             "weights": f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint),
@@ -143,6 +130,32 @@ def run(
         },
         "contenders": about,
         "batches": batches,
+    }
+
+
+def _about(keys: Sequence[str], *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
+    """Describes the contenders for the results; returns that and the context in which they are compiled and run."""
+    about: dict[str, dict[str, Any]] = {
+        key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
+    }
+    compiled = [about[key] for key in keys if key in COMPILED]
+    if not (compiled and freeze):
+        return about, contextlib.nullcontext()
+    compiling, words = freezing()
+    for peer_about in compiled:
+        peer_about["about"] += words
+    return about, compiling
+
+
+def _session() -> dict[str, Any]:
+    """Returns the part of the results about their format, the time, the machine and the packages."""
+    facts = machine.facts()
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {**facts._asdict(), "gpus": list(facts.gpus)},
+        "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in _PACKAGES}},
     }
 
 
