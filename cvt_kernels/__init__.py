@@ -55,3 +55,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_REPORTS[name], __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
