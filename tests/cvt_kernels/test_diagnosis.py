@@ -1,5 +1,8 @@
 """The report of ``doctor``: what serves every operator, and why not another."""
 
+import subprocess
+import sys
+
 import torch
 
 import cvt_kernels as ck
@@ -28,3 +31,9 @@ def test_doctor_tells_what_was_passed_over():
     assert "passed over" not in ck.doctor()
     ck.gelu(torch.ones(2))
     assert "gelu, triton: not implemented in this version" in ck.doctor().split("passed over")[1]
+
+
+def test_the_package_run_as_a_module_prints_it():
+    result = subprocess.run([sys.executable, "-m", "cvt_kernels"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("python   ")
+    assert "linear layers, inference on the CPU: float32 by " in result.stdout

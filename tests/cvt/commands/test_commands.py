@@ -5,14 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.checks import run_python
 
 
-def test_installed_command():
-    script = Path(sys.executable).parent / "cvt"
-    version = subprocess.run([script, "--version"], capture_output=True, text=True, check=True).stdout
-    assert version.startswith("cvt 0.")
-    assert subprocess.run([script], capture_output=True, check=False).returncode == 2
+@pytest.mark.parametrize("command", [[Path(sys.executable).parent / "cvt"], [sys.executable, "-m", "cvt"]])
+def test_installed_command(command):
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("cvt 0.")
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
 def test_help_waits_for_no_package_that_only_some_commands_need():
