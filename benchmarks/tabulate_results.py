@@ -178,6 +178,8 @@ def times_as_fast(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
     """Returns the peak memory of a contender as a part of Hugging Face's."""
+    if name not in rows:
+        return "–"
     ours, theirs = rows[name]["peak_bytes"], rows["hf"]["peak_bytes"]
     return f"{ours / theirs:.2f}" if ours is not None and theirs else "–"
 

@@ -169,17 +169,25 @@ class _Observer:
         start = measure.now(self._device)
         logits = self._model(images)
         self._seconds.append(measure.now(self._device) - start)
+        if logits.ndim != 2 or logits.shape[0] != len(images):
+            raise ValueError(
+                f"{self._batch}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
+            )
         return logits
 
     def observe(self, answers: Answers) -> None:
         """Checks and counts the answers to a batch."""
-        _check(f"batches[{len(self._sizes)}]", answers)
+        _check(self._batch, answers)
         self._sizes.append(len(answers.images))
         if not len(self.confusion):
             classes = answers.logits.shape[1]
             self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
         pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
         self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+
+    @property
+    def _batch(self) -> str:
+        return f"batches[{len(self._sizes)}]"
 
     @property
     def images_per_second(self) -> float:
@@ -226,10 +234,6 @@ def _check(name: str, answers: Answers) -> None:
         raise ValueError(
             f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
             f"expected ({len(images)},) and torch.int64, one per image"
-        )
-    if logits.ndim != 2 or logits.shape[0] != len(images):
-        raise ValueError(
-            f"{name}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
         )
     wrong = labels[(labels < 0) | (labels >= logits.shape[1])]
     if len(wrong):

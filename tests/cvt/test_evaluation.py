@@ -158,3 +158,15 @@ def test_the_count_does_not_depend_on_the_backend():
         assert cost(SMALL, 32) == expected
     with pytest.raises(ValueError, match="pixels are too few"):
         cost(PRESETS["cvt_13"], 2)
+
+
+def test_a_model_that_gives_no_logits_per_image():
+    class Total(Table):
+        def forward(self, images):
+            return super().forward(images).sum()
+
+    batch = torch.tensor([0, 1]), torch.tensor([0, 1])
+    with pytest.raises(
+        ValueError, match=r"^batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"
+    ):
+        evaluate(Total(torch.eye(2)), [batch])
