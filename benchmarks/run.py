@@ -139,7 +139,7 @@ def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
     cuda = device == "cuda"
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
-    # torch.compile takes minutes for each batch size, more than a GPU is lent for.
+    # torch.compile takes minutes for each batch size, more than the nine of a run on a GPU allow.
     peers = "hf" if tiny or cuda else "compile"
     smaller = ["--image-size", "64", "--rounds", "4"] if tiny else []
 
