@@ -1,9 +1,11 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
-// The Python module `_C` itself holds the facts of its build and nothing else.
+// The Python module `_C` itself holds the facts of its build, and a switch for the proof of the kernels.
 
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/stable/library.h>
+
+#include "common/tensors.h"
 
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
@@ -46,4 +48,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda") = CVT_KERNELS_CUDA_VERSION;  // of the toolkit; empty without CUDA kernels
   m.attr("architectures") = CVT_KERNELS_ARCHITECTURES;  // as in "sm_80,sm_90,compute_90"
   m.attr("compiler") = CVT_KERNELS_COMPILER;
+  m.def("dispatch_allocations", [](bool enabled) { cvt_kernels::dispatches_allocations = enabled; },
+        "Lets the operators allocate through PyTorch's dispatcher, where Python can watch, instead of directly.");
 }

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -97,14 +97,67 @@ class DeviceClock:
         return self._seconds
 
 
+class ColdTimes(NamedTuple):
+    """The seconds of runs that began with an empty L2 cache.
+
+    Attributes:
+        device: How long the device computed, in each run.
+        host: How long the host took to start it; empty on a CPU, where that is the same.
+    """
+
+    device: list[float]
+    host: list[float]
+
+
+def cold_seconds_in_turns(
+    functions: Sequence[Callable[[], Any]], device: torch.device, seconds: float, *, fewest: int, most: int
+) -> list[ColdTimes]:
+    """Times functions in turns, with L2 flushed before each run; one round before warms up.
+
+    Args:
+        functions: They are called without arguments.
+        device: The device on which they compute; a GPU must be the current one.
+        seconds: How long all timed rounds may take together, as far as ``fewest`` allows.
+        fewest: The least number of rounds.
+        most: The largest number of rounds.
+    """
+    times = [ColdTimes([], []) for _ in functions]
+    for function in functions:
+        function()
+    start = now(device)
+    while len(times[0].device) < fewest or (len(times[0].device) < most and now(device) - start < seconds):
+        for function, taken in zip(functions, times, strict=True):
+            _run_cold(function, device, taken)
+    return times
+
+
+def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> None:
+    if device.type == "cuda":
+        clock = DeviceClock()
+        clock.arm()
+        clock.read()
+        start = time.perf_counter()
+        function()
+        taken.host.append(time.perf_counter() - start)
+        taken.device.append(clock.read())
+    else:
+        _flush_buffer("cpu", torch.get_num_threads()).zero_()
+        start = time.perf_counter()
+        function()
+        taken.device.append(time.perf_counter() - start)
+
+
 def _flush_cache() -> None:
-    _flush_buffer(torch.cuda.current_device()).zero_()
+    _flush_buffer("cuda", torch.cuda.current_device()).zero_()
 
 
 @functools.cache
-def _flush_buffer(index: int) -> torch.Tensor:
-    size = 4 * torch.cuda.get_device_properties(index).L2_cache_size
-    return torch.empty(max(size, 2**28), dtype=torch.uint8, device=torch.device("cuda", index))
+def _flush_buffer(kind: str, number: int) -> torch.Tensor:
+    """Returns memory that fills the L2 of GPU ``number``, or on a CPU those of ``number`` threads' cores."""
+    if kind == "cpu":
+        return torch.empty(number * 2**22, dtype=torch.uint8)
+    size = 4 * torch.cuda.get_device_properties(number).L2_cache_size
+    return torch.empty(max(size, 2**28), dtype=torch.uint8, device=torch.device(kind, number))
 
 
 def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:

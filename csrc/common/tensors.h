@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <vector>
 
@@ -62,9 +63,15 @@ inline void check_parameter(const char* name, const Tensor& tensor, const Tensor
   STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
 }
 
-// A new tensor, uninitialized and contiguous, on the device of `like`; without the search for the operator by its name
-// that torch::stable::empty makes.
+// Makes `empty` ask PyTorch's dispatcher, where the proof of a kernel hands out guarded memory (cvt_kernels/proofs.py).
+inline std::atomic<bool> dispatches_allocations{false};
+
+// A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the search for the operator by
+// its name that torch::stable::empty makes.
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+  if (dispatches_allocations.load(std::memory_order_relaxed)) {
+    return torch::stable::empty(sizes, dtype, std::nullopt, like.device());
+  }
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i > 1; i--) strides[i - 2] = strides[i - 1] * std::max<int64_t>(1, sizes[i - 1]);
   int32_t device_type, device_index;
