@@ -11,7 +11,7 @@ from .ops.attention import attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
-from .ops.linear import linear, linear_primitives
+from .ops.linear import linear
 from .reference import ConvBatchNorm
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ __all__ = [
     "layer_norm",
     "layer_norm_gelu",
     "linear",
-    "linear_primitives",
     "reference",
     "restore",
     "use_backend",

@@ -1,8 +1,9 @@
-"""The registry of backends, the choice of the one that serves a call, and the reasons against the others.
+"""The registry of backends, and the choice of the one that serves a call.
 
-A package in ``ops/`` names its implementations by module path with :func:`register` and serves its public
-function with :func:`call`; the module is imported when it first serves. The choice is plain Python over
-module globals, so that ``torch.compile(fullgraph=True)`` traces through it and recompiles when it changes.
+A package in ``ops/`` describes its operator with :func:`describe`, names the implementations by module path
+with :func:`register`, and serves its public function with :func:`call`. Under ``auto`` the choice is a verdict:
+proven and measured on this machine at the first call of its kind (``proofs``), remembered on disk
+(``verdicts``), and kept in a table by the exact arguments, where later calls find it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from . import machine
+from . import checks, machine, verdicts
 
-#: Every backend, in the order in which ``auto`` tries them. ``native`` is csrc (CPU or CUDA).
-BACKENDS = ("triton", "native", "reference")
+#: Every backend. ``native`` is csrc (CPU or CUDA); from ``sdpa`` on, they are PyTorch's own.
+BACKENDS = ("triton", "native", "sdpa", "convolution", "float32", "reference")
+#: The backends that are kernels of this project.
+OURS = ("triton", "native")
 
 #: Every operator of the registry.
 OPERATORS = (
@@ -32,6 +40,7 @@ OPERATORS = (
     "gelu",
     "bias_gelu",
     "layer_norm_gelu",
+    "linear",
 )
 
 
@@ -64,14 +73,12 @@ class Implementation:
             can. It is asked once, at the first call.
         why_unsupported: Given the arguments of one call, says why it cannot serve that call, or None if it
             can; itself, or its path.
-        experimental: By device type, why ``auto`` leaves it alone and only an explicit request takes it.
     """
 
     function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
     why_unsupported: Any = None
-    experimental: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def load(self) -> Implementation:
         """Puts the functions in the place of their paths; returns this object."""
@@ -82,14 +89,40 @@ class Implementation:
         return self
 
 
+class Operator(NamedTuple):
+    """The parts of an operator's calls on which a verdict depends.
+
+    Attributes:
+        signature: Given the arguments of a call, returns what tells it from others, hashable: first whether a
+            gradient is wanted, then shapes and settings. It is taken at every call.
+        shape_class: Given a signature, returns words for all calls that share a verdict: those with the same
+            kernels and about the same economics.
+        sample: Given a call's arguments and a factor on the size, returns arguments of fewer images, which
+            suffice to check it and are not much larger than a cache.
+        defaults: PyTorch's own backends, of which the first that can serves where there is no verdict.
+    """
+
+    signature: Callable[..., tuple[Any, ...]]
+    shape_class: Callable[..., str]
+    sample: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    defaults: tuple[str, ...] = ("reference",)
+
+
 def _imported(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
+_AUTO = ("auto",)
+_operators: dict[str, Operator] = {}
 _implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
-_requested = os.environ.get("CVT_KERNELS_BACKEND") or "auto"
+_requested = tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").split(","))
 _fallbacks: dict[tuple[str, str], str] = {}
+
+
+def describe(operator: str, description: Operator) -> None:
+    """Makes known what an operator's verdicts depend on."""
+    _operators[operator] = description
 
 
 def register(operator: str, backend: str, implementation: Implementation) -> None:
@@ -103,7 +136,7 @@ def register(operator: str, backend: str, implementation: Implementation) -> Non
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     _implementations[operator][backend] = implementation
-    _ask_why_unavailable.cache_clear()
+    forget()
 
 
 def registered(operator: str, backend: str) -> Implementation:
@@ -124,39 +157,41 @@ def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> I
         operator: {backend: replace(operator, backend, each) for backend, each in known.items()}
         for operator, known in previous.items()
     }
-    _ask_why_unavailable.cache_clear()
+    forget()
     try:
         yield
     finally:
         _implementations = previous
-        _ask_why_unavailable.cache_clear()
+        forget()
 
 
 class use_backend:  # noqa: N801 (lower case as torch.no_grad)
-    """Chooses the backend of every later call in this process, in all threads.
+    """Chooses the backends of every later call in this process, in all threads.
 
     It takes effect at once; as a context manager it restores the previous choice on exit::
 
-        use_backend("reference")            # from now on
-        with use_backend("triton"): ...     # only here
+        use_backend("reference")                    # from now on
+        with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
 
-    ``"auto"``, the default, takes the first of ``BACKENDS`` that can serve the call. Any other choice that
-    cannot serve a call raises :class:`BackendUnavailable`. The environment variable ``CVT_KERNELS_BACKEND``,
-    read at import, sets the choice that a process starts with.
+    ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an order of
+    preference; a call that none of them can serve raises :class:`BackendUnavailable`. The environment
+    variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that a process
+    starts with. An operator that has no kernels of this project, such as ``linear``, is not concerned by
+    requests for these alone.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, *names: str):
         global _requested
-        _check_backend(name, "backend")
-        self._name, self._previous = name, _requested
-        _requested = name
+        _check_backends(names, "backend")
+        self._names, self._previous = names, _requested
+        _requested = names
 
     def __enter__(self) -> use_backend:
         global _requested
-        _requested = self._name  # again, for an object that is entered more than once
+        _requested = self._names  # again, for an object that is entered more than once
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -164,38 +199,122 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         _requested = self._previous
 
 
-def _check_backend(name: str, argument: str) -> None:
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"{argument}: got {name!r}, expected one of auto, {', '.join(BACKENDS)}")
+def _check_backends(names: tuple[str, ...], argument: str) -> None:
+    if names == _AUTO:
+        return
+    for name in names or ("",):
+        if name not in BACKENDS:
+            alone = " (auto stands alone)" if name == "auto" else ""
+            expected = ", ".join(BACKENDS)
+            raise ValueError(f"{argument}: got {name!r}, expected auto or some of {expected}{alone}")
 
 
-def requested_backend() -> str:
-    """Returns the backend chosen by :class:`use_backend` or ``CVT_KERNELS_BACKEND``.
+def requested_backends() -> tuple[str, ...]:
+    """Returns the backends chosen by :class:`use_backend` or ``CVT_KERNELS_BACKEND``, or ``("auto",)``.
 
     Raises:
         ValueError: The environment variable holds an unknown name.
     """
-    _check_backend(_requested, "CVT_KERNELS_BACKEND")
+    _check_backends(_requested, "CVT_KERNELS_BACKEND")
     return _requested
 
 
+def fallbacks() -> dict[tuple[str, str], str]:
+    """Returns (operator, backend) → why it was last passed over by ``auto``, or could not serve a call."""
+    return dict(_fallbacks)
+
+
+# Calls ----------------------------------------------------------------------------------------------------
+
+
 def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves ``operator(x, ...)`` with the requested backend, or under ``auto`` the first that can.
+    """Serves ``operator(x, ...)`` with the requested backends, or under ``auto`` by verdict.
 
     Raises:
-        BackendUnavailable: The requested backend cannot serve the call.
+        BackendUnavailable: None of the requested backends can serve the call.
     """
-    requested = requested_backend()
-    for backend in BACKENDS if requested == "auto" else (requested,):
-        reason = why_unavailable(operator, backend, x.device.type)
+    if _requested != _AUTO:
+        return _call_requested(operator, x, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _call_traced(operator, x, *args, **kwargs)
+    choice = _choice(operator, x, args, kwargs)
+    served = choice.eager
+    if choice.in_graphs is not served and machine.is_capturing(x):
+        served = choice.in_graphs
+    why_unsupported = served.implementation.why_unsupported
+    if why_unsupported is not None and (reason := why_unsupported(x, *args, **kwargs)) is not None:
+        _fallbacks[operator, served.backend] = reason
+        return _first_able(operator, _operators[operator].defaults, x, *args, **kwargs)
+    return served.implementation.function(x, *args, **kwargs)
+
+
+def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call in which the processes of a group exchange data, all with the same backend.
+
+    The first call asks every process which backend it would take; if they differ, PyTorch's own serves.
+
+    Args:
+        group: The process group.
+        shared: Hashable settings that tell this call from others and are the same in every process.
+        operator: As of :func:`call`, like the other arguments.
+        x: As of :func:`call`.
+        args: As of :func:`call`.
+        kwargs: As of :func:`call`.
+
+    Raises:
+        BackendUnavailable: None of the requested backends can serve the call.
+    """
+    if _requested != _AUTO or torch.compiler.is_compiling():
+        return call(operator, x, *args, **kwargs)
+    key = group, operator, shared, x.dtype, x.device
+    if key not in _agreed:
+        if machine.is_capturing(x):
+            return _first_able(operator, _operators[operator].defaults, x, *args, **kwargs)
+        proposal = BACKENDS.index(_choice(operator, x, args, kwargs).eager.backend)
+        extremes = torch.tensor([proposal, -proposal], device=x.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+        highest, lowest = extremes[0].item(), -extremes[1].item()
+        defaults = _operators[operator].defaults
+        _agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
+    return _first_able(operator, _agreed[key], x, *args, **kwargs)
+
+
+def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    requested = requested_backends()
+    known = _implementations[operator]
+    # Who asks for kernels of ours does not mean the operators that have none.
+    if not any(name in known for name in (*OURS, *requested)):
+        requested = _operators[operator].defaults
+    return _first_able(operator, requested, x, *args, **kwargs)
+
+
+def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
+    description = _operators[operator]
+    signature = description.signature(x, *args, **kwargs)
+    shape_class = description.shape_class(*signature)
+    backend = _remembered_backend(operator, x.dtype, x.device, signature[0], shape_class)
+    names = description.defaults if backend is None else (backend, *description.defaults)
+    return _first_able(operator, names, x, *args, **kwargs)
+
+
+def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call with the first of some backends that can."""
+    for backend in names:
+        reason = why_unsupported(operator, backend, x, *args, **kwargs)
         if reason is None:
-            implementation = _implementations[operator][backend]
-            if implementation.why_unsupported is not None:
-                reason = implementation.why_unsupported(x, *args, **kwargs)
-            if reason is None:
-                return implementation.function(x, *args, **kwargs)
+            return _implementations[operator][backend].function(x, *args, **kwargs)
         _fallbacks[operator, backend] = reason
     raise BackendUnavailable(operator, backend, _fallbacks[operator, backend])
+
+
+def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    """Says why a backend cannot serve a call; None if it can."""
+    reason = why_unavailable(operator, backend, x.device.type)
+    if reason is None:
+        ask = _implementations[operator][backend].why_unsupported
+        reason = None if ask is None else ask(x, *args, **kwargs)
+    return reason
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
@@ -207,27 +326,9 @@ def why_unavailable(operator: str, backend: str, device_type: str) -> str | None
     if reason is not None:
         return reason
     # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
-    interpreted = machine.INTERPRETING and backend == _requested == "triton" and device_type == "cpu"
+    interpreted = machine.INTERPRETING and backend == "triton" in _requested and device_type == "cpu"
     if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
         return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
-    return None if _requested == backend else implementation.experimental.get(device_type)
-
-
-def fallbacks() -> dict[tuple[str, str], str]:
-    """Returns (operator, backend) → why it was last passed over by ``auto``, or could not serve a call."""
-    return dict(_fallbacks)
-
-
-def backend_for(operator: str, device_type: str) -> str | None:
-    """Returns the backend that serves ``operator`` on a type of device, as far as no other argument matters.
-
-    Returns:
-        Its name, or None if the requested backend cannot.
-    """
-    requested = requested_backend()
-    for backend in BACKENDS if requested == "auto" else (requested,):
-        if why_unavailable(operator, backend, device_type) is None:
-            return backend
     return None
 
 
@@ -246,6 +347,249 @@ def _ask_why_unavailable(operator: str, backend: str, device_type: str) -> str |
     return reason
 
 
-# What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
-# does; to call it would import torch._dynamo, and with it Triton, and double the time of our import.
+# Verdicts -------------------------------------------------------------------------------------------------
+
+
+class _Served(NamedTuple):
+    """A backend and its implementation of an operator."""
+
+    backend: str
+    implementation: Implementation
+
+
+class _Choice(NamedTuple):
+    """The backends that serve calls of one kind, outside of CUDA graphs and in them."""
+
+    eager: _Served
+    in_graphs: _Served
+
+
+_choices: dict[Any, _Choice] = {}
+_MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
+_agreed: dict[Any, tuple[str, ...]] = {}
+
+
+def forget() -> None:
+    """Forgets the choices of this process, so that verdicts and the machine are asked again."""
+    _choices.clear()
+    _agreed.clear()
+    _ask_why_unavailable.cache_clear()
+
+
+def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
+    key = (
+        operator,
+        _operators[operator].signature(x, *args, **kwargs),
+        x.dtype,
+        x.device,
+        torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"),
+        torch.get_num_threads(),
+    )
+    try:
+        choice = _choices.get(key)
+    except TypeError:  # symbolic sizes have no hash
+        return _choose(operator, x, args, kwargs).choice
+    if choice is None:
+        choice, lasts = _choose(operator, x, args, kwargs)
+        if lasts:
+            if len(_choices) >= _MOST_CHOICES:
+                _choices.clear()
+            _choices[key] = choice
+    return choice
+
+
+class _Decision(NamedTuple):
+    """A choice, and whether it holds for later calls of the kind."""
+
+    choice: _Choice
+    lasts: bool
+
+
+def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
+    """Decides on a call: by verdict, which is proven if need be and possible, or else for PyTorch's own."""
+    able = []
+    for backend in BACKENDS:
+        if backend in _implementations[operator]:
+            reason = why_unsupported(operator, backend, x, *args, **kwargs)
+            if reason is None:
+                able.append(backend)
+            else:
+                _fallbacks[operator, backend] = reason
+    defaults = _operators[operator].defaults
+    default = next((name for name in defaults if name in able), able[0])
+    if len(able) == 1:
+        return _decision(operator, default, default)
+    store = verdicts.store_for(x.device)
+    asked = question(operator, x, *args, **kwargs)
+    verdict = store.get(asked)
+    if verdict is None:
+        lasting, passing = _why_not_provable(store), _why_not_provable_now(x, args, kwargs)
+        if lasting is not None or passing is not None:
+            for backend in able:
+                if backend != default:
+                    _fallbacks[operator, backend] = f"has no verdict, and {lasting or passing}"
+            return _decision(operator, default, default, lasts=passing is None)
+        verdict = _prove(store, asked, operator, able, default, x, args, kwargs)
+    _note(operator, verdict)
+    chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
+    return _decision(operator, *chosen)
+
+
+def _decision(operator: str, eager: str, in_graphs: str, *, lasts: bool = True) -> _Decision:
+    served = _Served(eager, _implementations[operator][eager])
+    other = served if in_graphs == eager else _Served(in_graphs, _implementations[operator][in_graphs])
+    return _Decision(_Choice(served, other), lasts)
+
+
+def question(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str:
+    """Returns the question that a verdict on such calls answers, as in the files of verdicts."""
+    description = _operators[operator]
+    signature = description.signature(x, *args, **kwargs)
+    return _question(operator, x.dtype, x.device, signature[0], description.shape_class(*signature))
+
+
+def _question(
+    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
+) -> str:
+    direction = "forward+backward" if gradient else "forward"
+    numbers = checks.dtype_name(dtype)
+    if torch.is_autocast_enabled(device.type):
+        numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
+    return f"{operator}, {direction}, {numbers}, {shape_class}"
+
+
+def _remembered_backend(
+    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
+) -> str | None:
+    """Returns the backend of a remembered verdict for graphs; None without one."""
+    asked = _question(operator, dtype, device, gradient, shape_class)
+    verdict = verdicts.store_for(device).get(asked)
+    if verdict is not None:
+        return verdict.chosen_in_graphs
+    for backend in OURS:
+        if backend in _implementations[operator] and why_unavailable(operator, backend, device.type) is None:
+            _fallbacks[operator, backend] = "has no verdict, and nothing is proven while torch.compile traces"
+    return None
+
+
+def _why_not_provable(store: verdicts.Store) -> str | None:
+    """Says why nothing is proven at first use in this process; None if it is."""
+    if not verdicts.proving_enabled():
+        return "CVT_KERNELS_PROVE=0 forbids to prove it at first use"
+    # A verdict that cannot be remembered could be another one in the next run.
+    if torch.are_deterministic_algorithms_enabled() and (reason := store.why_not_remembered()) is not None:
+        return f"deterministic algorithms are demanded, but verdicts cannot be remembered: {reason}"
+    return None
+
+
+def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Says why a call cannot be proven where it is made; None if it can."""
+    if machine.is_capturing(x):
+        return "nothing is proven while a CUDA graph is captured"
+    tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
+    if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
+        return "nothing is proven on subclasses of tensors"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "nothing is proven within function transforms"
+    return None
+
+
+def _prove(
+    store: verdicts.Store,
+    asked: str,
+    operator: str,
+    able: list[str],
+    default: str,
+    x: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> verdicts.Verdict:
+    """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
+    from . import proofs  # is not needed where every verdict is known
+
+    with store.proving():
+        verdict = store.get(asked)
+        if verdict is not None:
+            return verdict
+        description = _operators[operator]
+        gradient = description.signature(x, *args, **kwargs)[0]
+        factor = _SAMPLE_ON_GPU if x.is_cuda else 1
+        sample = proofs.Call(*description.sample(factor, x, *args, **kwargs), gradient)
+        candidates = {name: _implementations[operator][name].function for name in able}
+        whole = proofs.Call((x, *args), kwargs, gradient)
+        reference = _implementations[operator]["reference"].function
+        try:
+            verdict = proofs.prove(reference, candidates, whole, sample, default)
+        except torch.OutOfMemoryError:
+            flaw = "there was not enough memory for its proof"
+            trials = {name: verdicts.Trial(None, None, None, None, flaw) for name in able}
+            return verdicts.Verdict(default, default, trials)
+        _warn_of_wrong_kernels(asked, verdict)
+        store.remember({asked: verdict})
+        return verdict
+
+
+_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
+
+
+def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:
+    for backend in OURS:
+        trial = verdict.trials.get(backend)
+        if trial is not None and trial.flaw is not None:
+            warnings.warn(
+                f"{asked}: the kernel of backend {backend!r} is not used on this machine, it is at fault "
+                f"({trial.flaw}); {verdict.chosen} serves instead. Please report this line with the "
+                "output of `cvt doctor`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _note(operator: str, verdict: verdicts.Verdict) -> None:
+    """Notes why a verdict passed over the backends that it did not choose."""
+    for backend, trial in verdict.trials.items():
+        if backend != verdict.chosen:
+            _fallbacks[operator, backend] = trial.flaw or _why_slower(trial, verdict)
+
+
+def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
+    mine, best = trial.call_seconds, verdict.trials[verdict.chosen].call_seconds
+    if mine is None or best is None:
+        return f"{verdict.chosen} serves such calls here"
+    return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
+
+
+def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
+    """Returns the backends that serve an operator on a type of device, each with its number of verdicts.
+
+    Where backends are requested, it is the first of them that is available, with 0; without verdicts nothing.
+    """
+    if _requested != _AUTO:
+        known = _implementations[operator]
+        concerned = any(name in known for name in (*OURS, *_requested))
+        names = _requested if concerned else _operators[operator].defaults
+        available = (name for name in names if why_unavailable(operator, name, device_type) is None)
+        return {name: 0 for name in itertools.islice(available, 1)}
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else "cpu"
+    counts: dict[str, int] = {}
+    for asked, verdict in verdicts.store_for(torch.device(device)).questions().items():
+        if asked.startswith(f"{operator}, "):
+            counts[verdict.chosen] = counts.get(verdict.chosen, 0) + 1
+    return counts
+
+
+def may_be_ours(operator: str, device_type: str) -> bool:
+    """Says whether kernels of this project may serve an operator on a type of device."""
+    names = OURS if _requested == _AUTO else tuple(name for name in _requested if name in OURS)
+    if all(why_unavailable(operator, name, device_type) is not None for name in names):
+        return False
+    if _requested != _AUTO or verdicts.proving_enabled():
+        return True
+    return any(name in OURS for name in chosen_backends(operator, device_type))
+
+
+# A verdict, and what is installed, do not change under a compiled graph. This is what
+# torch.compiler.assume_constant_result does; to call it would import torch._dynamo, and with it Triton, and
+# double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_remembered_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]

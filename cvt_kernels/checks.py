@@ -59,7 +59,11 @@ def wants_gradient(*values: object) -> bool:
     # There is no public way to ask; without this one, the answer is on the safe side.
     if getattr(forward_ad, "_current_level", 0) >= 0:
         return True
-    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+    if torch.is_grad_enabled():
+        for value in values:  # a loop, since a generator costs as much as a small operator's other checks
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def autocast_enabled(x: Tensor) -> bool:

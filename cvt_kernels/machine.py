@@ -198,6 +198,11 @@ def _nvcc() -> str:
     return f"{release.split(',')[0].strip()} ({path})"
 
 
+def is_capturing(x: Tensor) -> bool:
+    """Says whether work on a tensor is being captured in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 # Launching Triton kernels ---------------------------------------------------------------------------------
 
 

@@ -255,3 +255,8 @@ def layer_norm_gelu(
 ) -> Tensor:
     """Computes gelu(layer_norm(x))."""
     return gelu(layer_norm(x, weight, bias, eps=eps), approximate=approximate)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes x · weightᵀ + bias."""
+    return F.linear(x, weight, bias)

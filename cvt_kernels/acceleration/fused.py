@@ -63,8 +63,7 @@ def gelu_operator(module: Any, device_type: str) -> str:
     """Returns the operator that :func:`linear_gelu` calls behind the linear layer ``module``."""
     plain = _is_plain_linear(module) and module.bias is not None
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
-    compiled = backends.backend_for("bias_gelu", device_type) not in (None, "reference")
-    return "bias_gelu" if plain and compiled else "gelu"
+    return "bias_gelu" if plain and backends.may_be_ours("bias_gelu", device_type) else "gelu"
 
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:

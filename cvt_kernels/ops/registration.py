@@ -1,4 +1,4 @@
-"""Registration of an operator's implementations: each by its path in the operator's package."""
+"""Registration of an operator's implementations by their paths, and classes of sizes for its verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def register_triton(operator: str, package: str) -> None:
         devices=("cuda",),
         why_unavailable=machine.why_triton_unavailable,
         why_unsupported=f"{package}.triton:why_unsupported",
-        experimental=_untried("triton"),
     )
     backends.register(operator, "triton", implementation)
 
@@ -39,7 +38,6 @@ def register_native(
         devices=devices,
         why_unavailable=machine.why_native_unavailable,
         why_unsupported=why_unsupported or f"{package}.native:why_unsupported",
-        experimental=_untried("native"),
     )
     backends.register(operator, "native", implementation)
 
@@ -49,5 +47,17 @@ def register_reference(operator: str) -> None:
     backends.register(operator, "reference", backends.Implementation(function=getattr(reference, operator)))
 
 
-def _untried(backend: str) -> dict[str, str]:
-    return {"cuda": f"has not run on a GPU yet; use_backend({backend!r}) tries it"}
+
+def size_class(size: int, factor: int = 4) -> str:
+    """Returns words for all sizes from a power of ``factor`` up to the next one."""
+    if type(size) is not int:  # torch.export must not ask for a symbolic size
+        return "any number of"
+    least = 1
+    while least * factor <= size:
+        least *= factor
+    return f"{least}+"
+
+
+def images_within(most: int, images: int, elements: int) -> int:
+    """Returns how many of some images have ``most`` elements together, at least one."""
+    return max(1, min(images, most // max(1, elements // max(1, images))))

@@ -6,17 +6,70 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import backends, checks
-from ..registration import register_native, register_reference, register_triton
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> Tensor:
+    """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    return out.transpose(1, 2).contiguous()
+
+
+_SAMPLE = 2**23  # scores
+
+
+def _why_sdpa_unsupported(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> str | None:
+    if bias is not None:
+        return "gives no zeros where the bias excludes every key"
+    return "draws other random numbers than the reference" if dropout_p > 0 else None
+
+
+def _signature(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(q, k, v, bias)
+    return gradient, q.shape, k.shape[1], q.is_contiguous(), bias is None, dropout_p > 0
+
+
+def _shape_class(
+    gradient: bool, shape: Sequence[int], keys: int, contiguous: bool, plain: bool, drops: bool
+) -> str:
+    batch, queries, heads, channels = shape
+    words = f"{size_class(batch * heads)} heads of {channels} channels, {size_class(queries, 2)} queries"
+    words += f", {size_class(keys, 2)} keys"
+    return words + ("" if contiguous else ", strided") + ("" if plain else ", bias")
+
+
+def _sample(
+    factor: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, **settings: Any
+) -> tuple[Any, dict[str, Any]]:
+    batch, queries, heads, _ = q.shape
+    images = images_within(_SAMPLE * factor, batch, batch * heads * queries * k.shape[1])
+    if bias is not None and bias.ndim == 4 and bias.shape[0] == batch:
+        bias = bias[:images]
+    return (q[:images], k[:images], v[:images]), {"bias": bias, **settings}
+
+
 register_triton("attention", __name__)
 register_native("attention", __name__)
+backends.register("attention", "sdpa", backends.Implementation(sdpa, why_unsupported=_why_sdpa_unsupported))
 register_reference("attention")
+backends.describe(
+    "attention", backends.Operator(_signature, _shape_class, _sample, defaults=("sdpa", "reference"))
+)
 
 
 def attention(

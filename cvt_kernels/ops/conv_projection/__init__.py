@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,53 @@ from torch import Tensor
 
 from ... import backends, checks
 from ...reference import ConvBatchNorm
-from ..registration import register_native, register_reference, register_triton
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, channels)"
+
+_SAMPLE = 2**21  # elements
+
+
+def _signature(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Any, ...]:
+    parameters = [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
+    statistics = training or convs[0].running_mean is None
+    return checks.wants_gradient(x, *parameters), x.shape, grid, statistics, _geometry(convs)
+
+
+def _geometry(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
+    return tuple((conv.weight.shape[3], conv.stride, conv.padding, conv.dilation) for conv in convs)
+
+
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    grid: tuple[int, int],
+    statistics: bool,
+    geometry: Sequence[tuple[int, ...]],
+) -> str:
+    batch, tokens, channels = shape
+    pixels = grid[0] * grid[1]
+    class_token = "" if tokens == pixels else " and a class token"
+    branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
+    words = f"{size_class(batch)} images of {size_class(pixels, 2)} pixels{class_token}, {channels} channels"
+    return f"{words}, kernel/stride/padding/dilation {branches}{', batch statistics' if statistics else ''}"
+
+
+def _sample(
+    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+) -> tuple[Any, dict[str, Any]]:
+    # At least two images: one alone may have a single value per channel.
+    images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
+    alone = tuple(conv._replace(process_group=None) for conv in convs)
+    return (x[:images], grid, alone), {"training": training}
+
 
 register_triton("conv_projection", __name__)
 register_native("conv_projection", __name__)
 register_reference("conv_projection")
+backends.describe("conv_projection", backends.Operator(_signature, _shape_class, _sample))
 
 
 def conv_projection(
@@ -48,6 +89,10 @@ def conv_projection(
     """
     convs = tuple(convs)
     _check(x, grid, convs, training)
+    group = next((conv.process_group for conv in convs if conv.process_group is not None), None)
+    if training and group is not None:
+        shared = x.shape[2], _geometry(convs)
+        return backends.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
     return backends.call("conv_projection", x, grid, convs, training=training)
 
 

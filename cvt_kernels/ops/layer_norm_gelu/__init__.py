@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import backends, checks
-from ..registration import register_native, register_reference
+from ..registration import images_within, register_native, register_reference, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = ("none", "tanh", "quick")
 
 _MAX_CUDA_CHANNELS = 8192
-# Below these sizes the cost of a call, which is above that of PyTorch's and more so with gradients, outweighs
-# what the kernels save.
-_SMALL, _SMALL_WITH_GRADIENTS = 65_536, 200_000
+_SAMPLE = 2**21  # elements
 
 
 def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
-    if x.is_cuda:
-        if x.dtype == torch.float64:
-            return "has no CUDA kernels for float64"
-        if operator != "gelu" and x.shape[-1] > _MAX_CUDA_CHANNELS:
-            return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
+    if not x.is_cuda:
         return None
-    return None if backends.requested_backend() == "native" else _why_slower(operator, x, *args)
-
-
-def _why_slower(operator: str, x: Tensor, *args: Any) -> str | None:
-    """Says why ``auto`` leaves a call on the CPU to PyTorch; an explicit request is served all the same."""
-    size = x.numel()
-    known = type(size) is int  # of a dynamic size torch.export must not ask
-    if known and size < (_SMALL_WITH_GRADIENTS if checks.wants_gradient(x, *args) else _SMALL):
-        return f"is not faster on tensors below {_SMALL} elements, {_SMALL_WITH_GRADIENTS} with gradients"
-    if x.dtype == torch.float64 and "gelu" in operator:
-        return "takes the C library's functions for float64, which are slower than PyTorch's"
+    if x.dtype == torch.float64:
+        return "has no CUDA kernels for float64"
+    if operator not in ("gelu", "bias_gelu") and x.shape[-1] > _MAX_CUDA_CHANNELS:
+        return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
     return None
+
+
+def _signature(
+    x: Tensor, *tensors: Tensor | None, eps: float = 0.0, approximate: str = "identity"
+) -> tuple[Any, ...]:
+    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate
+
+
+def _shape_class(gradient: bool, shape: Sequence[int], contiguous: bool, approximate: str) -> str:
+    channels = shape[-1] if shape else 1
+    strided = "" if contiguous else ", strided"
+    return f"{approximate}, {size_class(math.prod(shape))} elements, {channels} channels{strided}"
+
+
+def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    if x.ndim < 2:
+        return (x, *tensors), settings
+    rows = images_within(_SAMPLE * factor, x.shape[0], x.numel())
+    parts = [t[:rows] if t is not None and t.shape == x.shape else t for t in (x, *tensors)]
+    return tuple(parts), settings
 
 
 for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
@@ -49,6 +58,7 @@ for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_no
         why_unsupported=functools.partial(_why_unsupported, _operator),
     )
     register_reference(_operator)
+    backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))
 
 
 def layer_norm(

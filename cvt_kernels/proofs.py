@@ -1,0 +1,413 @@
+"""The proof of kernels on this machine: candidates run in guarded memory, are compared with float64, and timed.
+
+A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it leaves
+in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all memory
+that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import accuracy, measure
+from .verdicts import Trial, Verdict
+
+#: A candidate takes the place of another choice only if it wins by this factor, so that noise decides nothing.
+MARGIN = 1.05
+
+_GUARD = 2**16  # bytes on each side, more than a tile of any kernel
+_ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
+_POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
+_UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
+_SECONDS, _FEWEST, _MOST = 0.1, 3, 15  # how long to time the candidates of a call, and in how many rounds
+
+Function = Callable[..., Any]
+_T = TypeVar("_T")
+
+
+class Call(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        args: Positional arguments; tensors may also lie in tuples within.
+        kwargs: Arguments by name.
+        gradient: Whether the backward belongs to it: the tensors that require a gradient get one.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gradient: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first argument."""
+        return self.args[0].device
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Call:
+        """Returns the call with ``function`` applied to every tensor, once to each."""
+        known: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                known[id(tensor)] = function(tensor)
+            return known[id(tensor)]
+
+        args, kwargs = pytree.tree_map_only(Tensor, once, (self.args, dict(self.kwargs)))
+        return Call(args, kwargs, self.gradient)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors in the arguments, in their order."""
+        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
+
+def prove(
+    reference: Function,
+    candidates: Mapping[str, Function],
+    call: Call,
+    sample: Call,
+    default: str,
+) -> Verdict:
+    """Checks and times candidates on a call, and chooses the one that serves such calls.
+
+    It runs in a thread of its own, where nothing that the caller has set up (hooks, modes, the profiler's
+    counters) sees it; autocast, the GPU and its stream are as the caller has them. Arguments, random numbers
+    and gradients of the caller stay as they are.
+
+    Args:
+        reference: The operator in plain PyTorch: in float64 the oracle, in the call's dtypes the measure.
+        candidates: By the name of their backend.
+        call: What to time on a GPU, as a whole.
+        sample: The call on fewer images, to be checked, and to be timed on a CPU.
+        default: The candidate that serves unless another wins by ``MARGIN``.
+
+    Raises:
+        torch.OutOfMemoryError: There is not enough memory for the proof.
+    """
+
+    def work() -> Verdict:
+        standard = Standard.of(reference, sample)
+        trials = {name: check(function, standard) for name, function in candidates.items()}
+        sound = {name: candidates[name] for name, trial in trials.items() if trial.flaw is None}
+        timed = call if call.device.type == "cuda" else sample
+        return choose({**trials, **time_in_turns(sound, timed, trials)}, default)
+
+    return in_clean_thread(work, call.device)
+
+
+def in_clean_thread(work: Callable[[], _T], device: torch.device) -> _T:
+    """Runs ``work`` in a new thread, in which only autocast, the GPU and its stream are set as here."""
+    kind = device.type
+    casting = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = (kind, torch.get_autocast_dtype(kind)) if casting else None
+    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+
+    def run() -> _T:
+        with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            if autocast is not None:
+                stack.enter_context(torch.autocast(*autocast, cache_enabled=False))
+            return work()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="cvt_kernels proof") as executor:
+        return executor.submit(run).result()
+
+
+def choose(trials: dict[str, Trial], default: str) -> Verdict:
+    """Returns the verdict on trials: the fastest without a flaw, but the default if it is as fast.
+
+    In a graph the device alone counts; elsewhere a call takes as long as the slower of host and device.
+    """
+    on_device = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
+    launched = {name: max(seconds, trials[name].host_seconds or 0.0) for name, seconds in on_device.items()}
+    return Verdict(_fastest(launched, default), _fastest(on_device, default), trials)
+
+
+def _fastest(seconds: dict[str, float], default: str) -> str:
+    if not seconds:
+        return default
+    best = min(seconds, key=seconds.__getitem__)
+    return best if default not in seconds or MARGIN * seconds[best] < seconds[default] else default
+
+
+# Correctness ----------------------------------------------------------------------------------------------
+
+
+class Results(NamedTuple):
+    """The results of one run, by name.
+
+    Attributes:
+        outputs: What the function returned.
+        gradients: The gradients of the arguments that require one.
+        arguments: The arguments after the run.
+    """
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+    arguments: list[Tensor]
+
+
+class Standard(NamedTuple):
+    """The results by which candidates are judged on a sample of a call.
+
+    Attributes:
+        sample: The call, its tensors detached.
+        douts: Gradients of the outputs, if the backward belongs to the call.
+        same: Results of the reference in the dtypes of the call.
+        exact: Its results in float64.
+    """
+
+    sample: Call
+    douts: list[Tensor]
+    same: Results
+    exact: Results
+
+    @classmethod
+    def of(cls, reference: Function, sample: Call) -> Standard:
+        """Runs the reference; on random numbers where those of the call could not tell right from wrong."""
+        sample = sample.map(_detached)
+        standard = cls._run(reference, sample)
+        if standard._tells_much():
+            return standard
+        generator = torch.Generator(sample.device).manual_seed(0)
+        return cls._run(reference, sample.map(lambda tensor: _randomized(tensor, generator)))
+
+    @classmethod
+    def _run(cls, reference: Function, sample: Call) -> Standard:
+        generator = torch.Generator(sample.device).manual_seed(1)
+        outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
+        douts = [_randomized(torch.empty_like(out), generator) for out in outputs] if sample.gradient else []
+        same = run(reference, sample.map(_copied), douts)
+        with torch.autocast(sample.device.type, enabled=False):
+            exact = run(reference, sample.map(_in_float64), [dout.double() for dout in douts])
+        return cls(sample, douts, same, exact)
+
+    def _tells_much(self) -> bool:
+        """Says whether all results are finite, and no argument of several dimensions is constant."""
+        wide = [t for t in self.sample.tensors() if t.is_floating_point() and t.ndim > 1 and t.numel() > 1]
+        if any(bool(t.min() == t.max()) for t in wide):
+            return False
+        return all(bool(t.isfinite().all()) for t in (*self.same.outputs, *self.same.gradients))
+
+
+def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
+    """Runs a function on a call, which it may change, and with ``douts`` the backward too."""
+    leaves = [t for t in call.tensors() if t.requires_grad]
+    with torch.set_grad_enabled(call.gradient):
+        outputs = _flat(function(*call.args, **call.kwargs))
+    gradients: list[Tensor] = []
+    if call.gradient:
+        pairs = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out.requires_grad]
+        given = torch.autograd.grad(
+            [out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True
+        )
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, given, strict=True)
+        ]
+    return Results([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()])
+
+
+def check(function: Function, standard: Standard) -> Trial:
+    """Runs a candidate on the sample in guarded memory, and compares it with the standard."""
+    try:
+        with guarded_memory() as memory:
+            results = run(function, standard.sample.map(memory.copy), standard.douts)
+            measure.synchronize(standard.sample.device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        return Trial(None, None, None, None, f"fails: {type(error).__name__}: {reason}")
+    if memory.is_overwritten():
+        return Trial(None, None, None, None, "wrong: writes outside of its tensors")
+    return _compare(results, standard)
+
+
+def _compare(results: Results, standard: Standard) -> Trial:
+    """Returns the trial of results: their largest error, relative to the allowed one, or the first flaw."""
+    same, exact, sample = standard.same, standard.exact, standard.sample
+    shapes = [(out.dtype, out.shape) for out in results.outputs]
+    expected = [(out.dtype, out.shape) for out in same.outputs]
+    if shapes != expected:
+        return Trial(None, None, None, None, f"wrong: returns {shapes}, expected {expected}")
+    errors = [
+        *_errors("output", results.outputs, same.outputs, exact.outputs, accuracy.VALUE_FACTOR),
+        *_errors("gradient", results.gradients, same.gradients, exact.gradients, accuracy.GRADIENT_FACTOR),
+    ]
+    for i, given in enumerate(sample.tensors()):
+        after = results.arguments[i]
+        if torch.equal(same.arguments[i], given):
+            if not torch.equal(after, given):
+                return Trial(None, None, None, None, f"wrong: changes tensor {i} of its arguments")
+        elif not given.is_floating_point():
+            if not torch.equal(after, same.arguments[i]):
+                return Trial(None, None, None, None, f"wrong: leaves {after} in tensor {i} of its arguments")
+        else:
+            named = [same.arguments[i]], [exact.arguments[i]]
+            errors += _errors(f"argument {i}, new value", [after], *named, accuracy.VALUE_FACTOR)
+    failed = [pair for pair in errors if not pair[1].passed]
+    name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
+    if not failed:
+        return Trial(worst.ours, worst.allowed, None, None, None)
+    flaw = f"wrong: {name} is off by {worst.ours:.1e}, allowed are {worst.allowed:.1e}"
+    return Trial(worst.ours, worst.allowed, None, None, flaw)
+
+
+def _errors(
+    name: str, ours: list[Tensor], same: list[Tensor], exact: list[Tensor], factor: float
+) -> Iterator[tuple[str, accuracy.Error]]:
+    for i, (mine, theirs, truth) in enumerate(zip(ours, same, exact, strict=True)):
+        units = None if mine.numel() < accuracy.FEW else _UNITS
+        error = accuracy.compare(mine, theirs, truth, factor=factor, units=units)
+        yield f"{name} {i}" if len(ours) > 1 else name, error
+
+
+def _flat(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
+    return exact.requires_grad_(tensor.requires_grad)
+
+
+def _timeable(tensor: Tensor) -> Tensor:
+    """Returns a tensor detached; a copy if it may be a running statistic, which calls would change."""
+    return _copied(tensor) if tensor.ndim < 2 else _detached(tensor)
+
+
+def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns random numbers in the place of a tensor of several dimensions; others, such as scales, stay."""
+    if not tensor.is_floating_point() or tensor.ndim < 2:
+        return tensor
+    wide = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+    numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return numbers.copy_(wide).requires_grad_(tensor.requires_grad)
+
+
+# Guarded memory -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def guarded_memory() -> Iterator[GuardedMemory]:
+    """Lets the block run in :class:`GuardedMemory`, the extension's kernels included."""
+    extension = sys.modules.get("cvt_kernels._C")
+    memory = GuardedMemory()
+    if extension is not None:
+        extension.dispatch_allocations(True)
+    try:
+        with memory:
+            yield memory
+    finally:
+        if extension is not None:
+            extension.dispatch_allocations(False)
+
+
+class GuardedMemory(TorchDispatchMode):
+    """The memory of a run: it holds NaN until something is written, and lies between guard zones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._zones: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace == "cvt_kernels":
+            # Past Python's dispatch key, which brought the call here, so that its allocations come here too.
+            tensors = (t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+            key = torch._C.DispatchKey.CUDA if next(tensors).is_cuda else torch._C.DispatchKey.CPU
+            with self:
+                return function.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        result = function(*args, **kwargs)
+        if function not in _ALLOCATIONS:
+            return result
+        return self._allocate(result, result.untyped_storage().nbytes())
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor, with its strides."""
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = sum((size - 1) * stride for size, stride in steps) + 1 if tensor.numel() else 0
+        flat = tensor.detach().as_strided((extent,), (1,))
+        copy = self._allocate(flat, extent * tensor.element_size()).copy_(flat)
+        return copy.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+    def _allocate(self, like: Tensor, size: int) -> Tensor:
+        """Returns poisoned memory of ``size`` bytes with the dtype, shape and strides of a tensor."""
+        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        buffer = torch.full((padded + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=like.device)
+        self._zones += [buffer[:_GUARD], buffer[_GUARD + size :]]
+        return buffer[_GUARD : _GUARD + padded].view(like.dtype).as_strided(
+            like.shape, like.stride(), _GUARD // like.element_size()
+        )
+
+    def is_overwritten(self) -> bool:
+        """Says whether something was written into a guard zone."""
+        return any(bool((zone != _POISON).any()) for zone in self._zones)
+
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+# Speed ----------------------------------------------------------------------------------------------------
+
+
+def time_in_turns(candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial]) -> dict[str, Trial]:
+    """Times candidates that passed, L2-cold and in turns.
+
+    Returns:
+        Their trials with the seconds of the fastest run; a single candidate is not timed.
+    """
+    if len(candidates) < 2:
+        return {}
+    call = call.map(_timeable)
+    functions = [_timed(function, call) for function in candidates.values()]
+    measured = measure.cold_seconds_in_turns(functions, call.device, _SECONDS, fewest=_FEWEST, most=_MOST)
+    return {
+        name: trials[name]._replace(seconds=min(times.device), host_seconds=min(times.host, default=None))
+        for name, times in zip(candidates, measured, strict=True)
+    }
+
+
+def _timed(function: Function, call: Call) -> Callable[[], Any]:
+    leaves = [t for t in call.tensors() if t.requires_grad]
+
+    def run_forward() -> Any:
+        with torch.no_grad():
+            return function(*call.args, **call.kwargs)
+
+    if not call.gradient:
+        return run_forward
+    douts = [torch.ones_like(out) for out in _flat(run_forward())]
+
+    def run_both() -> Any:
+        outputs = _flat(function(*call.args, **call.kwargs))
+        torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
+
+    return run_both
