@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, checks, machine, measure
+from cvt_kernels import accuracy, backends, checks, machine, measure
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -143,9 +143,10 @@ def _flat(outs):
 def check(outputs, same, exact, dtype: torch.dtype) -> None:
     """Asserts errors of at most three times the reference's, and four units in the last place besides."""
     for ours, theirs, right in zip(outputs, same, exact, strict=True):
-        allowed = 3 * (theirs.double() - right).abs().max().item()
-        allowed += 4 * torch.finfo(dtype).eps * right.abs().max().item()
-        torch.testing.assert_close(ours.double(), right.double(), rtol=0, atol=allowed)
+        error = accuracy.compare(
+            ours, theirs, right.double(), factor=accuracy.GRADIENT_FACTOR, units=4, dtype=dtype
+        )
+        assert error.passed, str(error)
 
 
 # Measuring ------------------------------------------------------------------------------------------------

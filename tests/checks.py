@@ -1,4 +1,4 @@
-"""The accuracy rule, and other helpers that several tests share."""
+"""The accuracy rule as an assertion, and other helpers that several tests share."""
 
 import contextlib
 import importlib.util
@@ -17,13 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import backends, reference
+from cvt_kernels import accuracy, backends, reference
 
 
 def assert_accurate(
-    actual: Tensor, same_dtype: Tensor, exact: Tensor, *, factor: float = 2.0, floor: float = 1.0
+    actual: Tensor,
+    same_dtype: Tensor,
+    exact: Tensor,
+    *,
+    factor: float = accuracy.VALUE_FACTOR,
+    floor: float = 1.0,
 ) -> None:
-    """Fails if our error against float64 is more than ``factor`` times that of PyTorch in the same dtype.
+    """Fails if our error against float64 is larger than ``cvt_kernels.accuracy`` allows.
 
     Args:
         actual: Our result, in the dtype under test.
@@ -32,15 +37,9 @@ def assert_accurate(
         factor: 2 for values, 3 for gradients.
         floor: Also allowed, in units in the last place of the largest exact value.
     """
-    assert exact.dtype == torch.float64
-    assert actual.dtype == same_dtype.dtype
-    assert actual.shape == same_dtype.shape == exact.shape
-    ours = (actual.double() - exact).abs().max().item()
-    theirs = (same_dtype.double() - exact).abs().max().item()
-    ulp = torch.finfo(actual.dtype).eps * exact.abs().max().item()
-    assert ours <= factor * theirs + floor * ulp, (
-        f"error {ours:.3e}, PyTorch's {theirs:.3e}, one ulp {ulp:.3e}"
-    )
+    assert exact.numel(), "there is nothing to compare"
+    error = accuracy.compare(actual, same_dtype, exact, factor=factor, units=floor)
+    assert error.passed, str(error)
 
 
 def compiler() -> list[str]:

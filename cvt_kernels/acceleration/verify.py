@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .. import accuracy
+from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import requested_backend, use_backend
 from ..checks import dtype_name
 from ..tables import aligned
 from . import accelerate, restore
 from .coverage import coverage
 
-#: The factors by which an error may exceed that of plain PyTorch in the same dtype, besides a unit in the
-#: last place of the largest value, or eight where there are few values, whose largest error is luck.
-VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-_FEW = 1000
-
-#: The same factor for the difference between the two models in a step with dropout, where the exact result is
+#: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.
 RANDOM_FACTOR = 10.0
 
@@ -42,7 +39,7 @@ class Error(NamedTuple):
     @property
     def passed(self) -> bool:
         """True if the accelerated model's error is allowed; NaN is not."""
-        return self.accelerated <= self.allowed
+        return accuracy.Error(self.accelerated, self.eager, self.allowed).passed
 
     def __str__(self) -> str:
         return f"{self.accelerated:.1e} / {self.eager:.1e}{'' if self.passed else ' !'}"
@@ -117,7 +114,7 @@ class Verification(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if everything is as accurate as plain PyTorch, by the factors of this module."""
+        """True if everything is as accurate as plain PyTorch, by the accuracy rule."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -340,9 +337,10 @@ def _error(factor: float, ours: list[Tensor], theirs: list[Tensor], oracle: list
         _largest([t.double() - e for t, e in zip(tensors, oracle, strict=True)]) / scale
         for tensors in (ours, theirs)
     )
-    ulp = max(torch.finfo(t.dtype).eps for t in theirs)
-    slack = 8 if sum(t.numel() for t in theirs) < _FEW else 1
-    return Error(accelerated, eager, factor * eager + slack * ulp)
+    coarsest = max((t.dtype for t in theirs), key=lambda dtype: torch.finfo(dtype).eps)
+    units = accuracy.usual_units(sum(t.numel() for t in theirs))
+    allowed = accuracy.allowed_error(eager, 1.0, coarsest, factor=factor, units=units)
+    return Error(accelerated, eager, allowed)
 
 
 def _largest(tensors: list[Tensor]) -> float:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import __version__, backends, machine, measure
-from cvt_kernels.acceleration.verify import GRADIENT_FACTOR, VALUE_FACTOR
+from cvt_kernels import __version__, accuracy, backends, machine, measure
 
 from ...checkpoints import save_huggingface
 from ...config import DTYPES, default_image_size
@@ -42,9 +41,9 @@ from .contenders import (
 from .results import SCHEMA, VERSION
 
 _PACKAGES = ("torch", "transformers", "numpy")
-# Units in the last place of the largest value that are allowed besides a multiple of Hugging Face's own
-# error, which can be small by chance where a model has few classes.
-_SLACK = 8
+# Units in the last place that the accuracy rule allows besides a multiple of Hugging Face's own error, which
+# can be small by chance where a model has few classes.
+_UNITS = 8
 
 
 def run(
@@ -214,7 +213,7 @@ def _parities(
         batches = (photos,)
     truth = torch.cat([exact.step(part.double()) for part in photos.split(len(batches[0]))])
     true_norms = _gradient_norms(exact.model)
-    limits: dict[str, float] = {}
+    hugging_faces: dict[str, Any] = {}
     for contender in contenders:
         _tick(progress, f"batch {len(batches[0])}, parity of {contender.key}")
         if about[contender.key]["note"] is not None:
@@ -222,19 +221,19 @@ def _parities(
         try:
             # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
             logits = torch.cat([contender.step(batch).clone() for batch in batches])[: len(photos)]
-        except Exception as error:
+        except Exception as failure:
             if contender.key not in COMPILED:
                 raise
-            reason = (str(error).splitlines() or ["no reason given"])[0]
-            about[contender.key]["note"] = f"fails: {type(error).__name__}: {reason}"
+            reason = (str(failure).splitlines() or ["no reason given"])[0]
+            about[contender.key]["note"] = f"fails: {type(failure).__name__}: {reason}"
             continue
         parity = _parity(logits, truth, _gradient_norms(contender.model), true_norms)
-        limits = limits or _limits(parity, logits.dtype)  # the first is Hugging Face's
-        for name, allowed in limits.items():
-            if not parity[name] <= allowed:  # nor is NaN
+        hugging_faces = hugging_faces or parity  # the first is Hugging Face's
+        for name, error in _errors(parity, hugging_faces, photos.dtype).items():
+            if not error.passed:
                 raise ValueError(
-                    f"{contender.key}: {name.replace('_', ' ')} {parity[name]:.1e} against float64, expected "
-                    f"at most {allowed:.1e} by Hugging Face's in the same dtype; nothing was timed"
+                    f"{contender.key}: {name.replace('_', ' ')} {error.ours:.1e} against float64, expected "
+                    f"at most {error.allowed:.1e} by Hugging Face's in the same dtype; nothing was timed"
                 )
         yield contender, parity
 
@@ -254,13 +253,22 @@ def _parity(logits: Tensor, truth: Tensor, norms: Tensor, true_norms: Tensor) ->
     }
 
 
-def _limits(parity: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
-    """Returns the errors that all contenders may have, given Hugging Face's."""
-    slack = _SLACK * torch.finfo(dtype).eps
-    limits = {"error": VALUE_FACTOR * parity["error"] + slack * parity["largest"]}
-    if parity["gradient_error"] is not None:
-        limits["gradient_error"] = GRADIENT_FACTOR * parity["gradient_error"] + slack
-    return limits
+def _errors(
+    parity: dict[str, Any], hugging_faces: dict[str, Any], dtype: torch.dtype
+) -> dict[str, accuracy.Error]:
+    """Returns a contender's errors by the name in its parity, beside Hugging Face's, which allow them."""
+    # Errors of gradients are relative already.
+    rules = {
+        "error": (accuracy.VALUE_FACTOR, hugging_faces["largest"]),
+        "gradient_error": (accuracy.GRADIENT_FACTOR, 1.0),
+    }
+    errors = {}
+    for name, (factor, largest) in rules.items():
+        ours, pytorchs = parity[name], hugging_faces[name]
+        if pytorchs is not None:
+            allowed = accuracy.allowed_error(pytorchs, largest, dtype, factor=factor, units=_UNITS)
+            errors[name] = accuracy.Error(ours, pytorchs, allowed)
+    return errors
 
 
 def _gradient_norms(model: nn.Module) -> Tensor:
