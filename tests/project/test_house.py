@@ -21,6 +21,7 @@ FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / pa
 FLOORS = (
     {"cvt_kernels.reference", "cvt_kernels.tables", "cvt_kernels.toolkit", "cvt_kernels.measure"},
     {"cvt_kernels.machine"},
+    {"cvt_kernels.verdicts"},
     {"cvt_kernels.backends", "cvt_kernels.checks"},
     {"cvt_kernels.ops"},
     {"cvt_kernels.acceleration"},
