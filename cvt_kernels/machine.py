@@ -52,7 +52,7 @@ def facts() -> Machine:
     return Machine(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
-        triton=_installed_version("triton") or "not installed",
+        triton=installed_version("triton") or "not installed",
         cpu=f"{cpu_name()}, {torch.get_num_threads()} threads",
         gpus=_gpus(),
         nvcc=_nvcc(),
@@ -118,13 +118,18 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
 
 def _cuda_driver() -> int:
     """Returns the newest major version of CUDA that the driver serves; 0 if there is no driver."""
+    return cuda_driver_version() // 1000
+
+
+def cuda_driver_version() -> int:
+    """Returns the newest version of CUDA that the driver serves, as 13000; 0 if there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
     version = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
-    return version.value // 1000
+    return version.value
 
 
 def _split(names: str) -> tuple[str, ...]:
@@ -159,7 +164,8 @@ def _native() -> str:
     return f"{facts.version}, {cuda}, {facts.compiler}"
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compil
 @pytest.mark.usefixtures("_reload")
 def test_the_facts_where_nothing_is_installed(monkeypatch):
     monkeypatch.setattr(machine, "find_nvcc", lambda: None)
-    monkeypatch.setattr(machine, "_installed_version", lambda package: None)
+    monkeypatch.setattr(machine, "installed_version", lambda package: None)
     facts = machine.facts()
     assert (facts.triton, facts.nvcc) == ("not installed", "not found")
 

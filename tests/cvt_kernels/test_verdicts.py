@@ -1,0 +1,716 @@
+"""Tests of cvt_kernels/verdicts.py: files, merges, damage, locks, and what a machine's key depends on."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt_kernels import machine, verdicts
+from cvt_kernels.verdicts import Store, Trial, Verdict
+from tests.checks import run_python
+
+KEY = {"device": "cpu", "torch": "2.11", "threads": 2}
+CPU = torch.device("cpu")
+
+GOOD = Trial(error=1.25e-7, allowed=3e-7, seconds=0.1 + 0.2, host_seconds=None, flaw=None)
+BAD = Trial(error=0.5, allowed=3e-7, seconds=None, host_seconds=1e-5, flaw="wrong: é")
+VERDICT = Verdict("native", "reference", {"native": GOOD, "triton": BAD})
+OTHER = Verdict("reference", "reference", {"reference": GOOD})
+
+#: The start of a child process's code.
+CHILD = f"""
+import sys, time
+from cvt_kernels.verdicts import Store, Trial, Verdict
+store = Store({KEY!r})
+other = Verdict("reference", "reference", {{"reference": Trial(0.0, 0.0, 1e-6, None, None)}})
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    """Gives each test a cache of its own, and the state of a process that has read nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CVT_KERNELS_VERDICTS", raising=False)
+    monkeypatch.delenv("CVT_KERNELS_PROVE", raising=False)
+    monkeypatch.setattr(verdicts, "_stores", {})
+    monkeypatch.setattr(verdicts, "_warned", set())
+
+
+@pytest.fixture
+def start():
+    """Returns a function that starts a child process on code and waits until it says that it is ready."""
+    children = []
+
+    def start(code):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        child = subprocess.Popen([sys.executable, "-c", CHILD + code], **pipes)
+        children.append(child)
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def holder(start):
+    """Returns a child process that is proving."""
+    child = start("with store.proving():\n    print('held', flush=True); time.sleep(60)")
+    say_go(child)
+    assert child.stdout.readline() == "held\n"
+    return child
+
+
+def say_go(child):
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def content_with(**changes):
+    """Returns what is in a file of one verdict, with other fields."""
+    content = {
+        "schema": "cvt-kernels verdicts",
+        "version": 1,
+        "machine": KEY,
+        "verdicts": {"q": {**VERDICT._asdict(), "trials": {"native": GOOD._asdict()}}},
+    }
+    return {**content, **changes}
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def with_verdict(**changes):
+    verdict = content_with()["verdicts"]["q"]
+    return content_with(verdicts={"q": {**verdict, **changes}})
+
+
+def with_trial(**changes):
+    return with_verdict(trials={"native": {**GOOD._asdict(), **changes}})
+
+
+def without(content, *names):
+    """Removes the last of the nested names."""
+    content = json.loads(json.dumps(content))
+    inner = content
+    for name in names[:-1]:
+        inner = inner[name]
+    del inner[names[-1]]
+    return content
+
+
+# The file -------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_between_stores():
+    store = Store(KEY)
+    assert store.get("q") is None
+    assert store.questions() == {}
+    store.remember({"q": VERDICT})
+    assert store.get("q") == VERDICT
+    again = Store(KEY)
+    assert again.get("q") == VERDICT
+    assert again.questions() == {"q": VERDICT}
+    assert isinstance(again.get("q").trials["triton"], Trial)
+
+
+def test_file_is_as_described(tmp_path):
+    store = Store(KEY)
+    store.remember({"q": VERDICT, "p": OTHER})
+    assert store.path.parent == tmp_path / "cache" / "cvt_kernels" / "verdicts"
+    content = json.loads(store.path.read_text(encoding="utf-8"))
+    assert content["schema"] == "cvt-kernels verdicts"
+    assert content["version"] == 1
+    assert content["machine"] == KEY
+    assert content["verdicts"]["q"]["trials"]["native"] == GOOD._asdict()
+    assert store.path.read_text(encoding="utf-8") == json.dumps(content, indent=1, sort_keys=True) + "\n"
+    assert not [path for path in store.path.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_a_key_of_its_own_has_a_file_of_its_own():
+    Store(KEY).remember({"q": VERDICT})
+    other = Store({**KEY, "threads": 1})
+    assert other.get("q") is None
+    assert other.path != Store(KEY).path
+
+
+def test_numbers_that_json_lacks():
+    bare = Trial(math.nan, math.inf, math.inf, None, None)
+    known = Trial(math.nan, 1.0, None, None, "wrong: NaN in the output")
+    store = Store(KEY)
+    store.remember({"q": Verdict("reference", "reference", {"native": bare, "triton": known})})
+    trials = {
+        "native": Trial(None, None, None, None, "wrong: its error is nan"),
+        "triton": Trial(None, 1.0, None, None, "wrong: NaN in the output"),
+    }
+    assert store.get("q").trials == trials
+    assert Store(KEY).get("q").trials == trials
+    assert "NaN" not in store.path.read_text().replace("wrong: NaN", "")
+
+
+@pytest.mark.parametrize("number", [sys.float_info.max, 5e-324, 0.1 + 0.2, 0.0])
+def test_floats_stay_as_they_are(number):
+    Store(KEY).remember({"q": Verdict("a", "a", {"a": GOOD._replace(seconds=number)})})
+    assert Store(KEY).get("q").trials["a"].seconds == number
+
+
+def test_stores_merge():
+    first, second = Store(KEY), Store(KEY)
+    assert first.get("q") is second.get("p") is None
+    first.remember({"q": VERDICT})
+    second.remember({"p": OTHER})
+    assert second.questions() == Store(KEY).questions() == {"q": VERDICT, "p": OTHER}
+    assert first.get("p") is None  # has not read again
+    with first.proving():
+        assert first.get("p") == OTHER
+
+
+def test_an_existing_verdict_stays_unless_replaced():
+    first, second = Store(KEY), Store(KEY)
+    assert second.get("q") is None
+    first.remember({"q": VERDICT})
+    second.remember({"q": OTHER, "p": OTHER})
+    assert second.get("q") == Store(KEY).get("q") == VERDICT
+    second.remember({"q": OTHER}, replace=True)
+    assert second.questions() == Store(KEY).questions() == {"q": OTHER, "p": OTHER}
+
+
+def test_nothing_new_is_not_written(monkeypatch):
+    store = Store(KEY)
+    store.remember({"q": VERDICT})
+    monkeypatch.setattr(verdicts, "_write_file", lambda *arguments: pytest.fail("written"))
+    store.remember({"q": OTHER})
+    store.remember({})
+    assert store.get("q") == VERDICT
+
+
+def test_unknown_fields_are_kept_out():
+    content = content_with(mood="good")
+    content["verdicts"]["q"]["mood"] = content["verdicts"]["q"]["trials"]["native"]["mood"] = "good"
+    store = Store(KEY)
+    write(store.path, content)
+    assert store.get("q") == VERDICT._replace(trials={"native": GOOD})
+    store.remember({"p": OTHER})
+    assert "mood" not in store.path.read_text()
+
+
+GOOD_TEXT = json.dumps(content_with())
+DAMAGED = {
+    "empty": ("", "Expecting value"),
+    "truncated": (GOOD_TEXT[: len(GOOD_TEXT) // 2], "line 1"),
+    "followed": (GOOD_TEXT + "}", "Extra data"),
+    "deep": ("[" * 100_000, "recursion|depth"),
+    "list": ([], "file: got .*, expected dict"),
+    "null": ("null", "file: got None"),
+    "schema": (content_with(schema="recipe"), "schema: got 'recipe', expected 'cvt-kernels verdicts'"),
+    "no schema": (without(content_with(), "schema"), "schema: is missing"),
+    "version": (content_with(version=2), "version: got 2, expected 1"),
+    "version as text": (content_with(version="1"), "version: got '1', expected int"),
+    "machine": (content_with(machine=None), "machine: got None, expected dict"),
+    "verdicts": (content_with(verdicts=[]), "verdicts: got .*, expected dict"),
+    "no verdicts": (without(content_with(), "verdicts"), "verdicts: is missing"),
+    "verdict": (content_with(verdicts={"q": "native"}), "'q': got 'native', expected dict"),
+    "chosen": (with_verdict(chosen=None), "'q', chosen: got None, expected str"),
+    "no choice": (
+        without(content_with(), "verdicts", "q", "chosen_in_graphs"),
+        "chosen_in_graphs: is missing",
+    ),
+    "trials": (with_verdict(trials=[]), "'q', trials: got"),
+    "trial": (with_verdict(trials={"native": 1}), "'q', native: got 1, expected dict"),
+    "error": (with_trial(error="0"), "'q', native, error: got '0'"),
+    "bool": (with_trial(seconds=True), "seconds: got True, expected a finite number or null"),
+    "infinite": (with_trial(seconds=math.inf), "seconds: got inf, expected a finite number"),
+    "NaN": (with_trial(error=math.nan), "error: got nan"),
+    "huge": (with_trial(error=10**400), "error: got 1000"),
+    "flaw": (with_trial(flaw=1), "flaw: got 1, expected str"),
+    "no flaw": (without(with_trial(), "verdicts", "q", "trials", "native", "flaw"), "flaw: is missing"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, reason):
+    store = Store(KEY)
+    write(store.path, content)
+    with pytest.warns(RuntimeWarning, match=reason) as caught:
+        assert store.get("q") is None
+    assert len(caught) == 1
+    assert str(store.path) in str(caught[0].message)
+    assert Store(KEY).get("q") is None  # no second warning, which would be an error
+    store.remember({"p": OTHER})
+    assert Store(KEY).questions() == {"p": OTHER}
+
+
+def test_a_file_that_is_not_text_is_damaged():
+    store = Store(KEY)
+    store.path.parent.mkdir(parents=True)
+    store.path.write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(RuntimeWarning, match="utf-8"):
+        assert store.get("q") is None
+
+
+def test_a_folder_in_the_place_of_the_file_is_no_file():
+    store = Store(KEY)
+    store.path.mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="Is a directory|Permission denied"):
+        assert store.get("q") is None
+    with pytest.warns(RuntimeWarning, match="cannot be remembered"):
+        store.remember({"q": VERDICT})
+    assert store.get("q") == VERDICT
+
+
+def test_a_foreign_file_is_ignored_with_one_warning_that_names_the_differences():
+    store = Store(KEY)
+    write(store.path, content_with(machine={**KEY, "torch": "2.10", "extra": "x"}))
+    with pytest.warns(RuntimeWarning, match="another machine") as caught:
+        assert store.get("q") is None
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "torch is '2.10' (here '2.11')" in message
+    assert "extra is 'x' (here None)" in message
+    assert "threads" not in message
+    assert Store(KEY).get("q") is None
+
+
+# Where nothing can be written -----------------------------------------------------------------------------
+
+
+def file_as_cache(monkeypatch, tmp_path):
+    write(tmp_path / "file", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+
+def proc_as_cache(monkeypatch, tmp_path):
+    if not Path("/proc/self").exists():
+        pytest.skip("needs Linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+
+
+def read_only(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setattr(verdicts.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+
+def full_disk(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(verdicts.os, "replace", refuse)
+
+
+@pytest.mark.parametrize("prevent", [file_as_cache, proc_as_cache, read_only, full_disk])
+def test_verdicts_that_cannot_be_written_stay_in_the_process_with_one_warning(monkeypatch, tmp_path, prevent):
+    prevent(monkeypatch, tmp_path)
+    store = Store(KEY)
+    assert store.get("q") is None
+    with store.proving():  # at once, without a warning
+        assert store.get("q") is None
+    with pytest.warns(RuntimeWarning, match="cannot be remembered") as caught:
+        store.remember({"q": VERDICT})
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert str(store.path) in message
+    assert "XDG_CACHE_HOME" in message
+    assert "CVT_KERNELS_VERDICTS" in message
+    store.remember({"q": OTHER, "p": OTHER})
+    assert store.questions() == {"q": VERDICT, "p": OTHER}
+    store.remember({"q": OTHER}, replace=True)
+    assert store.get("q") == OTHER
+    Store({**KEY, "threads": 1}).remember({"q": VERDICT})  # no second warning
+    with store.proving():
+        assert store.get("q") == OTHER
+
+
+def test_why_not_remembered(monkeypatch, tmp_path):
+    store = Store(KEY)
+    assert store.why_not_remembered() is None
+    assert not list(store.path.parent.iterdir())
+    file_as_cache(monkeypatch, tmp_path)
+    assert str(tmp_path / "file") in Store(KEY).why_not_remembered()
+
+
+def test_what_was_kept_is_written_when_it_can_be(monkeypatch, tmp_path):
+    store = Store(KEY)
+    with monkeypatch.context() as context:
+        full_disk(context, tmp_path)
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            store.remember({"q": VERDICT})
+        assert not [path for path in store.path.parent.iterdir() if path.name.startswith(".")]
+    store.remember({"p": OTHER})
+    assert Store(KEY).questions() == {"q": VERDICT, "p": OTHER}
+
+
+def test_cache_directory(monkeypatch, tmp_path):
+    assert verdicts.cache_directory() == tmp_path / "cache" / "cvt_kernels"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert verdicts.cache_directory() == tmp_path / ".cache" / "cvt_kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert verdicts.cache_directory() == tmp_path / ".cache" / "cvt_kernels"
+
+
+def test_without_a_home_nothing_is_written_anywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where no home is known
+    store = Store(KEY)
+    assert store.get("q") is None
+    with pytest.warns(RuntimeWarning, match="cannot be remembered"):
+        store.remember({"q": VERDICT})
+    assert store.get("q") == VERDICT
+    assert not list(tmp_path.iterdir())
+
+
+# Files that come with an image ----------------------------------------------------------------------------
+
+
+def shipped_files(monkeypatch, tmp_path, *contents):
+    paths = [tmp_path / f"shipped{index}.json" for index in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        write(path, content)
+    monkeypatch.setenv("CVT_KERNELS_VERDICTS", os.pathsep.join(map(str, paths)))
+    return paths
+
+
+def test_shipped_verdicts_win_and_their_file_is_never_written(monkeypatch, tmp_path):
+    Store(KEY).remember({"q": OTHER, "p": OTHER})
+    (path,) = shipped_files(monkeypatch, tmp_path, content_with())
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    store = Store(KEY)
+    shipped = VERDICT._replace(trials={"native": GOOD})
+    assert store.questions() == {"q": shipped, "p": OTHER}
+    store.remember({"q": OTHER, "r": OTHER}, replace=True)
+    assert store.questions() == {"q": shipped, "p": OTHER, "r": OTHER}
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert "r" in json.loads(store.path.read_text())["verdicts"]
+
+
+def test_several_shipped_files(monkeypatch, tmp_path):
+    gpu = content_with(machine={"device": "cuda", "name": "H200"})
+    second = with_verdict(chosen="second")
+    second["verdicts"]["p"] = second["verdicts"]["q"]
+    shipped_files(monkeypatch, tmp_path, gpu, content_with(), second)
+    store = Store(KEY)
+    assert store.get("q").chosen == "native"  # the earlier file wins
+    assert store.get("p").chosen == "second"
+    assert not store.path.exists()
+    assert Store({"device": "cuda", "name": "H200"}).get("q").chosen == "native"  # no warning anywhere
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting"),
+        (content_with(machine={**KEY, "threads": 1}), r"threads is 1 \(here 2\)"),
+    ],
+    ids=["missing", "damaged", "foreign"],
+)
+def test_a_shipped_file_that_cannot_serve_gives_one_warning(monkeypatch, tmp_path, content, reason):
+    bad, _ = shipped_files(monkeypatch, tmp_path, content or "", content_with())
+    if content is None:
+        bad.unlink()
+    store = Store(KEY)
+    with pytest.warns(RuntimeWarning, match=reason) as caught:
+        assert store.get("q").chosen == "native"
+    assert len(caught) == 1
+    assert f"CVT_KERNELS_VERDICTS: {bad}" in str(caught[0].message)
+    assert Store(KEY).get("q").chosen == "native"
+
+
+def test_shipped_verdicts_serve_where_nothing_can_be_written(monkeypatch, tmp_path):
+    shipped_files(monkeypatch, tmp_path, content_with())
+    file_as_cache(monkeypatch, tmp_path)
+    store = Store(KEY)
+    with store.proving():
+        assert store.get("q").chosen == "native"
+
+
+# Processes and threads ------------------------------------------------------------------------------------
+
+
+def test_two_processes_lose_nothing_in_50_rounds_each(start):
+    code = "for i in range(50): store.remember({{f'{0} {{i}}': other}})"
+    children = [start(code.format(name)) for name in "ab"]
+    path = Store(KEY).path
+    for child in children:
+        say_go(child)
+    reads = 0
+    while any(child.poll() is None for child in children):
+        Store(KEY).get("q")  # a damaged file would be a warning, hence an error
+        reads += path.exists()
+        time.sleep(0.001)
+    assert [child.returncode for child in children] == [0, 0]
+    assert reads > 10
+    assert set(Store(KEY).questions()) == {f"{name} {i}" for name in "ab" for i in range(50)}
+    assert not [file for file in path.parent.iterdir() if file.name.startswith(f".{path.name}")]
+
+
+def test_of_two_ranks_one_proves(start):
+    code = """
+with store.proving():
+    if store.get("q") is None:
+        time.sleep(0.5)
+        store.remember({"q": other})
+        print("proven")
+    else:
+        print("known")
+"""
+    ranks = [start(code) for _ in range(2)]
+    for rank in ranks:
+        say_go(rank)
+    assert sorted(rank.stdout.read() for rank in ranks) == ["known\n", "proven\n"]
+
+
+def test_a_killed_process_does_not_keep_the_lock(holder):
+    done = threading.Event()
+
+    def prove():
+        with Store(KEY).proving():
+            done.set()
+
+    waiting = threading.Thread(target=prove, daemon=True)
+    waiting.start()
+    assert not done.wait(0.3)
+    holder.kill()
+    assert done.wait(10)
+    waiting.join()
+
+
+def test_proving_goes_on_without_the_lock_in_the_end(monkeypatch, holder):
+    monkeypatch.setattr(verdicts, "_PROVING_SECONDS", 0.3)
+    store, begin = Store(KEY), time.perf_counter()
+    with store.proving():
+        assert 0.3 <= time.perf_counter() - begin < 5
+        store.remember({"q": VERDICT})  # another lock: does not wait
+    assert holder.poll() is None
+    assert Store(KEY).get("q") == VERDICT
+
+
+def test_writing_goes_on_without_the_lock_in_the_end(monkeypatch, start):
+    monkeypatch.setattr(verdicts, "_WRITING_SECONDS", 0.3)
+    child = start(
+        "from cvt_kernels.verdicts import _held\n"
+        "with store.proving(), _held(store.path.with_suffix('.writing'), 9):\n"
+        "    print(1, flush=True); time.sleep(60)"
+    )
+    say_go(child)
+    assert child.stdout.readline() == "1\n"
+    Store(KEY).remember({"q": VERDICT})
+    assert Store(KEY).get("q") == VERDICT
+
+
+def test_proving_may_be_nested_and_is_given_back_after_an_error(start):
+    store = Store(KEY)
+    with pytest.raises(ZeroDivisionError), store.proving(), store.proving(), Store(KEY).proving():
+        raise ZeroDivisionError
+    child = start("with store.proving(): print('held')")
+    with store.proving():
+        with store.proving():
+            pass
+        say_go(child)
+        time.sleep(0.3)
+        assert child.poll() is None  # the outer block still holds it
+    assert child.stdout.read() == "held\n"
+
+
+def test_one_thread_at_a_time_proves():
+    store, inside, most = Store(KEY), [], []
+
+    def prove(index):
+        with store.proving():
+            inside.append(index)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.remove(index)
+            store.remember({f"{index}": OTHER})
+
+    threads = [threading.Thread(target=prove, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+    assert set(Store(KEY).questions()) == {str(index) for index in range(8)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_a_thread_holds_the_guard_goes_on():
+    code = f"""
+import os, threading, time
+from cvt_kernels import verdicts
+store = verdicts.Store({KEY!r})
+held, free = threading.Event(), threading.Event()
+def hold():
+    with verdicts._guard:
+        held.set()
+        free.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    store.remember({{"q": verdicts.Verdict("native", "native", {{}})}})
+    os._exit(0)
+end = time.monotonic() + 20
+while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < end:
+    time.sleep(0.01)
+free.set()
+print(store.get("q").chosen)
+"""
+    result = run_python(code)
+    assert result.stdout == "native\n", result.stderr
+
+
+# Settings and keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
+def test_proving_enabled(monkeypatch, value, expected):
+    if value is not None:
+        monkeypatch.setenv("CVT_KERNELS_PROVE", value)
+    assert verdicts.proving_enabled() is expected
+
+
+def test_proving_enabled_refuses_other_values(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "yes")
+    with pytest.raises(ValueError, match="CVT_KERNELS_PROVE: got 'yes', expected 0 or 1"):
+        verdicts.proving_enabled()
+
+
+@pytest.fixture
+def _forgotten():
+    """Lets the test compute the costly parts of the key again, and forgets them after it."""
+    caches = verdicts._installation, verdicts._cpu_facts, verdicts._gpu_facts
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_of_the_cpu(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_CPU", "plain")
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a process"))
+    key = verdicts.machine_key(CPU)
+    assert key == json.loads(json.dumps(key))
+    assert key["torch"] == torch.__version__
+    assert key["CVT_KERNELS_CPU"] == "plain"
+    assert key["threads"] == torch.get_num_threads()
+    assert key["name"] == machine.cpu_name()
+    assert (key["extension"] == "not built") == (verdicts._extension_file() is None)
+    assert verdicts.machine_key(CPU) == key
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_changes_with_a_source_file_and_with_the_extension(monkeypatch, tmp_path):
+    source, extension = tmp_path / "kernel.py", tmp_path / "_C.so"
+    source.write_text("a = 1")
+    monkeypatch.setattr(verdicts, "_source_files", lambda: [source])
+    monkeypatch.setattr(verdicts, "_extension_file", lambda: extension if extension.exists() else None)
+
+    def key():
+        verdicts._installation.cache_clear()
+        return verdicts.machine_key(CPU)
+
+    first = key()
+    assert first == key()
+    assert first["extension"] == "not built"
+    source.write_text("a = 2")
+    second = key()
+    assert {name for name in first if first[name] != second[name]} == {"kernel sources"}
+    extension.write_bytes(b"\x7fELF 1")
+    third = key()
+    extension.write_bytes(b"\x7fELF 2")
+    fourth = key()
+    for before, after in ((second, third), (third, fourth)):
+        assert {name for name in before if before[name] != after[name]} == {"extension"}
+
+
+def test_sources_of_the_key():
+    names = {path.relative_to(Path(verdicts.__file__).parent).as_posix() for path in verdicts._source_files()}
+    assert {"reference.py", "ops/linear.py", "ops/attention/triton/forward.py"} <= names
+    assert "verdicts.py" not in names
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_of_a_gpu(monkeypatch):
+    class Properties:
+        name, major, minor = "NVIDIA H200", 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: 12080)
+    one, two = torch.device("cuda", 0), torch.device("cuda")
+    key = verdicts.machine_key(one)
+    assert key == json.loads(json.dumps(key))
+    assert (key["device"], key["name"], key["capability"]) == ("cuda", "NVIDIA H200", "9.0")
+    assert key["driver"].endswith(", CUDA 12.8")
+    assert "threads" not in key
+    # Equal GPUs share a store, whatever their index and the number of threads.
+    assert verdicts.store_for(one) is verdicts.store_for(two) is not verdicts.store_for(CPU)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (builder@host)",
+    ],
+)
+def test_version_of_the_driver(monkeypatch, line):
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, encoding: f"{line}\nGCC version:  gcc version 12.3.0\n"
+    )
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: 13000)
+    assert verdicts._nvidia_driver() == "550.54.15, CUDA 13.0"
+
+
+@pytest.mark.gpu
+def test_key_of_the_gpu_here():
+    key = verdicts.machine_key(torch.device("cuda", 0))
+    assert key["name"] == torch.cuda.get_device_name(0)
+    assert "CUDA 0" not in key["driver"]
+
+
+def test_one_store_per_key():
+    store, threads = verdicts.store_for(CPU), torch.get_num_threads()
+    assert verdicts.store_for(CPU) is verdicts.store_for(torch.device("cpu", 0)) is store
+    try:
+        torch.set_num_threads(threads + 1)
+        other = verdicts.store_for(CPU)
+    finally:
+        torch.set_num_threads(threads)
+    assert other is not store
+    assert other.path != store.path
+    assert other.key == {**store.key, "threads": threads + 1}
+    assert verdicts.store_for(CPU) is store
+
+
+def test_a_hit_needs_no_file(monkeypatch):
+    store = Store(KEY)
+    store.remember({"q": VERDICT})
+    assert store.get("q") == VERDICT
+    monkeypatch.setattr(verdicts, "_read_file", lambda *arguments: pytest.fail("read"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get("q") == VERDICT
+        assert store.get("p") is None
