@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import checks, machine, verdicts
+
+if TYPE_CHECKING:
+    from . import proofs
 
 #: Every backend. ``native`` is csrc (CPU or CUDA); from ``sdpa`` on, they are PyTorch's own.
 BACKENDS = ("triton", "native", "sdpa", "convolution", "float32", "reference")
@@ -291,6 +294,8 @@ def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
     description = _operators[operator]
+    if torch.compiler.is_exporting():  # for whatever machine, and for sizes that may not be asked for
+        return _first_able(operator, description.defaults, x, *args, **kwargs)
     signature = description.signature(x, *args, **kwargs)
     shape_class = description.shape_class(*signature)
     backend = _remembered_backend(operator, x.dtype, x.device, signature[0], shape_class)
@@ -407,16 +412,8 @@ class _Decision(NamedTuple):
 
 def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
     """Decides on a call: by verdict, which is proven if need be and possible, or else for PyTorch's own."""
-    able = []
-    for backend in BACKENDS:
-        if backend in _implementations[operator]:
-            reason = why_unsupported(operator, backend, x, *args, **kwargs)
-            if reason is None:
-                able.append(backend)
-            else:
-                _fallbacks[operator, backend] = reason
-    defaults = _operators[operator].defaults
-    default = next((name for name in defaults if name in able), able[0])
+    able = _able(operator, x, args, kwargs)
+    default = next(name for name in _operators[operator].defaults if name in able)
     if len(able) == 1:
         return _decision(operator, default, default)
     store = verdicts.store_for(x.device)
@@ -429,10 +426,24 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
                 if backend != default:
                     _fallbacks[operator, backend] = f"has no verdict, and {lasting or passing}"
             return _decision(operator, default, default, lasts=passing is None)
-        verdict = _prove(store, asked, operator, able, default, x, args, kwargs)
+        verdict = _prove(store, asked, operator, x, args, kwargs)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
+
+
+def _able(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Lists the backends that can serve a call, and notes why others cannot."""
+    able = []
+    for backend in BACKENDS:
+        if backend not in _implementations[operator]:
+            continue
+        reason = why_unsupported(operator, backend, x, *args, **kwargs)
+        if reason is None:
+            able.append(backend)
+        else:
+            _fallbacks[operator, backend] = reason
+    return able
 
 
 def _decision(operator: str, eager: str, in_graphs: str, *, lasts: bool = True) -> _Decision:
@@ -494,36 +505,46 @@ def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     return None
 
 
+def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proof:
+    """Returns the proof of all backends that can serve a call, to be run by ``proofs.prove`` or in parts."""
+    from . import proofs  # is not needed where every verdict is known
+
+    able = _able(operator, x, args, kwargs)
+    description = _operators[operator]
+    gradient = description.signature(x, *args, **kwargs)[0]
+    sample_args, sample_kwargs = description.sample(_SAMPLE_ON_GPU if x.is_cuda else 1, x, *args, **kwargs)
+    return proofs.Proof(
+        question=question(operator, x, *args, **kwargs),
+        reference=_implementations[operator]["reference"].function,
+        candidates={name: _implementations[operator][name].function for name in able},
+        default=next(name for name in description.defaults if name in able),
+        whole=proofs.Call((x, *args), kwargs, gradient),
+        sample=proofs.Call(sample_args, sample_kwargs, gradient),
+    )
+
+
 def _prove(
     store: verdicts.Store,
     asked: str,
     operator: str,
-    able: list[str],
-    default: str,
     x: Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> verdicts.Verdict:
     """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
-    from . import proofs  # is not needed where every verdict is known
+    from . import proofs
 
     with store.proving():
         verdict = store.get(asked)
         if verdict is not None:
             return verdict
-        description = _operators[operator]
-        gradient = description.signature(x, *args, **kwargs)[0]
-        factor = _SAMPLE_ON_GPU if x.is_cuda else 1
-        sample = proofs.Call(*description.sample(factor, x, *args, **kwargs), gradient)
-        candidates = {name: _implementations[operator][name].function for name in able}
-        whole = proofs.Call((x, *args), kwargs, gradient)
-        reference = _implementations[operator]["reference"].function
+        proof = proof_of(operator, x, *args, **kwargs)
         try:
-            verdict = proofs.prove(reference, candidates, whole, sample, default)
+            verdict = proofs.prove(proof)
         except torch.OutOfMemoryError:
-            flaw = "there was not enough memory for its proof"
-            trials = {name: verdicts.Trial(None, None, None, None, flaw) for name in able}
-            return verdicts.Verdict(default, default, trials)
+            flaw = "there was not enough memory to prove it"
+            trials = {name: verdicts.Trial(None, None, None, None, flaw) for name in proof.candidates}
+            return verdicts.Verdict(proof.default, proof.default, trials)
         _warn_of_wrong_kernels(asked, verdict)
         store.remember({asked: verdict})
         return verdict

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import accuracy, measure
 from .verdicts import Trial, Verdict
@@ -31,7 +30,6 @@ _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own err
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 15  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
-_T = TypeVar("_T")
 
 
 class Call(NamedTuple):
@@ -69,58 +67,64 @@ class Call(NamedTuple):
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
 
-def prove(
-    reference: Function,
-    candidates: Mapping[str, Function],
-    call: Call,
-    sample: Call,
-    default: str,
-) -> Verdict:
-    """Checks and times candidates on a call, and chooses the one that serves such calls.
+class Proof(NamedTuple):
+    """The candidates for one kind of calls, and what they are tried on.
 
-    It runs in a thread of its own, where nothing that the caller has set up (hooks, modes, the profiler's
-    counters) sees it; autocast, the GPU and its stream are as the caller has them. Arguments, random numbers
-    and gradients of the caller stay as they are.
-
-    Args:
+    Attributes:
+        question: The question that the verdict answers.
         reference: The operator in plain PyTorch: in float64 the oracle, in the call's dtypes the measure.
         candidates: By the name of their backend.
-        call: What to time on a GPU, as a whole.
-        sample: The call on fewer images, to be checked, and to be timed on a CPU.
         default: The candidate that serves unless another wins by ``MARGIN``.
+        whole: A call of the kind, which is timed on a GPU.
+        sample: The same on fewer images, which is checked, and timed on a CPU.
+    """
+
+    question: str
+    reference: Function
+    candidates: Mapping[str, Function]
+    default: str
+    whole: Call
+    sample: Call
+
+    @property
+    def timed(self) -> Call:
+        """The call to be timed: a GPU is busy with a whole one only."""
+        return self.whole if self.whole.device.type == "cuda" else self.sample
+
+
+def prove(proof: Proof) -> Verdict:
+    """Checks and times the candidates of a proof, and chooses the one that serves.
+
+    Arguments, random numbers and gradients of the caller stay as they are, and its hooks on saved tensors and
+    its modes see nothing of it.
 
     Raises:
         torch.OutOfMemoryError: There is not enough memory for the proof.
     """
-
-    def work() -> Verdict:
-        standard = Standard.of(reference, sample)
-        trials = {name: check(function, standard) for name, function in candidates.items()}
-        sound = {name: candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        timed = call if call.device.type == "cuda" else sample
-        return choose({**trials, **time_in_turns(sound, timed, trials)}, default)
-
-    return in_clean_thread(work, call.device)
+    with undisturbed(proof.sample.device):
+        standard = Standard.of(proof.reference, proof.sample)
+        trials = {name: check(function, standard) for name, function in proof.candidates.items()}
+        sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
+        return choose({**trials, **time_in_turns(sound, proof.timed, trials)}, proof.default)
 
 
-def in_clean_thread(work: Callable[[], _T], device: torch.device) -> _T:
-    """Runs ``work`` in a new thread, in which only autocast, the GPU and its stream are set as here."""
-    kind = device.type
-    casting = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    autocast = (kind, torch.get_autocast_dtype(kind)) if casting else None
-    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Lets the block run without the caller's modes and hooks on saved tensors, but with its autocast."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+            # Without its cache, which would hold the copies of weights.
+            dtype = torch.get_autocast_dtype(device.type)
+            stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
+        yield
 
-    def run() -> _T:
-        with contextlib.ExitStack() as stack:
-            if stream is not None:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(stream))
-            if autocast is not None:
-                stack.enter_context(torch.autocast(*autocast, cache_enabled=False))
-            return work()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="cvt_kernels proof") as executor:
-        return executor.submit(run).result()
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def choose(trials: dict[str, Trial], default: str) -> Verdict:
@@ -129,7 +133,7 @@ def choose(trials: dict[str, Trial], default: str) -> Verdict:
     In a graph the device alone counts; elsewhere a call takes as long as the slower of host and device.
     """
     on_device = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
-    launched = {name: max(seconds, trials[name].host_seconds or 0.0) for name, seconds in on_device.items()}
+    launched = {name: trial.call_seconds for name, trial in trials.items() if trial.call_seconds is not None}
     return Verdict(_fastest(launched, default), _fastest(on_device, default), trials)
 
 
@@ -268,7 +272,7 @@ def _errors(
     name: str, ours: list[Tensor], same: list[Tensor], exact: list[Tensor], factor: float
 ) -> Iterator[tuple[str, accuracy.Error]]:
     for i, (mine, theirs, truth) in enumerate(zip(ours, same, exact, strict=True)):
-        units = None if mine.numel() < accuracy.FEW else _UNITS
+        units = max(_UNITS, accuracy.usual_units(mine.numel()))
         error = accuracy.compare(mine, theirs, truth, factor=factor, units=units)
         yield f"{name} {i}" if len(ours) > 1 else name, error
 
@@ -325,6 +329,10 @@ def guarded_memory() -> Iterator[GuardedMemory]:
 class GuardedMemory(TorchDispatchMode):
     """The memory of a run: it holds NaN until something is written, and lies between guard zones."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each first proof would import torch._dynamo, which takes seconds
+
     def __init__(self) -> None:
         super().__init__()
         self._zones: list[Tensor] = []
@@ -357,8 +365,10 @@ class GuardedMemory(TorchDispatchMode):
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         buffer = torch.full((padded + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=like.device)
         self._zones += [buffer[:_GUARD], buffer[_GUARD + size :]]
-        return buffer[_GUARD : _GUARD + padded].view(like.dtype).as_strided(
-            like.shape, like.stride(), _GUARD // like.element_size()
+        return (
+            buffer[_GUARD : _GUARD + padded]
+            .view(like.dtype)
+            .as_strided(like.shape, like.stride(), _GUARD // like.element_size())
         )
 
     def is_overwritten(self) -> bool:
@@ -378,7 +388,9 @@ _ALLOCATIONS = {
 # Speed ----------------------------------------------------------------------------------------------------
 
 
-def time_in_turns(candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial]) -> dict[str, Trial]:
+def time_in_turns(
+    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial]
+) -> dict[str, Trial]:
     """Times candidates that passed, L2-cold and in turns.
 
     Returns:

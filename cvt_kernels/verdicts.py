@@ -56,6 +56,11 @@ class Trial(NamedTuple):
     host_seconds: float | None
     flaw: str | None
 
+    @property
+    def call_seconds(self) -> float | None:
+        """The seconds that a call takes at best: those of the device or of the host, whichever are more."""
+        return None if self.seconds is None else max(self.seconds, self.host_seconds or 0.0)
+
 
 class Verdict(NamedTuple):
     """The answer to one question.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
-from ..backends import requested_backend, use_backend
+from ..backends import requested_backends, use_backend
 from ..checks import dtype_name
 from ..tables import aligned
 from . import accelerate, restore
@@ -176,7 +176,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     accelerated = accelerate(copy.deepcopy(model))
     eager = restore(copy.deepcopy(model))
     exact = _in_float64(restore(copy.deepcopy(model)))
-    runs = [_Run(accelerated, inputs, requested_backend()), _Run(eager, inputs, "reference")]
+    runs = [_Run(accelerated, inputs, requested_backends()), _Run(eager, inputs, ("reference",))]
     oracle = _Run(exact, _to_float64(inputs), "reference")
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=cuda):
@@ -242,8 +242,8 @@ class _Record(NamedTuple):
 class _Run:
     """One of the models, with its inputs and the backend that it asks for."""
 
-    def __init__(self, model: nn.Module, inputs: Any, backend: str):
-        self.model, self.inputs, self.backend = model, inputs, backend
+    def __init__(self, model: nn.Module, inputs: Any, backends: tuple[str, ...]):
+        self.model, self.inputs, self.backends = model, inputs, backends
         if not model.training:
             model.train()
         self.modes = [(module, module.training) for module in model.modules()]
@@ -266,7 +266,7 @@ class _Run:
         return outputs
 
     def _forward(self) -> Any:
-        with use_backend(self.backend):
+        with use_backend(*self.backends):
             if isinstance(self.inputs, Mapping):
                 return self.model(**self.inputs)
             return self.model(*self.inputs) if isinstance(self.inputs, tuple) else self.model(self.inputs)

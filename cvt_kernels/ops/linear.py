@@ -55,9 +55,7 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if weight.shape[1] != x.shape[-1] or not x.is_floating_point() or x.numel() == 0:
         return False
-    return bias is None or (
-        type(bias) in _PLAIN and bias.dtype == x.dtype and bias.shape == weight.shape[:1]
-    )
+    return bias is None or (type(bias) in _PLAIN and bias.dtype == x.dtype and bias.shape == weight.shape[:1])
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -112,9 +110,7 @@ def _sample(factor: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
 backends.register(
     "linear",
     "convolution",
-    backends.Implementation(
-        _by_convolution, devices=("cpu",), why_unsupported=_why_convolution_unsupported
-    ),
+    backends.Implementation(_by_convolution, devices=("cpu",), why_unsupported=_why_convolution_unsupported),
 )
 backends.register(
     "linear",
