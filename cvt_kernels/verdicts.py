@@ -276,8 +276,8 @@ class Store:
         Where it cannot be written they are kept in this process, and one warning per process says so.
 
         Args:
-            verdicts: Question → verdict. Numbers that are not finite become None, and an error that is none
-                becomes a flaw.
+            verdicts: Question → verdict. Numbers that are not finite become None, and such an error is also a
+                flaw.
             replace: Whether they replace those that are already known; otherwise those stay.
         """
         new = {question: _storable(verdict) for question, verdict in verdicts.items()}
