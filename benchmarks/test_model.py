@@ -155,7 +155,7 @@ def plain(model, batch, dtype, training):
     outputs = []
     for kind in (dtype, torch.float64 if dtype == torch.float32 else torch.float32):
         eager = build(model, "eager", kind, training)
-        with ck.use_backend(eager.backend):
+        with ck.use_backend(*eager.backends):
             outputs.append(run(eager.model, images(model, batch, kind, training), kind))
     return outputs
 
@@ -186,7 +186,7 @@ def test_model(benchmark, model, mode, batch, dtype, name):
     try:
         contender = build(model, name, dtype, training)
         call = functools.partial(run, contender.model, images(model, batch, dtype, training), dtype)
-        with ck.use_backend(contender.backend), compiling:
+        with ck.use_backend(*contender.backends), compiling:
             few = min(batch, CHECKED if training else 2)
             if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
@@ -201,7 +201,7 @@ def test_model(benchmark, model, mode, batch, dtype, name):
                 "dtype": suites.short(dtype),
                 "batch": batch,
             }
-            if contender.backend != "reference":
+            if contender.backends != ("reference",):
                 facts["backends"] = {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS}
             if name == "cvt-graph":
                 facts["peak_memory_bytes"] = suites.peak_memory(call)  # a replay allocates nothing

@@ -1,15 +1,14 @@
 """The registry of backends, and the choice of the one that serves a call.
 
 A package in ``ops/`` describes its operator with :func:`describe`, names the implementations by module path
-with :func:`register`, and serves its public function with :func:`call`. Under ``auto`` the choice is a verdict:
-proven and measured on this machine at the first call of its kind (``proofs``), remembered on disk
+with :func:`register`, and serves its public function with :func:`call`. Under ``auto`` the choice is a
+verdict: proven and measured on this machine at the first call of its kind (``proofs``), remembered on disk
 (``verdicts``), and kept in a table by the exact arguments, where later calls find it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -176,10 +175,10 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         use_backend("reference")                    # from now on
         with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
 
-    ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an order of
-    preference; a call that none of them can serve raises :class:`BackendUnavailable`. The environment
-    variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that a process
-    starts with. An operator that has no kernels of this project, such as ``linear``, is not concerned by
+    ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
+    order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
+    environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
+    a process starts with. An operator that has no kernels of this project, such as ``linear``, is not concerned by
     requests for these alone.
 
     Raises:
@@ -495,6 +494,8 @@ def _why_not_provable(store: verdicts.Store) -> str | None:
 
 def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Says why a call cannot be proven where it is made; None if it can."""
+    if x.numel() == 0:
+        return "nothing is proven on an empty tensor"
     if machine.is_capturing(x):
         return "nothing is proven while a CUDA graph is captured"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
@@ -590,7 +591,7 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
         concerned = any(name in known for name in (*OURS, *_requested))
         names = _requested if concerned else _operators[operator].defaults
         available = (name for name in names if why_unavailable(operator, name, device_type) is None)
-        return {name: 0 for name in itertools.islice(available, 1)}
+        return dict.fromkeys(itertools.islice(available, 1), 0)
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else "cpu"
     counts: dict[str, int] = {}
     for asked, verdict in verdicts.store_for(torch.device(device)).questions().items():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from . import backends, checks, machine
-from .ops import linear
+from . import backends, machine
 from .tables import aligned
 
 
 def doctor() -> str:
     """Describes this machine and, for every operator and backend, whether it serves here or why it does not.
-
-    The linear layers are included: what :func:`cvt_kernels.linear` takes on this CPU is measured if it has
-    not been yet, which takes up to a second.
 
     Returns:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
@@ -27,7 +23,7 @@ def doctor() -> str:
         *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
         f"nvcc     {facts.nvcc}",
         f"native   {facts.native}",
-        f"backend  {backends.requested_backend()} requested",
+        f"backend  {', '.join(backends.requested_backends())} requested",
         "",
         *aligned(rows),
         "",
@@ -37,7 +33,7 @@ def doctor() -> str:
     if fallbacks:
         lines += ["", "passed over in this process:"]
         lines += [f"  {operator}, {backend}: {reason}" for (operator, backend), reason in fallbacks.items()]
-    return "\n".join([*lines, "", _linear_line()])
+    return "\n".join(lines)
 
 
 def _operator_rows(device_types: tuple[str, ...]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -46,7 +42,7 @@ def _operator_rows(device_types: tuple[str, ...]) -> tuple[list[tuple[str, ...]]
     rows = [("operator", *backends.BACKENDS, *(f"auto on {device}" for device in device_types))]
     for operator in backends.OPERATORS:
         answers = [_answer(operator, backend, device_types, reasons) for backend in backends.BACKENDS]
-        chosen = [_first_available(operator, device) for device in device_types]
+        chosen = [_chosen(operator, device) for device in device_types]
         rows.append((operator, *answers, *chosen))
     return rows, reasons
 
@@ -62,9 +58,14 @@ def _answer(operator: str, backend: str, device_types: tuple[str, ...], reasons:
     return f"no ({reasons.index(reason) + 1})"
 
 
-def _first_available(operator: str, device_type: str) -> str:
-    served = (b for b in backends.BACKENDS if _why_unavailable_or_broken(operator, b, device_type) is None)
-    return next(served, "none")
+def _chosen(operator: str, device_type: str) -> str:
+    """Returns the backends that serve an operator, with the numbers of their verdicts."""
+    try:
+        counts = backends.chosen_backends(operator, device_type)
+    except machine.ExtensionError:
+        return "none"
+    words = (f"{name} {count}" if count else name for name, count in counts.items())
+    return ", ".join(words) or "not proven yet"
 
 
 def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
@@ -73,9 +74,3 @@ def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) ->
         return backends.why_unavailable(operator, backend, device_type)
     except machine.ExtensionError:
         return "the extension does not load, see above"
-
-
-def _linear_line() -> str:
-    primitives = linear.linear_primitives().items()
-    chosen = ", ".join(f"{checks.dtype_name(dtype)} by {name}" for dtype, name in primitives)
-    return f"linear layers, inference on the CPU: {chosen}"

@@ -1,8 +1,8 @@
-"""The proof of kernels on this machine: candidates run in guarded memory, are compared with float64, and timed.
+"""The proof of kernels on this machine: they run in guarded memory, are compared with float64, and timed.
 
-A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it leaves
-in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all memory
-that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
+A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it
+leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all
+memory that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from . import accuracy, measure
 from .verdicts import Trial, Verdict
 
-#: A candidate takes the place of another choice only if it wins by this factor, so that noise decides nothing.
+#: A candidate takes the place of the default only if it wins by this factor: noise decides nothing.
 MARGIN = 1.05
 
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel

@@ -74,5 +74,6 @@ def _cover(path: str, block: nn.Module, entry: BlockEntry) -> BlockCoverage:
         tensors = itertools.chain(block.parameters(), block.buffers())
         device_type = next((t.device.type for t in tensors), "cpu")
         for operator in entry.operators(block, device_type):
-            served[operator] = backends.backend_for(operator, device_type) or "none"
+            names = backends.chosen_backends(operator, device_type)
+            served[operator] = " or ".join(names) or "not proven yet"
     return BlockCoverage(path, type(block).__name__, reason is None, served, reason)

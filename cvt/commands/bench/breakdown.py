@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from cvt_kernels import backends, measure
-from cvt_kernels.ops import linear
 
 from ...config import CvTConfig
 from ...model import Stage
@@ -147,23 +146,18 @@ def _labeled_operators() -> Iterator[None]:
     A Triton kernel has no name of PyTorch's around it, and a linear layer may be computed as a convolution.
     """
 
-    def labeled(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def labeled(
+        operator: str, backend: str, implementation: backends.Implementation
+    ) -> backends.Implementation:
+        function = implementation.load().function
+
         def call(*args: Any, **kwargs: Any) -> Any:
             with record_function(f"cvt_kernels::{operator}"):
                 return function(*args, **kwargs)
 
-        return call
+        return dataclasses.replace(implementation, function=call)
 
-    def labeled_implementation(
-        operator: str, backend: str, implementation: backends.Implementation
-    ) -> backends.Implementation:
-        function = labeled(operator, implementation.load().function)
-        return dataclasses.replace(implementation, function=function)
-
-    with (
-        backends.replaced(labeled_implementation),
-        linear.replaced(lambda name, primitive: labeled("linear", primitive)),
-    ):
+    with backends.replaced(labeled):
         yield
 
 

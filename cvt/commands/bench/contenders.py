@@ -44,18 +44,18 @@ class Contender(NamedTuple):
     Attributes:
         key: Its name in ``--peers``, tables and files.
         model: Takes images (B, 3, H, W).
-        backend: The backend that it asks for.
+        backends: The backends that it asks for.
         has_parts: Whether hooks can tell its parts apart; a compiled graph has no place for them.
     """
 
     key: str
     model: nn.Module
-    backend: str
+    backends: tuple[str, ...]
     has_parts: bool
 
     def step(self, images: Tensor) -> Tensor:
         """Runs a forward, in training mode a forward and a backward; returns the logits."""
-        with backends.use_backend(self.backend), torch.set_grad_enabled(self.model.training):
+        with backends.use_backend(*self.backends), torch.set_grad_enabled(self.model.training):
             if not self.model.training:
                 return logits_of(self.model(images))
             return training_step(self.model, images).logits
@@ -151,15 +151,14 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contende
         hf: Hugging Face's model; None for contenders that are not in ``HUGGINGFACE``.
         ours: Our model.
     """
-    requested = backends.requested_backend()
-    backend = "reference" if key in PEERS else requested
+    requested = ("reference",) if key in PEERS else backends.requested_backends()
     model: Any = hf if key in HUGGINGFACE else ours
     if key in COMPILED:
         # Every batch size gets code of its own, as the peer's users would have it.
         model = torch.compile(copy.deepcopy(model), mode=COMPILED[key], dynamic=False)
     elif key == "accelerate":
         model = accelerate(copy.deepcopy(model))
-    return Contender(key, model, backend, has_parts=key not in COMPILED)
+    return Contender(key, model, requested, has_parts=key not in COMPILED)
 
 
 def freezing() -> tuple[Any, str]:

@@ -94,7 +94,7 @@ def run(
     inputs = load_images(photos, image_size).to(device, DTYPES[dtype])
     hf = build_huggingface(original).to(device, DTYPES[dtype]).train(train)
     # Of the rounded weights, since their rounding is nobody's error.
-    exact = Contender("float64", copy.deepcopy(hf).double(), "reference", has_parts=False)
+    exact = Contender("float64", copy.deepcopy(hf).double(), ("reference",), has_parts=False)
     ours = copy.deepcopy(original).to(device, DTYPES[dtype]).train(train)
     keys = [key for key in PEERS if key == "hf" or key in peers] + list(OURS)
     contenders = [build_contender(key, hf, ours) for key in keys]
@@ -121,7 +121,7 @@ def run(
             "train": train,
             "rounds": rounds,
             "depths": list(ours.config.depths),
-            "backends": {n: backends.backend_for(n, device.type) for n in backends.OPERATORS},
+            "backends": {n: list(backends.chosen_backends(n, device.type)) for n in backends.OPERATORS},
         },
         "ceilings": {
             "bytes_per_second": measure.copy_bandwidth(device),
