@@ -178,8 +178,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
     environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
-    a process starts with. An operator that has no kernels of this project, such as ``linear``, is not concerned by
-    requests for these alone.
+    a process starts with. An operator that has no kernels of this project, such as ``linear``, is not
+    concerned by requests for these alone.
 
     Raises:
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.

@@ -9,8 +9,13 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
+# Tests, and processes that they start, prove kernels only where they say so, and know nothing of the user's
+# verdicts; the fonts that matplotlib has found may lie where they are.
+os.environ["CVT_KERNELS_PROVE"] = "0"
+os.environ.pop("CVT_KERNELS_VERDICTS", None)
+os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, machine, verdicts
 
 DATA = Path(__file__).parent / "data"
 
@@ -37,15 +42,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state(monkeypatch: pytest.MonkeyPatch):
-    """Gives every test the same random numbers, and undoes its choice and registration of backends."""
+def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """Gives every test the same random numbers, and undoes its choice, registration and proof of backends."""
     torch.manual_seed(0)
-    monkeypatch.setattr(backends, "_requested", "auto")
+    monkeypatch.setattr(backends, "_requested", ("auto",))
     monkeypatch.setattr(backends, "_fallbacks", {})
+    monkeypatch.setattr(backends, "_choices", {})
+    monkeypatch.setattr(backends, "_agreed", {})
+    monkeypatch.setattr(verdicts, "_stores", {})
+    monkeypatch.setattr(verdicts, "_warned", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     registry = {name: dict(by_backend) for name, by_backend in backends._implementations.items()}
     monkeypatch.setattr(backends, "_implementations", registry)
     yield
     backends._ask_why_unavailable.cache_clear()
+
+
+@pytest.fixture
+def proving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Lets ``auto`` prove kernels at first use; returns the cache directory of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "1")
+    monkeypatch.setattr(verdicts, "_stores", {})
+    return tmp_path / "cache"
 
 
 @pytest.fixture
