@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import accuracy, backends, reference
+from cvt_kernels import accuracy, backends, reference, verdicts
 
 
 def assert_accurate(
@@ -92,6 +92,15 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
     """Registers a backend of an operator that adds ``mark`` to its argument."""
     implementation = backends.Implementation(lambda x, **_: x + mark, **conditions)
     backends.register(operator, backend, implementation)
+
+
+def remember_verdict(backend: str, operator: str, *args: Any, **kwargs: Any) -> None:
+    """Stores the verdict that a backend serves calls with such arguments, those of the implementations."""
+    question = backends.question(operator, *args, **kwargs)
+    trial = verdicts.Trial(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
+    verdict = verdicts.Verdict(backend, backend, {backend: trial})
+    verdicts.store_for(args[0].device).remember({question: verdict}, replace=True)
+    backends.forget()
 
 
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:
