@@ -30,6 +30,15 @@ def pytest_configure(config):
         _deadline = time.monotonic() + seconds
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_verdicts_of_a_smoke_test(tmp_path_factory):
+    """Keeps what is proven at the shapes of a smoke test out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        if suites.TINY:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def _out_of_time(*_):
     pytest.skip("out of time")
 

@@ -80,10 +80,10 @@ def script_parser(name: str, description: str | None) -> argparse.ArgumentParser
 # Contenders -----------------------------------------------------------------------------------------------
 
 
-def contenders(operator: str, *others: str) -> list[str]:
-    """Lists ``reference``, ``others``, every backend that runs here and, as they take long, compiled ones."""
-    names = ["reference", *others]
-    for backend in ("native", "triton"):
+def contenders(operator: str) -> list[str]:
+    """Lists the backends that run here, ``reference`` first, and compiled ones, which take long."""
+    names = []
+    for backend in reversed(backends.BACKENDS):
         # An extension that does not load must not cost the others their rows.
         with ck.use_backend(backend), contextlib.suppress(machine.ExtensionError):
             if backends.why_unavailable(operator, backend, DEVICE) is None:
@@ -111,11 +111,21 @@ def implementation(operator: str, name: str):
     return call
 
 
-@contextlib.contextmanager
-def every_kernel():
-    """Lets ``auto`` within a block also take the kernels that it leaves to an explicit request elsewhere."""
-    with backends.replaced(lambda operator, backend, kernel: dataclasses.replace(kernel, experimental={})):
-        yield
+def backends_serving(call) -> dict[str, list[str]]:
+    """Runs ``call`` twice, of which the first proves what it needs; returns operator → backends."""
+    served: dict[str, set[str]] = {}
+
+    def noted(operator, backend, implementation):
+        def function(*args, **kwargs):
+            served.setdefault(operator, set()).add(backend)
+            return implementation.load().function(*args, **kwargs)
+
+        return dataclasses.replace(implementation, function=function)
+
+    call()
+    with backends.replaced(noted):
+        call()
+    return {operator: sorted(names) for operator, names in sorted(served.items())}
 
 
 def results(call, leaves, douts=None):

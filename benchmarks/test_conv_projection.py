@@ -20,11 +20,11 @@ UNITS = {"evaluation": 2.5, "training": 7.0}
 
 
 @functools.cache
-def setting(stage, dtype):
+def setting(stage, dtype, images):
     """Returns x, its grid and the three branches, whose BatchNorm stays in float32."""
     grid, channels, class_tokens = suites.stages()[stage]
     torch.manual_seed(0)
-    x = suites.randn(suites.batch(), grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
+    x = suites.randn(images, grid[0] * grid[1] + class_tokens, channels, dtype=dtype, seed=0)
     branches = []
     for stride in (1, 2, 2):
         conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
@@ -48,9 +48,11 @@ def gradients(x, grid, branches):
     return [suites.randn(x.shape[0], t, x.shape[2], dtype=x.dtype, seed=i) for i, t in enumerate(tokens)]
 
 
-def contender(name, grid, branches, training):
-    """Returns a function of x and each branch's weight, γ and β; running statistics are ``branches``' own."""
-    function = suites.implementation("conv_projection", name)
+def contender(function, grid, branches, training):
+    """Returns an implementation as a function of x and each branch's weight, γ and β.
+
+    Running statistics are ``branches``' own.
+    """
 
     def call(x, *parameters):
         groups = (parameters[i : i + 3] for i in range(0, len(parameters), 3))
@@ -75,17 +77,18 @@ def doubled(branches):
 @pytest.mark.parametrize("stage", suites.stages())
 @pytest.mark.parametrize("name", suites.contenders("conv_projection"))
 def test_conv_projection(benchmark, stage, mode, dtype, name):
-    x, grid, branches = setting(stage, dtype)
+    x, grid, branches = setting(stage, dtype, suites.batch())
     training = mode == "training"
     leaves = leaves_of(x, branches)
-    call = contender(name, grid, branches, training)
+    call = contender(suites.implementation("conv_projection", name), grid, branches, training)
     douts = gradients(x, grid, branches) if training else None
     outputs = suites.served(call, leaves, douts)
 
-    same = suites.results(contender("reference", grid, branches, training), leaves, douts)
+    reference = suites.implementation("conv_projection", "reference")
+    same = suites.results(contender(reference, grid, branches, training), leaves, douts)
     wide = doubled(branches)
     exact = suites.results(
-        contender("reference", grid, wide, training),
+        contender(reference, grid, wide, training),
         leaves_of(x.double(), wide),
         douts and [t.double() for t in douts],
     )

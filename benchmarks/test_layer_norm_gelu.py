@@ -27,12 +27,12 @@ def tensors_moved(operator, backward):
     return 5 if backward else 2
 
 
-def make(operator, stage, dtype):
+def make(operator, stage, dtype, images):
     """Returns the arguments, tokens first; an MLP has four times the channels."""
     (height, width), channels, class_tokens = suites.stages()[stage]
     channels *= 4 if operator in ("gelu", "bias_gelu") else 1
     tokens = height * width + class_tokens
-    x, residual = (suites.randn(suites.batch(), tokens, channels, dtype=dtype, seed=i) for i in (0, 1))
+    x, residual = (suites.randn(images, tokens, channels, dtype=dtype, seed=i) for i in (0, 1))
     weight, bias = (suites.randn(channels, dtype=dtype, seed=i) for i in (2, 3))
     return {
         "layer_norm": (x, weight, bias),
@@ -41,6 +41,12 @@ def make(operator, stage, dtype):
         "bias_gelu": (x, bias),
         "layer_norm_gelu": (x, weight, bias),
     }[operator]
+
+
+def gradients(operator, x):
+    """Returns gradients of the outputs."""
+    outputs = 2 if operator == "add_layer_norm" else 1
+    return [suites.randn(*x.shape, dtype=x.dtype, seed=4 + i) for i in range(outputs)]
 
 
 @pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
@@ -59,11 +65,10 @@ def test_layer_norm_gelu(benchmark, stage, direction, dtype, name, operator, app
     call, reference = (
         functools.partial(suites.implementation(operator, which), **keywords) for which in (name, "reference")
     )
-    leaves = make(operator, stage, dtype)
+    leaves = make(operator, stage, dtype, suites.batch())
     backward = direction == "forward+backward"
     x = leaves[0]
-    outputs = 2 if operator == "add_layer_norm" else 1
-    douts = [suites.randn(*x.shape, dtype=dtype, seed=4 + i) for i in range(outputs)] if backward else None
+    douts = gradients(operator, x) if backward else None
     outputs = suites.served(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [t.double() for t in douts]
     suites.check(outputs, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)

@@ -1,9 +1,6 @@
-"""The linear layers of CvT-13: PyTorch's and, on a CPU, the primitive that ``cvt_kernels.linear`` chooses."""
+"""The linear layers of CvT-13: ``F.linear``, PyTorch's other ways to the same product on a CPU, compiled."""
 
 import pytest
-from torch.nn import functional as F
-
-import cvt_kernels as ck
 
 from . import suites
 
@@ -12,15 +9,11 @@ pytestmark = pytest.mark.benchmark(**suites.TIMER)
 LAYERS = {"projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # channels in and out, in units of C
 
 
-# On a GPU ours is PyTorch's.
-CONTENDERS = {"pytorch": F.linear} if suites.CUDA else {"pytorch": F.linear, "cvt_kernels": ck.linear}
-
-
-def make(layer, stage, dtype):
+def make(layer, stage, dtype, images):
     """Returns x, weight and bias of ordinary size, and the gradient of the output."""
     (height, width), channels, class_tokens = suites.stages()[stage]
     fan_in, fan_out = (factor * channels for factor in LAYERS[layer])
-    rows = suites.batch(), height * width + class_tokens
+    rows = images, height * width + class_tokens
     shapes = enumerate(((*rows, fan_in), (fan_out, fan_in), (fan_out,), (*rows, fan_out)))
     x, weight, bias, dout = (suites.randn(*shape, dtype=dtype, seed=i) for i, shape in shapes)
     return x, weight / fan_in**0.5, bias, dout
@@ -30,15 +23,15 @@ def make(layer, stage, dtype):
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("stage", suites.stages())
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", suites.contenders("linear"))
 def test_linear(benchmark, stage, layer, direction, dtype, name):
-    *leaves, dout = make(layer, stage, dtype)
+    *leaves, dout = make(layer, stage, dtype, suites.batch())
     x, weight, _ = leaves
     douts = [dout] if direction == "forward+backward" else None
-    call = CONTENDERS[name]
-    outputs = suites.results(call, leaves, douts)
+    call, reference = (suites.implementation("linear", which) for which in (name, "reference"))
+    outputs = suites.served(call, leaves, douts)
     exact = [t.double() for t in leaves], douts and [dout.double()]
-    suites.check(outputs, suites.results(F.linear, leaves, douts), suites.results(F.linear, *exact), dtype)
+    suites.check(outputs, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)
 
     passes = 1 if douts is None else 3
     once = x.nbytes + weight.nbytes + dout.nbytes
@@ -51,7 +44,6 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
             "contender": name,
             "dtype": suites.short(dtype),
             "batch": x.shape[0],
-            "primitive": ck.linear_primitives()[dtype] if name == "cvt_kernels" else None,
         },
         moved=passes * once,
         operations=passes * 2 * x[..., 0].numel() * weight.numel(),

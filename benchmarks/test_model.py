@@ -1,7 +1,8 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
 The contenders are those of ``cvt bench``, and ours compiled and replayed as a CUDA graph. The time is the
-wall clock's; for small batches on a GPU most of it is the host's.
+wall clock's; for small batches on a GPU most of it is the host's. Ours run under ``auto``, which proves what
+it needs in a first run that is not timed.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from cvt import CvTConfig
 from cvt.commands.bench.contenders import (
     COMPILED,
     HUGGINGFACE,
+    OURS,
     build_contender,
     build_huggingface,
     build_ours,
@@ -27,7 +29,7 @@ from cvt.commands.bench.contenders import (
     training_step,
 )
 from cvt.evaluation import cost
-from cvt_kernels import backends, measure
+from cvt_kernels import measure
 
 from . import suites
 
@@ -143,9 +145,8 @@ def operations_per_image(model):
 
 
 @pytest.fixture(autouse=True)
-def _every_kernel():
-    with suites.every_kernel():
-        yield
+def _no_compiled_code_stays():
+    yield
     torch.compiler.reset()
 
 
@@ -173,6 +174,12 @@ def run(module, x, dtype):
     return step(module, x, dtype) if module.training else [infer(module, x)]
 
 
+def prove(contender, x, dtype):
+    """Lets ``auto`` prove what a model needs, before it is compiled or timed; returns operator → backends."""
+    module = getattr(contender.model, "_orig_mod", contender.model)  # of a compiled one, what it is made of
+    return suites.backends_serving(functools.partial(run, module, x, dtype))
+
+
 @pytest.mark.parametrize(
     ("model", "mode", "batch", "dtype", "name"),
     cases(),
@@ -185,8 +192,10 @@ def test_model(benchmark, model, mode, batch, dtype, name):
         compiling, _ = freezing()
     try:
         contender = build(model, name, dtype, training)
-        call = functools.partial(run, contender.model, images(model, batch, dtype, training), dtype)
+        x = images(model, batch, dtype, training)
+        call = functools.partial(run, contender.model, x, dtype)
         with ck.use_backend(*contender.backends), compiling:
+            proven = {} if contender.backends == ("reference",) else prove(contender, x, dtype)
             few = min(batch, CHECKED if training else 2)
             if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
@@ -201,8 +210,8 @@ def test_model(benchmark, model, mode, batch, dtype, name):
                 "dtype": suites.short(dtype),
                 "batch": batch,
             }
-            if contender.backends != ("reference",):
-                facts["backends"] = {o: backends.backend_for(o, suites.DEVICE) for o in backends.OPERATORS}
+            if name in OURS:  # graphs may take other backends
+                facts["backends"] = proven
             if name == "cvt-graph":
                 facts["peak_memory_bytes"] = suites.peak_memory(call)  # a replay allocates nothing
                 call = measure.graph_replay(call)

@@ -81,13 +81,14 @@ def step(operator: str, stage: str) -> tuple[torch.Tensor, ...]:
     if operator == "attention":
         from . import test_attention
 
-        *leaves, dout = test_attention.make(stage, suites.dtypes()[0])
-        return suites.results(test_attention.contender("triton", leaves[0]), leaves, [dout])
+        *leaves, dout = test_attention.make(stage, suites.dtypes()[0], suites.batch())
+        call = test_attention.contender(suites.implementation(operator, "triton"), leaves[0])
+        return suites.results(call, leaves, [dout])
     from . import test_conv_projection
 
-    setting = test_conv_projection.setting(stage, suites.dtypes()[0])
+    setting = test_conv_projection.setting(stage, suites.dtypes()[0], suites.batch())
     x, _, branches = setting
-    call = test_conv_projection.contender("triton", *setting[1:], True)
+    call = test_conv_projection.contender(suites.implementation(operator, "triton"), *setting[1:], True)
     leaves = test_conv_projection.leaves_of(x, branches)
     return suites.results(call, leaves, test_conv_projection.gradients(*setting))
 
