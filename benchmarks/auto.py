@@ -1,0 +1,281 @@
+"""Times ``auto`` beside PyTorch's own forms of every operator, at all shapes of CvT-13, as JSON.
+
+``python -m benchmarks.auto FILE``. Each call runs once before, which proves the kernels if this machine has
+no verdict yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
+judged by the median of the rounds' own ratios; one that looks slow is measured again, longer, at the end,
+since other work on the machine passes and a wrong choice stays. The exit status is 1 if one remains slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import cvt_kernels as ck
+from cvt.commands.bench.results import ratio
+from cvt.files import replacing, write_json
+from cvt_kernels import backends, measure
+from cvt_kernels.tables import aligned
+
+from . import suites
+
+SCHEMA, VERSION = "benchmarks auto", 1
+#: A call is slow if its ratio, PyTorch's seconds over ours, is less. A proof takes differences of up to 5 %
+#: for noise (``proofs.MARGIN``); as much again is left to the sizes that share a verdict.
+TOLERANCE = 0.9
+#: Seconds that a call may lose all the same: the public functions check their arguments and look the verdict
+#: up, which takes 6 to 12 µs (measured; at batch 1 there are calls of 60 µs).
+DISPATCH = 15e-6
+#: Rounds of a call, at least and at most, and the seconds that they may take in between.
+FEWEST, MOST, SECONDS = 11, 201, 1.0
+WORST = 10  # rows that are printed
+
+
+class Setting(NamedTuple):
+    """The settings that all operators share in a row.
+
+    Attributes:
+        dtype: The dtype of the activations.
+        images: The batch size.
+        backward: Whether the backward belongs to the call.
+    """
+
+    dtype: torch.dtype
+    images: int
+    backward: bool
+
+
+class Call(NamedTuple):
+    """A call of an operator.
+
+    Attributes:
+        operator: Name of the operator.
+        bind: Turns an implementation of it into a function of the leaves.
+        leaves: Tensors of which gradients are wanted if there are ``douts``.
+        douts: Gradients of the outputs; None for a forward.
+    """
+
+    operator: str
+    bind: Callable[[Callable[..., Any]], Callable[..., Any]]
+    leaves: Sequence[torch.Tensor]
+    douts: list[torch.Tensor] | None
+
+    def runner(self, function: Callable[..., Any]) -> Callable[[], Any]:
+        """Returns what is to be timed of an implementation."""
+        call = self.bind(function)
+        if self.douts is None:
+            return functools.partial(call, *self.leaves)
+        return functools.partial(suites.results, call, self.leaves, self.douts)
+
+
+# Calls ----------------------------------------------------------------------------------------------------
+
+
+def settings() -> list[Setting]:
+    """Lists the settings, what says most first in case time runs out."""
+    dtypes = suites.dtypes()[:1] if suites.CUDA else [torch.float32, torch.bfloat16]
+    batches = (suites.batch(), 1)
+    forward = [Setting(dtype, images, False) for images in batches for dtype in dtypes]
+    return [*forward, Setting(dtypes[0], batches[0], True)]
+
+
+def makers() -> Iterator[tuple[str, Callable[[Setting], Call]]]:
+    """Yields the name of each case and the function that makes its call."""
+    # Not above, since the shapes of a suite depend on what main sets.
+    from . import test_layer_norm_gelu, test_linear
+
+    for stage in suites.stages():
+        yield stage, functools.partial(conv_projection, stage)
+        yield stage, functools.partial(attention, stage)
+        for operator, approximate in test_layer_norm_gelu.CALLS:
+            name = stage if approximate is None else f"{stage}, {approximate}"
+            yield name, functools.partial(layer_norm_gelu, stage, operator, approximate)
+        for layer in test_linear.LAYERS:
+            yield f"{stage}, {layer}", functools.partial(linear, stage, layer)
+
+
+def conv_projection(stage: str, setting: Setting) -> Call:
+    """Returns the projection of a stage; with the backward it takes the statistics of the batch."""
+    from . import test_conv_projection as suite
+
+    x, grid, branches = suite.setting(stage, setting.dtype, setting.images)
+    douts = suite.gradients(x, grid, branches) if setting.backward else None
+
+    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+        return suite.contender(function, grid, branches, setting.backward)
+
+    return Call("conv_projection", bind, suite.leaves_of(x, branches), douts)
+
+
+def attention(stage: str, setting: Setting) -> Call:
+    """Returns the attention of a stage."""
+    from . import test_attention as suite
+
+    *leaves, dout = suite.make(stage, setting.dtype, setting.images)
+    bind = functools.partial(suite.contender, q=leaves[0])
+    return Call("attention", bind, leaves, [dout] if setting.backward else None)
+
+
+def layer_norm_gelu(stage: str, operator: str, approximate: str | None, setting: Setting) -> Call:
+    """Returns a call of LayerNorm, GELU or one of their fusions at the shape of a stage."""
+    from . import test_layer_norm_gelu as suite
+
+    leaves = suite.make(operator, stage, setting.dtype, setting.images)
+    douts = suite.gradients(operator, leaves[0]) if setting.backward else None
+    keywords = {} if approximate is None else {"approximate": approximate}
+    return Call(operator, lambda function: functools.partial(function, **keywords), leaves, douts)
+
+
+def linear(stage: str, layer: str, setting: Setting) -> Call:
+    """Returns a linear layer of a stage."""
+    from . import test_linear as suite
+
+    *leaves, dout = suite.make(layer, stage, setting.dtype, setting.images)
+    return Call("linear", lambda function: function, leaves, [dout] if setting.backward else None)
+
+
+# Measuring ------------------------------------------------------------------------------------------------
+
+
+def measured(call: Call, seconds: float) -> dict[str, Any]:
+    """Times a call under ``auto`` and by PyTorch's own backends, for about ``seconds``.
+
+    Returns:
+        What ``auto`` chose, the median seconds of each contender, which of PyTorch's is the fastest, and the
+        median and the quartiles of its seconds over those of ``auto``.
+    """
+    with torch.inference_mode(call.douts is None):
+        ours = call.runner(getattr(ck, call.operator))
+        chosen = suites.backends_serving(ours).get(call.operator, ["reference"])
+        others = {name: call.runner(function) for name, function in pytorchs_own(call).items()}
+        runners = [ours, *others.values()]
+        once = sum(itertools.chain(*measure.seconds_in_turns(runners, 1, suites.DEVICE)))
+        rounds = 1 if suites.TINY else max(FEWEST, min(MOST, int(seconds / once)))
+        times, *theirs = measure.seconds_in_turns(runners, rounds, suites.DEVICE)
+    medians = dict(zip(others, map(statistics.median, theirs), strict=True))
+    best = min(medians, key=medians.__getitem__)
+    share = ratio(times, theirs[list(others).index(best)])
+    return {
+        "chosen": " and ".join(chosen),
+        "seconds": {"auto": statistics.median(times), **medians},
+        "best_of_pytorch": best,
+        "ratio": share.median,
+        "quartiles": [share.low, share.high],
+        "rounds": rounds,
+    }
+
+
+def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
+    """Returns PyTorch's own implementations that can serve a call, by the name of the backend."""
+    leaves = [t.detach().requires_grad_(call.douts is not None) for t in call.leaves]
+
+    def can_serve(name: str) -> bool:
+        ask = functools.partial(backends.why_unsupported, call.operator, name)
+        return call.bind(ask)(*leaves) is None
+
+    names = [name for name in backends.BACKENDS if name not in backends.OURS and can_serve(name)]
+    return {name: backends.registered(call.operator, name).load().function for name in names}
+
+
+def is_slow(row: dict[str, Any]) -> bool:
+    """Says whether ``auto`` is slower than PyTorch's own by more than noise and its own dispatch."""
+    seconds = row["seconds"]
+    lost = seconds["auto"] - seconds[row["best_of_pytorch"]]
+    return row["ratio"] < TOLERANCE and lost > DISPATCH
+
+
+# Script ---------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Measures, writes what is done so far after each call, and prints the calls with the worst ratios."""
+    parser = suites.script_parser("auto", __doc__)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="for everything (default: 1800)")
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
+    suites.TINY = options.tiny
+    todo = [(setting, name, make) for setting, (name, make) in itertools.product(settings(), list(makers()))]
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "device": suites.device_name(),
+        "device_type": suites.DEVICE,
+        "threads": torch.get_num_threads(),
+        "cvt_kernels": ck.__version__,
+        "torch": torch.__version__,
+        "tolerance": TOLERANCE,
+        "dispatch_seconds": DISPATCH,
+        "calls": len(todo),
+        "rows": [],
+    }
+    budget = 0.1 if suites.CUDA else SECONDS
+    rows = report["rows"]
+    for setting, name, make in todo:
+        if time.monotonic() > deadline:
+            break
+        call = make(setting)
+        rows.append(described(call, name, setting) | measured(call, budget))
+        write(report, options.path)
+    for row, (setting, _, make) in zip(rows, todo, strict=False):
+        if is_slow(row) and time.monotonic() < deadline:
+            first = row["ratio"]
+            row |= measured(make(setting), 4 * budget) | {"first_ratio": first}
+            write(report, options.path)
+    print_worst(report)
+    return 1 if any(map(is_slow, rows)) and not suites.TINY else 0
+
+
+def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:
+    """Returns what a row says of its call."""
+    return {
+        "operator": call.operator,
+        "case": name,
+        "direction": "forward+backward" if setting.backward else "forward",
+        "dtype": suites.short(setting.dtype),
+        "batch": setting.images,
+    }
+
+
+def write(report: dict[str, Any], path: Any) -> None:
+    """Writes the report."""
+    with replacing(path) as file:
+        write_json(file, report, indent=1)
+
+
+def print_worst(report: dict[str, Any]) -> None:
+    """Prints the calls in which ``auto`` gains the least on PyTorch's own, or loses the most."""
+    rows = sorted(report["rows"], key=lambda row: row["ratio"])
+    table = [["worst", "dtype", "batch", "direction", "auto took", "auto µs", "PyTorch's µs", "ratio", ""]]
+    for row in rows[:WORST]:
+        seconds, best = row["seconds"], row["best_of_pytorch"]
+        low, high = row["quartiles"]
+        table.append(
+            [
+                f"{row['operator']}, {row['case']}",
+                row["dtype"],
+                str(row["batch"]),
+                row["direction"],
+                row["chosen"],
+                f"{1e6 * seconds['auto']:.0f}",
+                f"{1e6 * seconds[best]:.0f} ({best})",
+                f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})",
+                "slow" if is_slow(row) else "",
+            ]
+        )
+    print("\n".join(aligned(table, right=(2, 5, 6, 7))))
+    slow = sum(map(is_slow, rows))
+    print(
+        f"{len(rows)} of {report['calls']} calls measured: {slow} slower than {TOLERANCE} of PyTorch's speed "
+        f"and by more than {1e6 * DISPATCH:.0f} µs"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
