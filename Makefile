@@ -21,16 +21,16 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) benchmarks --benchmark-disable -q
 
-# On a machine with an NVIDIA GPU: build, test, measure and profile, in 9 minutes. It takes $(PYTHON) as it is, with
+# On a machine with an NVIDIA GPU: build, prove, test, measure and profile, in 9 minutes. It takes $(PYTHON) as it is, with
 # torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.
 RESULTS ?= benchmarks/results
 gpu:
 	$(PYTHON) benchmarks/run.py --results '$(RESULTS)' $(if $(TUNE),--tune)
 
-# The same suites and cvt bench on the CPU of this machine, which should have nothing else to do; takes up to an hour.
+# The same proofs, suites and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts ceilings \
-		bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear profile model
+	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts prove \
+		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear profile model
 
 # docs/results.md from benchmarks/results/.
 results: $(INSTALLED)

@@ -1,9 +1,10 @@
-"""Builds, tests, measures, profiles or tunes on this machine, in parts, and leaves the results as JSON.
+"""Builds, proves, tests, measures, profiles or tunes here, in parts, and leaves the results as JSON.
 
 ``make gpu`` is this script, run by a python3 that has torch and triton already; no network is needed. Each
 part is a process of its own with a time limit; one that fails or takes too long costs the others nothing.
-Into ``benchmarks/results/<device>/<date>/`` go ``summary.json`` (how each part went) and a file from each
-part that measures.
+Right after the build ``cvt prove`` proves the kernels, and the other parts find its verdicts where every
+process looks for them, in the user's cache. Into ``benchmarks/results/<device>/<date>/`` go
+``summary.json`` (how each part went) and a file from each part that proves or measures.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ SCHEMA, VERSION = "benchmarks summary", 1
 #: The parts, in the order in which they run.
 NAMES = (
     "build",
+    "prove",
     "gpu_tests",
     "triton_tests",
     "ceilings",
+    "auto",
     "conv_projection",
     "attention",
     "layer_norm_gelu",
@@ -53,7 +56,7 @@ PYTEST = (*MODULE, "pytest", "-W", "default", "--tb=short", "-q")
 #: What the project itself imports.
 REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tqdm")
 #: Seconds from the interrupt, after which pytest still reports what it has, to the end.
-GRACE = 10.0
+GRACE = 5.0
 
 
 class Part(NamedTuple):
@@ -77,19 +80,22 @@ class Part(NamedTuple):
 def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
     """Returns every part by name, in the order of ``NAMES``.
 
-    Limits are for a GPU: nine minutes suffice for every part before ``model``, which takes what is left. On a
-    CPU each part may take all the time that there is.
+    Limits are for a GPU: nine minutes suffice for every part before ``model``, which takes what is left. The
+    longest are those of ``build`` and of ``prove``, which compiles the Triton kernels for the parts after it.
+    On a CPU each part may take all the time that there is.
     """
     parts = [
         build(device),
+        prove(device, results, tiny=tiny),
         *kernel_tests(),
-        script("ceilings", "ceilings", 20, results, tiny=tiny),
-        suite("conv_projection", 35, results, tiny=tiny),
-        suite("attention", 35, results, tiny=tiny),
-        suite("layer_norm_gelu", 35, results, tiny=tiny),
-        suite("linear", 20, results, tiny=tiny),
+        script("ceilings", "ceilings", 15, results, tiny=tiny),
+        auto(results, tiny=tiny),
+        suite("conv_projection", 25, results, tiny=tiny),
+        suite("attention", 25, results, tiny=tiny),
+        suite("layer_norm_gelu", 25, results, tiny=tiny),
+        suite("linear", 15, results, tiny=tiny),
         *benches(device, results, tiny=tiny),
-        script("profile", "profile_model", 30, results, tiny=tiny),
+        script("profile", "profile_model", 15, results, tiny=tiny),
         suite("model", 240, results, tiny=tiny),
         tuning(device, results, tiny=tiny, minutes=minutes),
     ]
@@ -103,7 +109,25 @@ def build(device: str) -> Part:
     if device == "cuda":
         environment = {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability()}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return Part("build", command, seconds=120, needs=("setuptools",), environment=environment)
+    return Part("build", command, seconds=105, needs=("setuptools",), environment=environment)
+
+
+def prove(device: str, results: Path, *, tiny: bool) -> Part:
+    """Returns the part that proves what CvT-13 needs in inference and in training."""
+    cuda = device == "cuda"
+    dtypes = ["float32"] if tiny else ["bfloat16", "float32"] if cuda else ["float32", "bfloat16"]
+    batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8"]
+    command = [*MODULE, "cvt", "prove", "--device", device, "--json", str(results / "prove.json")]
+    command += ["--model", "cvt_13", "--dtype", *dtypes, "--batch-size", *batches, "--train"]
+    # A kernel that hangs must leave time for the others.
+    command += [*(["--seconds", "30"] if cuda else []), *(["--image-size", "64"] if tiny else [])]
+    return Part("prove", command, seconds=100)
+
+
+def auto(results: Path, *, tiny: bool) -> Part:
+    """Returns the part that times ``auto`` beside PyTorch's own forms."""
+    part = script("auto", "auto", 20, results, tiny=tiny)
+    return part._replace(command=[*part.command, "--seconds={seconds}"], needs=("pytest",))
 
 
 def kernel_tests() -> list[Part]:
@@ -115,8 +139,8 @@ def kernel_tests() -> list[Part]:
     ]
     needs = ("pytest", "hypothesis")
     return [
-        Part("gpu_tests", [*PYTEST, "-m", "gpu", "tests"], seconds=50, needs=needs),
-        Part("triton_tests", [*PYTEST, *workers, "-m", "not gpu", *files], seconds=60, needs=needs),
+        Part("gpu_tests", [*PYTEST, "-m", "gpu", "tests"], seconds=40, needs=needs),
+        Part("triton_tests", [*PYTEST, *workers, "-m", "not gpu", *files], seconds=40, needs=needs),
     ]
 
 
@@ -146,7 +170,7 @@ def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
     def bench(name: str, *options: str) -> Part:
         output = str(results / f"{name}.json")
         command = [*MODULE, "cvt", "bench", "--device", device, "--json", output, *options, *smaller]
-        return Part(name, command, seconds=30, needs=("transformers", "sklearn"))
+        return Part(name, command, seconds=25, needs=("transformers", "sklearn"))
 
     return [
         bench("bench", "--batch-size", *batches, "--peers", peers),
@@ -232,7 +256,7 @@ def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: floa
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
     }
-    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND"):
+    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND", "CVT_KERNELS_PROVE", "CVT_KERNELS_VERDICTS"):
         environment.pop(name, None)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
