@@ -6,6 +6,7 @@ Of each device the newest run counts. The page says which results there are and 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import statistics
 import sys
@@ -23,6 +24,8 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
+#: What benchmarks/auto.py writes.
+AUTO_SCHEMA, AUTO_VERSION = "benchmarks auto", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
 SUITES = {
@@ -32,7 +35,7 @@ SUITES = {
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
 }
-OURS = ("cvt_kernels", "native", "triton", "cvt", "cvt-graph", "cvt-compile", "accelerate")
+OURS = ("native", "triton", "cvt", "cvt-graph", "cvt-compile", "accelerate")
 INTRODUCTION = """\
 # Results
 
@@ -57,11 +60,13 @@ class Run(NamedTuple):
         summary: How each part went.
         suites: The JSON of pytest-benchmark, by suite.
         benches: The results of ``cvt bench``.
+        auto: The comparison of ``auto`` with PyTorch's own forms; None if there is none.
     """
 
     summary: dict[str, Any]
     suites: dict[str, dict[str, Any]]
     benches: list[bench_results.Results]
+    auto: dict[str, Any] | None
 
 
 def load(results: Path) -> list[Run]:
@@ -75,22 +80,21 @@ def load(results: Path) -> list[Run]:
         newest[path.parent.parent.name] = path
     runs = []
     for path in newest.values():
-        summary = read(path)
-        for name, expected in (("schema", SCHEMA), ("version", VERSION)):
-            if summary.get(name) != expected:
-                raise ValueError(f"{path}: got {name} {summary.get(name)!r}, expected {expected!r}")
+        summary = read(path, SCHEMA, VERSION)
         if summary.get("tiny"):
             raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
         files = {name: path.parent / f"{name}.json" for name in (*BENCHES, *SUITES)}
         there = {name: file for name, file in files.items() if file.exists()}
         suites = {name: read(there[name]) for name in SUITES if name in there}
         benches = [bench_results.read(there[name]) for name in BENCHES if name in there]
-        runs.append(Run(summary, suites, benches))
+        auto = path.parent / "auto.json"
+        proven = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
+        runs.append(Run(summary, suites, benches, proven))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+def read(path: Path, schema: str | None = None, version: int | None = None) -> dict[str, Any]:
+    """Reads a JSON object, of a certain schema and version if they are given.
 
     Raises:
         ValueError: The file holds something else.
@@ -101,6 +105,9 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no object")
+    for name, expected in (("schema", schema), ("version", version)):
+        if expected is not None and content.get(name) != expected:
+            raise ValueError(f"{path}: got {name} {content.get(name)!r}, expected {expected!r}")
     return content
 
 
@@ -132,6 +139,8 @@ def section(run: Run) -> str:
         lines.append("Parts that did not pass: " + ", ".join(map(": ".join, wanting.items())) + ".")
     if run.benches:
         lines += ["### Beside Hugging Face's model", *map(beside_huggingface, run.benches)]
+    if run.auto is not None and run.auto["rows"]:
+        lines += ["### `auto` beside PyTorch's own", beside_pytorch(run.auto)]
     for name, title in SUITES.items():
         if name not in run.suites:
             continue
@@ -139,6 +148,27 @@ def section(run: Run) -> str:
         rows = [row for row in rows if "seconds" in row]  # the others failed
         lines += [f"### {title}", table(rows) if rows else "Nothing was measured."]
     return "\n\n".join(lines)
+
+
+def beside_pytorch(auto: dict[str, Any]) -> str:
+    """Returns a table of what ``auto`` took and gained, with a row for each operator and dtype."""
+    rows_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in auto["rows"]:
+        rows_of.setdefault((row["operator"], row["dtype"]), []).append(row)
+    table_rows = [["operator", "dtype", "calls", "`auto` took", "median", "worst"]]
+    for (operator, dtype), rows in sorted(rows_of.items()):
+        took = collections.Counter(row["chosen"] for row in rows).most_common()
+        worst = min(rows, key=lambda row: row["ratio"])
+        median = statistics.median(row["ratio"] for row in rows)
+        where = f"{worst['case']}, {worst['direction']}, batch {worst['batch']}"
+        cells = [f"`{operator}`", dtype, str(len(rows)), ", ".join(f"{name} {n}" for name, n in took)]
+        table_rows.append([*cells, f"{median:.2f}", f"{worst['ratio']:.2f} ({where})"])
+    explained = (
+        f"{len(auto['rows'])} of {auto['calls']} calls of CvT-13's operators were measured. The ratio of a "
+        "call is the time of the fastest of PyTorch's own forms, called directly, over that of the public "
+        "function: above 1 `auto` is faster. Here stand the median and the worst ratio of the calls."
+    )
+    return "\n\n".join([explained, "\n".join(markdown(table_rows))])
 
 
 def beside_huggingface(results: bench_results.Results) -> str:

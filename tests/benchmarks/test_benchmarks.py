@@ -1,7 +1,9 @@
 """Tests of what ``make gpu``, ``make bench`` and ``make results`` run: parts, limits, tables."""
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import run, suites, tune
+import cvt_kernels as ck
+from benchmarks import auto, run, suites, tune
 from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import results as bench_results
 from cvt_kernels import backends, machine
@@ -128,10 +131,35 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
         if word.startswith("benchmarks."):
             assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 11
+    assert len(files) == len(set(files)) == 13
     assert all(part.seconds <= 540 for part in parts.values())
     # At the longest, the parts before the suite of models leave it some of the nine minutes.
     assert sum(part.seconds for name, part in parts.items() if name not in ("model", "tune")) <= 500
+
+
+def test_kernels_are_proven_before_anything_runs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "capability", lambda: "9.0")
+    assert run.NAMES[:3] == ("build", "prove", "gpu_tests")
+    for device, dtypes, batches in (
+        ("cuda", "bfloat16 float32", "1 256"),
+        ("cpu", "float32 bfloat16", "1 8"),
+    ):
+        command = " ".join(run.plan(device, tmp_path, tiny=False, minutes=9.0)["prove"].command)
+        assert f"-m cvt prove --device {device} --json {tmp_path}/prove.json" in command
+        assert f"--model cvt_13 --dtype {dtypes} --batch-size {batches} --train" in command
+    # make bench proves first too; parts run in the order of NAMES.
+    (bench,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
+    assert {"prove", "auto"} < set(bench.split()) < set(run.NAMES)
+
+
+def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
+    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_PROVE", "CVT_KERNELS_VERDICTS")
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    part = python(f"import os; print(sorted(set({names}) & set(os.environ)))")
+    summary = {"parts": {}}
+    assert run.run([part], summary, tmp_path / "summary.json", minutes=1.0, device="cpu")
+    assert summary["parts"]["part"]["lines"] == ["[]"]
 
 
 def test_cpu_rehearsal_of_the_ceilings(tmp_path, capsys):
@@ -220,14 +248,141 @@ def test_a_wrong_result_is_not_timed():
         suites.check([same * torch.nan], [same], [right], torch.bfloat16)
 
 
-def test_every_kernel_is_within_reach_of_auto_and_no_longer():
-    def experimental():
-        return dict(backends.registered("attention", "triton").experimental)
+@pytest.fixture
+def _on_cpu(monkeypatch):
+    """Measures the CPU at tiny shapes, whatever the machine has and the test sets."""
+    monkeypatch.setattr(suites, "TINY", True)
+    monkeypatch.setattr(suites, "CUDA", False)
+    monkeypatch.setattr(suites, "DEVICE", "cpu")
 
-    before = experimental()
-    with suites.every_kernel():
-        assert experimental() == {}
-    assert experimental() == before
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_contenders_are_the_backends_that_run_here(monkeypatch):
+    assert suites.contenders("linear") == ["reference", "float32", "convolution"]
+    assert suites.contenders("attention")[:2] == ["reference", "sdpa"]
+    assert not {"sdpa", "convolution"} & set(suites.contenders("layer_norm"))
+    monkeypatch.setattr(suites, "TINY", False)
+    assert "compiled" in suites.contenders("linear")
+
+
+def test_backends_that_served():
+    q, x = torch.randn(1, 4, 2, 8), torch.randn(4, 8)
+
+    def call():
+        ck.attention(q, q, q)
+        ck.layer_norm(x)
+
+    before = backends.registered("attention", "sdpa")
+    with ck.use_backend("sdpa", "reference"):
+        assert suites.backends_serving(call) == {"attention": ["sdpa"], "layer_norm": ["reference"]}
+    assert backends.registered("attention", "sdpa") is before
+
+
+# auto -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _few_calls(monkeypatch, _on_cpu):
+    """Leaves ``auto`` one stage, two operators and two settings."""
+    makers = [
+        ("stage3", functools.partial(auto.attention, "stage3")),
+        ("stage3, fc1", functools.partial(auto.linear, "stage3", "fc1")),
+    ]
+    settings = [auto.Setting(torch.bfloat16, 2, False), auto.Setting(torch.float32, 2, True)]
+    monkeypatch.setattr(auto, "makers", lambda: iter(makers))
+    monkeypatch.setattr(auto, "settings", lambda: settings)
+
+
+def run_auto(monkeypatch, path, *options):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.auto", str(path), *options])
+    return auto.main()
+
+
+@pytest.mark.usefixtures("_few_calls")
+def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, proving):
+    path = tmp_path / "auto.json"
+    assert run_auto(monkeypatch, path, "--tiny") == 0
+    report = json.loads(path.read_text())
+    assert (report["schema"], report["version"]) == (tabulate.AUTO_SCHEMA, tabulate.AUTO_VERSION)
+    assert [(row["operator"], row["dtype"], row["direction"]) for row in report["rows"]] == [
+        ("attention", "bfloat16", "forward"),
+        ("linear", "bfloat16", "forward"),
+        ("attention", "float32", "forward+backward"),
+        ("linear", "float32", "forward+backward"),
+    ]
+    assert [list(row["seconds"]) for row in report["rows"]] == [
+        ["auto", "sdpa", "reference"],
+        ["auto", "convolution", "float32", "reference"],
+        ["auto", "sdpa", "reference"],
+        ["auto", "convolution", "reference"],  # float32 has no gradients
+    ]
+    for row in report["rows"]:
+        seconds = row["seconds"]
+        assert row["chosen"] in backends.BACKENDS
+        assert seconds[row["best_of_pytorch"]] == min(s for name, s in seconds.items() if name != "auto")
+        assert row["ratio"] == pytest.approx(seconds[row["best_of_pytorch"]] / seconds["auto"])  # one round
+    assert list((proving / "cvt_kernels" / "verdicts").glob("*.json"))  # the first runs have proven
+    assert "4 of 4 calls measured" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_all_calls_of_the_model_are_there():
+    cases = [(make(auto.settings()[0]).operator, name) for name, make in auto.makers()]
+    assert {operator for operator, _ in cases} == set(backends.OPERATORS)
+    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 3)
+    kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
+    assert len(kinds) == 5
+    assert {images for _, images, backward in kinds if not backward} == {1, suites.batch()}
+
+
+@pytest.mark.usefixtures("_few_calls")
+def test_a_call_that_looks_slow_is_measured_again(tmp_path, monkeypatch, capsys):
+    """A ratio that recovers passes, one that stays below the tolerance fails."""
+
+    def timed(ours):
+        def measured(call, seconds):
+            mine = ours.pop(0)
+            share = 1e-3 / mine
+            return {
+                "chosen": "native",
+                "seconds": {"auto": mine, "reference": 1e-3},
+                "best_of_pytorch": "reference",
+                "ratio": share,
+                "quartiles": [share, share],
+                "rounds": 11,
+            }
+
+        monkeypatch.setattr(auto, "measured", measured)
+
+    path = tmp_path / "auto.json"
+    timed([1e-3, 2e-3, 1.05e-3, 0.5e-3, 1e-3])
+    assert run_auto(monkeypatch, path) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["ratio"] for row in rows] == pytest.approx([1, 1, 1 / 1.05, 2])
+    assert [row.get("first_ratio") for row in rows] == [None, 0.5, None, None]
+    assert "4 of 4 calls measured: 0 slower" in capsys.readouterr().out
+    timed([1e-3, 2e-3, 1e-3, 1e-3, 2e-3])
+    assert run_auto(monkeypatch, path) == 1
+    printed = capsys.readouterr().out
+    assert "4 of 4 calls measured: 1 slower" in printed
+    assert [line.split()[-1] for line in printed.splitlines()[1:5]].count("slow") == 1
+    timed([])
+    assert run_auto(monkeypatch, path, "--seconds", "0") == 0
+    assert "0 of 4 calls measured" in capsys.readouterr().out
+
+
+def test_dispatch_is_not_taken_for_a_wrong_choice():
+    def row(ours, theirs):
+        return {
+            "seconds": {"auto": ours, "reference": theirs},
+            "best_of_pytorch": "reference",
+            "ratio": theirs / ours,
+        }
+
+    assert auto.is_slow(row(1.2e-3, 1e-3))
+    assert not auto.is_slow(row(1.05e-3, 1e-3))
+    assert not auto.is_slow(row(30e-6, 20e-6))
+    assert auto.is_slow(row(40e-6, 20e-6))
 
 
 # Tuning ---------------------------------------------------------------------------------------------------
@@ -325,6 +480,31 @@ def test_tables(tmp_path):
     ):
         assert line in text.splitlines()
     assert "### Linear layers" not in text
+
+
+def test_table_of_auto(tmp_path):
+    folder = write_results(tmp_path)
+    row = {"operator": "linear", "dtype": "float32", "direction": "forward", "batch": 8}
+    rows = [
+        row | {"case": "stage1", "chosen": "reference", "ratio": 0.98},
+        row | {"case": "stage1, fc2", "chosen": "convolution", "ratio": 1.5},
+        row | {"case": "stage2, fc1", "chosen": "convolution", "ratio": 1.1},
+        row | {"case": "stage1", "chosen": "native", "ratio": 2.0, "operator": "attention"},
+    ]
+    report = {"schema": tabulate.AUTO_SCHEMA, "version": tabulate.AUTO_VERSION, "calls": 5, "rows": rows}
+    (folder / "auto.json").write_text(json.dumps(report))
+    lines = tabulate.page(tabulate.load(tmp_path)).splitlines()
+    at = lines.index("### `auto` beside PyTorch's own")
+    assert lines[at + 2].startswith("4 of 5 calls")
+    assert lines[at + 4 : at + 8] == [
+        "| operator | dtype | calls | `auto` took | median | worst |",
+        "|---|---|---|---|---|---|",
+        "| `attention` | float32 | 1 | native 1 | 2.00 | 2.00 (stage1, forward, batch 8) |",
+        "| `linear` | float32 | 3 | convolution 2, reference 1 | 1.10 | 0.98 (stage1, forward, batch 8) |",
+    ]
+    (folder / "auto.json").write_text(json.dumps(report | {"version": 0}))
+    with pytest.raises(ValueError, match="got version 0, expected 1"):
+        tabulate.load(tmp_path)
 
 
 def bench_file(path, **peaks):
