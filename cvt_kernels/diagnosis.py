@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from . import backends, machine
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from . import backends, machine, verdicts
 from .tables import aligned
+
+_BROKEN = "the extension does not load, see above"
 
 
 def doctor() -> str:
-    """Describes this machine and, for every operator and backend, whether it serves here or why it does not.
+    """Describes this machine: what is installed, which backends serve each operator, and what is proven.
 
     Returns:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
+
+    Raises:
+        ValueError: ``CVT_KERNELS_BACKEND`` or ``CVT_KERNELS_PROVE`` has an unknown value.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
-    rows, reasons = _operator_rows(device_types)
+    stores = {name: verdicts.store_for(torch.device(name)) for name in device_types}
     lines = [
         f"python   {facts.python}",
         f"torch    {facts.torch}",
@@ -24,48 +34,132 @@ def doctor() -> str:
         f"nvcc     {facts.nvcc}",
         f"native   {facts.native}",
         f"backend  {', '.join(backends.requested_backends())} requested",
-        "",
-        *aligned(rows),
-        "",
-        *(f"({number}) {reason}" for number, reason in enumerate(reasons, 1)),
+        f"proving  {_proving()}",
+        *(f"verdicts {_memory(name, store)}" for name, store in stores.items()),
+        *(f"verdicts {line}" for line in _shipped(list(stores.values()))),
     ]
-    fallbacks = backends.fallbacks()
-    if fallbacks:
-        lines += ["", "passed over in this process:"]
-        lines += [f"  {operator}, {backend}: {reason}" for (operator, backend), reason in fallbacks.items()]
+    for device_type in device_types:
+        lines += ["", *aligned(_operator_rows(device_type))]
+    if facts.gpus:
+        lines += ["", *_AT_FIRST_USE_ON_A_GPU]
+    lines += _section("not available here:", _unavailable(device_types))
+    lines += _section(
+        "at fault on this machine, and not used; please report these lines:",
+        (line for name, store in stores.items() for line in _faults(name, store)),
+    )
+    lines += _section(
+        "passed over in this process:",
+        (f"{operator}, {backend}: {reason}" for (operator, backend), reason in backends.fallbacks().items()),
+    )
     return "\n".join(lines)
 
 
-def _operator_rows(device_types: tuple[str, ...]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the table of operators × backends, and the reasons that its "no (n)" refer to."""
-    reasons: list[str] = []
-    rows = [("operator", *backends.BACKENDS, *(f"auto on {device}" for device in device_types))]
+_AT_FIRST_USE_ON_A_GPU = (
+    "On a GPU the first call of each kind is slow: Triton compiles its kernel, every backend is compared",
+    "with float64 and timed, and the fastest serves from then on. `cvt prove` does so ahead of time.",
+)
+
+
+def _section(heading: str, lines: Iterator[str]) -> list[str]:
+    """Returns a heading with indented lines below it; nothing where there are none."""
+    indented = [f"  {line}" for line in lines]
+    return ["", heading, *indented] if indented else []
+
+
+# Verdicts -------------------------------------------------------------------------------------------------
+
+
+def _proving() -> str:
+    if verdicts.proving_enabled():
+        return "on: auto checks and times the backends at the first call of each kind"
+    return "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own"
+
+
+def _memory(device_type: str, store: verdicts.Store) -> str:
+    """Tells how many verdicts there are for a type of device, and where new ones are remembered."""
+    known = f"{device_type}: {len(store.questions())} known"
+    reason = store.why_not_remembered()
+    if reason is None:
+        return f"{known}, remembered in {store.path}"
+    return f"{known}, new ones hold for one process only: {reason}"
+
+
+def _shipped(stores: list[verdicts.Store]) -> Iterator[str]:
+    """Tells how many verdicts of each file in ``CVT_KERNELS_VERDICTS`` count here, or why it is ignored."""
+    by_store = [store.shipped_files() for store in stores]
+    for path in by_store[0]:
+        found = [files[path] for files in by_store]
+        reasons = [each for each in found if isinstance(each, str)]
+        counts = sum(each for each in found if isinstance(each, int))
+        yield f"{path}: ignored: {reasons[0]}" if reasons else f"{path}: {counts} of them, read only"
+
+
+def _faults(device_type: str, store: verdicts.Store) -> Iterator[str]:
+    """Lists the kernels of this project that were wrong or failed, each with its question and flaw."""
+    for question, verdict in sorted(store.questions().items()):
+        for backend in backends.OURS:
+            trial = verdict.trials.get(backend)
+            if trial is not None and trial.flaw is not None:
+                yield f"{question}, {backend} on {device_type}: {trial.flaw}"
+
+
+# Backends -------------------------------------------------------------------------------------------------
+
+
+def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
+    """Returns the table of operators on a type of device: what can serve there, and what does."""
+    rows = [(f"on {device_type}", "backends", "served by (number of verdicts)")]
     for operator in backends.OPERATORS:
-        answers = [_answer(operator, backend, device_types, reasons) for backend in backends.BACKENDS]
-        chosen = [_chosen(operator, device) for device in device_types]
-        rows.append((operator, *answers, *chosen))
-    return rows, reasons
+        reasons = {
+            name: _why_unavailable_or_broken(operator, name, device_type) for name in _implemented(operator)
+        }
+        available = [name for name, reason in reasons.items() if reason is None]
+        is_broken = _BROKEN in reasons.values()
+        rows.append((operator, ", ".join(available), _serving(operator, device_type, available, is_broken)))
+    return rows
 
 
-def _answer(operator: str, backend: str, device_types: tuple[str, ...], reasons: list[str]) -> str:
-    """Answers "yes", or "no (n)" with the n-th of ``reasons``, to which a new reason is appended."""
-    reasons_against = [_why_unavailable_or_broken(operator, backend, device) for device in device_types]
-    if None in reasons_against:
-        return "yes"
-    reason = f"{backend}: {reasons_against[0]}"
-    if reason not in reasons:
-        reasons.append(reason)
-    return f"no ({reasons.index(reason) + 1})"
+def _implemented(operator: str) -> list[str]:
+    names = []
+    for name in backends.BACKENDS:
+        with contextlib.suppress(KeyError):
+            backends.registered(operator, name)
+            names.append(name)
+    return names
 
 
-def _chosen(operator: str, device_type: str) -> str:
+def _serving(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:
     """Returns the backends that serve an operator, with the numbers of their verdicts."""
-    try:
-        counts = backends.chosen_backends(operator, device_type)
-    except machine.ExtensionError:
+    if backends.requested_backends() != ("auto",):
+        try:
+            return next(iter(backends.chosen_backends(operator, device_type)), "none")
+        except machine.ExtensionError:
+            return "none"
+    if is_broken:
         return "none"
-    words = (f"{name} {count}" if count else name for name, count in counts.items())
-    return ", ".join(words) or "not proven yet"
+    if len(available) == 1:  # there is nothing to choose
+        return available[0]
+    counts = backends.chosen_backends(operator, device_type)
+    ordered = sorted(counts, key=lambda name: -counts[name])
+    unproven = "not proven yet" if verdicts.proving_enabled() else "PyTorch's own"
+    return ", ".join(f"{name} {counts[name]}" for name in ordered) or unproven
+
+
+def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
+    """Lists the backends that this machine lacks, each with the reason and the operators."""
+    lacking: dict[str, list[str]] = {}
+    for operator in backends.OPERATORS:
+        for backend in _implemented(operator):
+            served = backends.registered(operator, backend).devices or device_types
+            # Of a backend that serves no device here, the reason for the one that it is made for.
+            for device_type in [name for name in device_types if name in served] or served[:1]:
+                reason = _why_unavailable_or_broken(operator, backend, device_type)
+                operators = lacking.setdefault(f"{backend}: {reason}", []) if reason is not None else []
+                if operator not in operators:
+                    operators.append(operator)
+    for reason, operators in lacking.items():
+        yield reason
+        yield f"  ({', '.join(operators)})"
 
 
 def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
@@ -73,4 +167,4 @@ def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) ->
     try:
         return backends.why_unavailable(operator, backend, device_type)
     except machine.ExtensionError:
-        return "the extension does not load, see above"
+        return _BROKEN

@@ -270,6 +270,14 @@ class Store:
         """Returns every verdict by its question."""
         return dict(self._read() if self._known is None else self._known)
 
+    def shipped_files(self) -> dict[Path, int | str]:
+        """Returns the files of ``CVT_KERNELS_VERDICTS``: path → number of its verdicts, or why it is ignored.
+
+        The verdicts of another type of device do not count.
+        """
+        contents = {path: _content_of(path, self.key, is_shipped=True) for path in self._shipped_paths}
+        return {path: found if isinstance(found, str) else len(found) for path, found in contents.items()}
+
     def remember(self, verdicts: Mapping[str, Verdict], *, replace: bool = False) -> None:
         """Merges verdicts into the file of the cache.
 
@@ -428,19 +436,24 @@ def _read_file(path: Path, key: Mapping[str, object], *, is_shipped: bool = Fals
 
     A file of the cache may be missing. A file of another type of device is for another store: no warning.
     """
+    content = _content_of(path, key, is_shipped=is_shipped)
+    if not isinstance(content, str):
+        return content
+    source = "CVT_KERNELS_VERDICTS: " if is_shipped else ""
+    _warn_once(str(path), f"{source}{path}: this file of verdicts is ignored: {content}")
+    return {}
+
+
+def _content_of(path: Path, key: Mapping[str, object], *, is_shipped: bool) -> dict[str, Verdict] | str:
+    """Returns the verdicts of a file, or why it is ignored."""
     try:
         return _parse(path.read_text(encoding="utf-8"), key)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if not is_shipped:
-            return {}
-        reason = _reason(error)
+        return _reason(error) if is_shipped else {}
     except OSError as error:
-        reason = _reason(error)
+        return _reason(error)
     except (ValueError, RecursionError) as error:  # also text that is not UTF-8 or not JSON
-        reason = str(error)
-    source = "CVT_KERNELS_VERDICTS: " if is_shipped else ""
-    _warn_once(str(path), f"{source}{path}: this file of verdicts is ignored: {reason}")
-    return {}
+        return str(error)
 
 
 def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:

@@ -1,39 +1,192 @@
-"""The report of ``doctor``: what serves every operator, and why not another."""
+"""The report of ``doctor``: what serves every operator, what is proven, and why not another."""
 
+import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends
-from tests.checks import add_marked_backend, not_built
+from cvt_kernels import backends, machine, verdicts
+from tests.checks import add_marked_backend, not_built, remember_verdict
+
+CPU = torch.device("cpu")
+QUESTION = "gelu, forward, float32, none, 1+ elements, 2 channels"
+
+
+def table(report, device_type="cpu"):
+    """Returns the rows of a device's table: operator → (backends, what serves)."""
+    lines = report.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith(f"on {device_type} "))
+    starts = [lines[header].index(name) for name in ("backends", "served by")]
+    rows = lines[header + 1 : [*lines, ""].index("", header)]
+    return {row.split()[0]: (row[starts[0] : starts[1]].rstrip(), row[starts[1] :]) for row in rows}
+
+
+def section(report, heading):
+    """Returns the indented lines below a heading, without their indentation; none if it is not there."""
+    lines = iter(report.splitlines())
+    for line in lines:
+        if line.startswith(heading):
+            return [line.strip() for line in iter(lambda: next(lines, ""), "")]
+    return []
+
+
+def fact(report, name):
+    """Returns what the lines of a name at the head of the report say."""
+    return [line[9:] for line in report.splitlines() if line.startswith(f"{name:9}")]
+
+
+def trial(flaw=None):
+    return verdicts.Trial(error=None, allowed=None, seconds=None, host_seconds=None, flaw=flaw)
 
 
 def test_doctor_answers_every_operator_and_gives_every_reason():
     add_marked_backend("native", 10.0, operator="gelu")
     add_marked_backend("triton", 10.0, operator="attention", why_unavailable=lambda device_type: "no GPU")
-    lines = ck.doctor().splitlines()
-    header = lines.index(next(line for line in lines if line.startswith("operator")))
-    rows = (line.split() for line in lines[header + 1 : lines.index("", header)])
-    table = {operator: answers for operator, *answers in rows}
-    assert set(table) == set(backends.OPERATORS)
-    reasons = [line for line in lines if line.startswith("(")]
-    numbers = {reason.split(") ")[1]: reason.split()[0] for reason in reasons}
-    assert table["attention"][:2] == ["no", numbers["triton: no GPU"]]
-    assert table["layer_norm"][:2] == ["no", numbers["triton: not implemented in this version"]]
-    assert table["gelu"][2:] == ["yes", "yes", "native"][: len(table["gelu"]) - 2]
-    assert table["conv_projection"][-1] == ("reference" if not_built() else "native")
-    assert torch.__version__ in ck.doctor()
+    report = ck.doctor()
+    rows = table(report)
+    assert set(rows) == set(backends.OPERATORS)
+    assert rows["gelu"] == ("native, reference", "PyTorch's own")
+    assert rows["linear"][0] == "convolution, float32, reference"
+    assert "triton" not in rows["attention"][0]
+    lacking = section(report, "not available here")
+    assert lacking[lacking.index("triton: no GPU") + 1] == "(attention)"
+    if not not_built():
+        assert rows["attention"][0] == "native, sdpa, reference"
+    assert torch.__version__ in report
+
+
+def test_doctor_counts_the_verdicts_of_every_backend(proving):
+    add_marked_backend("native", 10.0, operator="gelu")
+    assert table(ck.doctor())["gelu"][1] == "not proven yet"
+    for channels in (2, 3):
+        remember_verdict("native", "gelu", torch.ones(channels), approximate="none")
+    remember_verdict("reference", "gelu", torch.ones(4), approximate="none")
+    report = ck.doctor()
+    assert table(report)["gelu"][1] == "native 2, reference 1"
+    assert fact(report, "proving") == [
+        "on: auto checks and times the backends at the first call of each kind"
+    ]
+    assert fact(report, "verdicts") == [f"cpu: 3 known, remembered in {verdicts.store_for(CPU).path}"]
+    assert str(proving) in report
+
+
+def test_doctor_names_what_serves_without_a_choice(proving):
+    del backends._implementations["gelu"]["native"]
+    assert table(ck.doctor())["gelu"] == ("reference", "reference")
+
+
+def test_doctor_shows_requests():
+    add_marked_backend("native", 10.0, operator="gelu")
+    with ck.use_backend("native", "reference"):
+        report = ck.doctor()
+    assert fact(report, "backend") == ["native, reference requested"]
+    assert table(report)["gelu"][1] == "native"
+    assert table(report)["linear"][1] == "reference"
+    with ck.use_backend("sdpa"):
+        rows = table(ck.doctor())
+    assert (rows["attention"][1], rows["gelu"][1]) == ("sdpa", "none")
+
+
+def test_doctor_proves_nothing(proving):
+    ck.doctor()
+    assert not verdicts.store_for(CPU).questions()
+    code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.proofs' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
 
 
 def test_doctor_tells_what_was_passed_over():
     assert "passed over" not in ck.doctor()
+    add_marked_backend("native", 10.0, operator="gelu")
     ck.gelu(torch.ones(2))
-    assert "gelu, triton: not implemented in this version" in ck.doctor().split("passed over")[1]
+    passed_over = section(ck.doctor(), "passed over")
+    assert any(line.startswith("gelu, native: has no verdict") for line in passed_over)
+
+
+def test_doctor_says_that_nothing_is_proven():
+    assert fact(ck.doctor(), "proving") == [
+        "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own"
+    ]
+
+
+def test_a_bad_value_raises(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "yes")
+    with pytest.raises(ValueError, match="CVT_KERNELS_PROVE: got 'yes', expected 0 or 1"):
+        ck.doctor()
+
+
+def test_doctor_says_why_verdicts_cannot_be_remembered(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    [line] = fact(ck.doctor(), "verdicts")
+    assert line.startswith("cpu: 0 known, new ones hold for one process only: ")
+    assert line.endswith("Not a directory")
+
+
+@pytest.mark.filterwarnings("ignore:CVT_KERNELS_VERDICTS")
+def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
+    add_marked_backend("native", 10.0, operator="gelu")
+    remember_verdict("reference", "gelu", torch.ones(2), approximate="none")
+    good, foreign, missing = (tmp_path / name for name in ("good.json", "foreign.json", "missing.json"))
+    content = json.loads(verdicts.store_for(CPU).path.read_text())
+    good.write_text(json.dumps(content))
+    content["machine"]["torch"] = "1.0"
+    foreign.write_text(json.dumps(content))
+    monkeypatch.setenv("CVT_KERNELS_VERDICTS", f"{good}:{foreign}:{missing}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_stores", {})
+    report = ck.doctor()
+    known, *shipped = fact(report, "verdicts")
+    assert known.startswith("cpu: 1 known, ")
+    assert shipped[0] == f"{good}: 1 of them, read only"
+    assert shipped[1].startswith(f"{foreign}: ignored: it is of another machine: torch is '1.0'")
+    assert shipped[2].startswith(f"{missing}: ignored: ")
+    assert table(report)["gelu"][1] == "reference 1"
+
+
+def test_doctor_names_kernels_at_fault(proving):
+    assert "at fault" not in ck.doctor()
+    wrong = "wrong: output is off by 1.0e+00, allowed are 1.0e-06"
+    trials = {"native": trial(wrong), "sdpa": trial("fails: RuntimeError: no"), "reference": trial()}
+    verdicts.store_for(CPU).remember({QUESTION: verdicts.Verdict("reference", "reference", trials)})
+    assert section(ck.doctor(), "at fault") == [f"{QUESTION}, native on cpu: {wrong}"]
+
+
+def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
+    gpu = "NVIDIA H200, sm_90, 140 GiB"
+    facts = machine.facts()._replace(gpus=(gpu,))
+    monkeypatch.setattr(machine, "facts", lambda: facts)
+    stores = {"cpu": verdicts.store_for(CPU), "cuda": verdicts.Store({"device": "cuda", "name": gpu})}
+    monkeypatch.setattr(verdicts, "store_for", lambda device: stores[device.type])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    lacks = {"cpu": None, "cuda": "built without CUDA"}
+    add_marked_backend("triton", 1.0, operator="attention", devices=("cuda",))
+    add_marked_backend("native", 1.0, devices=("cpu", "cuda"), why_unavailable=lacks.get)
+    verdict = verdicts.Verdict("triton", "triton", {"triton": trial(), "reference": trial()})
+    stores["cuda"].remember({"attention, forward, bfloat16, 1+ heads": verdict})
+    report = ck.doctor()
+    assert table(report)["attention"][1] == "not proven yet"
+    assert table(report, "cuda")["attention"] == ("triton, sdpa, reference", "triton 1")
+    assert table(report, "cuda")["linear"] == ("reference", "reference")
+    assert table(report)["gelu"][0] == "native, reference"
+    assert table(report, "cuda")["gelu"] == ("reference", "reference")
+    lacking = section(report, "not available here")
+    assert "(gelu)" in lacking[lacking.index("native: built without CUDA") + 1 :]
+    assert not any("attention" in line for line in lacking)
+    assert [line.split(",")[0] for line in fact(report, "verdicts")] == ["cpu: 0 known", "cuda: 1 known"]
+    assert "Triton compiles its kernel" in report
+
+
+def test_a_machine_without_a_gpu_hears_nothing_of_it(monkeypatch):
+    facts = machine.facts()._replace(gpus=())
+    monkeypatch.setattr(machine, "facts", lambda: facts)
+    assert "Triton compiles" not in ck.doctor()
 
 
 def test_the_package_run_as_a_module_prints_it():
     result = subprocess.run([sys.executable, "-m", "cvt_kernels"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("python   ")
-    assert "linear layers, inference on the CPU: float32 by " in result.stdout
+    assert "served by (number of verdicts)" in result.stdout

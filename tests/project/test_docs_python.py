@@ -9,9 +9,11 @@ import torch
 import cvt_kernels as ck
 from cvt import create_model, save_huggingface
 from cvt.factory import randomize
+from cvt_kernels import backends
 from tests.checks import python_blocks, run_blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 def run_page(name):
@@ -47,6 +49,22 @@ def test_operators_page(capsys):
     assert names["z"].shape == (2, 196, 192)
     assert names["w"].shape == (2, 196, 768)
     assert names["seen"].distance.shape == (2, 3, 1)
+
+
+def test_the_operators_page_names_every_backend_and_shows_a_question():
+    page = (DOCS / "operators.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^\|([^|]*)\|", page, flags=re.MULTILINE))
+    assert set(re.findall(r"`([a-z0-9]+)`", rows)) == set(backends.BACKENDS)
+    q, k = (torch.empty(8, tokens, 2, 64, dtype=torch.bfloat16) for tokens in (512, 128))
+    question = backends.question("attention", q, k, k, scale=None, bias=None, dropout_p=0.0)
+    assert f"\n{question}\n" in page
+
+
+def test_the_installation_page_names_every_environment_variable():
+    sources = [ROOT / "setup.py", *(ROOT / "cvt_kernels").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    read = {name for path in sources for name in re.findall(r'"(CVT_KERNELS_[A-Z]+)"', path.read_text())}
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    assert read == set(re.findall("`(CVT_KERNELS_[A-Z]+)`", page))
 
 
 OPTIONS = sorted(set(re.findall(r'`(\w+)="(\w+)"`', (DOCS / "model.md").read_text(encoding="utf-8"))))
