@@ -602,10 +602,16 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
 
 def may_be_ours(operator: str, device_type: str) -> bool:
     """Says whether kernels of this project may serve an operator on a type of device."""
-    names = OURS if _requested == _AUTO else tuple(name for name in _requested if name in OURS)
-    if all(why_unavailable(operator, name, device_type) is not None for name in names):
+    if _requested == _AUTO:
+        return not torch.compiler.is_exporting() and _auto_may_take_ours(operator, device_type)
+    names = (name for name in _requested if name in OURS)
+    return any(why_unavailable(operator, name, device_type) is None for name in names)
+
+
+def _auto_may_take_ours(operator: str, device_type: str) -> bool:
+    if all(why_unavailable(operator, name, device_type) is not None for name in OURS):
         return False
-    if _requested != _AUTO or verdicts.proving_enabled():
+    if verdicts.proving_enabled():
         return True
     return any(name in OURS for name in chosen_backends(operator, device_type))
 
@@ -615,3 +621,4 @@ def may_be_ours(operator: str, device_type: str) -> bool:
 # double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _remembered_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_auto_may_take_ours._dynamo_marked_constant = True  # type: ignore[attr-defined]
