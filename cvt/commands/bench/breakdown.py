@@ -166,11 +166,10 @@ def _labeled_operators() -> Iterator[None]:
     def labeled(
         operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        function = implementation.load().function
-
         def call(*args: Any, **kwargs: Any) -> Any:
             with record_function(f"cvt_kernels::{operator} by {backend}"):
-                return function(*args, **kwargs)
+                # What is never called may not be installed, such as Triton.
+                return implementation.load().function(*args, **kwargs)
 
         return dataclasses.replace(implementation, function=call)
 

@@ -569,6 +569,25 @@ def test_coverage_under_auto_tells_verdicts(proving):
         assert served()[1]["attention"] == "native or sdpa"
 
 
+@pytest.mark.parametrize(
+    ("backend", "operator", "forward_only"),
+    [
+        ("native", "attention", True),
+        ("native", "conv_projection", True),
+        ("native", "layer_norm", False),
+        ("sdpa", "attention", False),
+        ("float32", "linear", True),
+    ],
+)
+def test_coverage_knows_which_backends_have_no_gradients(backend, operator, forward_only):
+    if backends.why_unavailable(operator, backend, "cpu") is not None:
+        pytest.skip("there are no native kernels here")
+    for gradient in (False, True):
+        with ck.use_backend(backend):
+            served = backends.chosen_backends(operator, "cpu", gradient=gradient)
+        assert list(served) == ([] if gradient and forward_only else [backend])
+
+
 def test_coverage_where_nothing_is_proven_tells_pytorchs_own():
     with ck.use_backend("auto"):
         rows = ck.coverage(ck.accelerate(microsoft()).eval())

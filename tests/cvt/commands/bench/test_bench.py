@@ -224,6 +224,12 @@ def test_linear_layers_are_linear_however_computed(backend):
     assert {kind for _, kind in seconds} <= {"linear", "other"}
 
 
+def test_profiling_does_not_import_what_cannot_serve():
+    unloaded = backends.Implementation("no_such_package:attention", why_unavailable=lambda device: "not here")
+    backends.register("attention", "triton", unloaded)
+    breakdown.profiled_steps(contender(create_model(SMALL)), torch.randn(1, 3, 32, 32))
+
+
 def test_profiling_leaves_no_trace():
     before = backends.registered("gelu", "native")
     model = create_model(SMALL).eval()
