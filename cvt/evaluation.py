@@ -59,7 +59,8 @@ class Evaluation(NamedTuple):
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
-        images_per_second: The speed of forward passes alone, without the first batch if there are others.
+        images_per_second: The speed of forward passes alone, without the first batch of each size, in which
+            kernels may be proven, if there are others.
         peak_memory: Bytes. On CUDA what PyTorch had allocated at most during the evaluation; elsewhere the
             largest resident size that the process ever had, or None where the system does not tell.
     """
@@ -191,9 +192,15 @@ class _Observer:
 
     @property
     def images_per_second(self) -> float:
-        """The speed without the first batch, if there are others."""
-        first = 1 if len(self._sizes) > 1 else 0
-        return sum(self._sizes[first:]) / sum(self._seconds[first:])
+        """The speed without the first batch of each size if there are others, or else without the first."""
+        known: set[int] = set()
+        repeated: list[tuple[int, float]] = []
+        others: list[tuple[int, float]] = []
+        for size, seconds in zip(self._sizes, self._seconds, strict=True):
+            (repeated if size in known else others).append((size, seconds))
+            known.add(size)
+        timed = repeated or others[1:] or others
+        return sum(size for size, _ in timed) / sum(seconds for _, seconds in timed)
 
 
 def cost(config: CvTConfig, image_size: int) -> Cost:

@@ -8,6 +8,7 @@ verdict: proven and measured on this machine at the first call of its kind (``pr
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -75,12 +76,14 @@ class Implementation:
             can. It is asked once, at the first call.
         why_unsupported: Given the arguments of one call, says why it cannot serve that call, or None if it
             can; itself, or its path.
+        forward_only: Whether it has no gradients; ``why_unsupported`` refuses the calls that want one.
     """
 
     function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
     why_unsupported: Any = None
+    forward_only: bool = False
 
     def load(self) -> Implementation:
         """Puts the functions in the place of their paths; returns this object."""
@@ -461,11 +464,14 @@ def question(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str:
 def _question(
     operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
 ) -> str:
-    direction = "forward+backward" if gradient else "forward"
     numbers = checks.dtype_name(dtype)
     if torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
-    return f"{operator}, {direction}, {numbers}, {shape_class}"
+    return f"{operator}, {_direction(gradient)}, {numbers}, {shape_class}"
+
+
+def _direction(gradient: bool) -> str:
+    return "forward+backward" if gradient else "forward"
 
 
 def _remembered_backend(
@@ -581,31 +587,66 @@ def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
     return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
 
 
-def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
+def chosen_backends(operator: str, device_type: str, *, gradient: bool | None = None) -> dict[str, int]:
     """Returns the backends that serve an operator on a type of device, each with its number of verdicts.
 
-    Where backends are requested, it is the first of them that is available, with 0; without verdicts nothing.
+    They come most frequent first. Where backends are requested, it is the first of them that may serve, with
+    0; without verdicts nothing.
+
+    Args:
+        operator: Name of the operator.
+        device_type: Such as ``"cpu"``.
+        gradient: True for calls that want a gradient only, False for the others only, None for both.
     """
     if _requested != _AUTO:
         known = _implementations[operator]
         concerned = any(name in known for name in (*OURS, *_requested))
         names = _requested if concerned else _operators[operator].defaults
-        available = (name for name in names if why_unavailable(operator, name, device_type) is None)
-        return dict.fromkeys(itertools.islice(available, 1), 0)
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else "cpu"
-    counts: dict[str, int] = {}
-    for asked, verdict in verdicts.store_for(torch.device(device)).questions().items():
-        if asked.startswith(f"{operator}, "):
-            counts[verdict.chosen] = counts.get(verdict.chosen, 0) + 1
-    return counts
+        able = (name for name in names if _may_serve(operator, name, device_type, gradient))
+        return dict.fromkeys(itertools.islice(able, 1), 0)
+    asked_for = f"{operator}, " if gradient is None else f"{operator}, {_direction(gradient)}, "
+    answers = verdicts.store_for(torch.device(device_type)).questions().items()
+    counts = collections.Counter(verdict.chosen for asked, verdict in answers if asked.startswith(asked_for))
+    return dict(counts.most_common())
+
+
+def backend_without_verdict(operator: str, device_type: str, *, gradient: bool | None = None) -> str | None:
+    """Returns the backend that ``auto`` takes on a type of device as long as there is no verdict.
+
+    It is PyTorch's own where nothing is proven at first use or no other backend can serve.
+
+    Args:
+        operator: As of :func:`chosen_backends`, like the other arguments.
+        device_type: As of :func:`chosen_backends`.
+        gradient: As of :func:`chosen_backends`.
+
+    Returns:
+        Its name; None where the first call proves what serves.
+    """
+    able = [name for name in _implementations[operator] if _may_serve(operator, name, device_type, gradient)]
+    if len(able) > 1 and _why_not_provable(verdicts.store_for(torch.device(device_type))) is None:
+        return None
+    return next(name for name in _operators[operator].defaults if name in able)
+
+
+def _may_serve(operator: str, backend: str, device_type: str, gradient: bool | None) -> bool:
+    if why_unavailable(operator, backend, device_type) is not None:
+        return False
+    return not (gradient and _implementations[operator][backend].forward_only)
 
 
 def may_be_ours(operator: str, device_type: str) -> bool:
     """Says whether kernels of this project may serve an operator on a type of device."""
-    names = OURS if _requested == _AUTO else tuple(name for name in _requested if name in OURS)
-    if all(why_unavailable(operator, name, device_type) is not None for name in names):
+    if _requested == _AUTO:
+        return not torch.compiler.is_exporting() and _auto_may_take_ours(operator, device_type)
+    names = (name for name in _requested if name in OURS)
+    return any(why_unavailable(operator, name, device_type) is None for name in names)
+
+
+def _auto_may_take_ours(operator: str, device_type: str) -> bool:
+    if all(why_unavailable(operator, name, device_type) is not None for name in OURS):
         return False
-    if _requested != _AUTO or verdicts.proving_enabled():
+    if verdicts.proving_enabled():
         return True
     return any(name in OURS for name in chosen_backends(operator, device_type))
 
@@ -615,3 +656,4 @@ def may_be_ours(operator: str, device_type: str) -> bool:
 # double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _remembered_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_auto_may_take_ours._dynamo_marked_constant = True  # type: ignore[attr-defined]

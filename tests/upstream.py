@@ -14,6 +14,9 @@ from tests.conftest import DATA
 
 RANDOM = {"drop": 0.2, "drop_path": 0.4}
 
+#: Backends for ``use_backend`` that let kernels of this project serve whatever they can.
+KERNELS_FIRST = ("native", "sdpa", "reference")
+
 
 def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", model_class=None, **config):
     """Returns Hugging Face's model. Its drop path takes a rate per block, so stage i needs i + 1 blocks."""

@@ -20,8 +20,11 @@ class BlockCoverage(NamedTuple):
         path: Its name in ``model.named_modules()``.
         class_name: Name of its class.
         fused: True if a call would run the fused forward now.
-        backends: Operator → the backend that serves it on the block's device; ``"none"`` if the requested
-            one cannot. A single call may still fall back for its shapes or gradients; ``fallbacks`` tells.
+        backends: Operator → the backends that serve it on the block's device, with gradients if the block is
+            in training mode and has parameters that require one. Under ``auto`` they are those of this
+            machine's verdicts on all shapes and dtypes, the most frequent first, such as
+            ``"native or reference"``; ``"not proven yet"`` if the first call will decide. ``"none"`` if no
+            requested backend can serve.
         reason: Says why it is not fused; None if it is.
     """
 
@@ -73,7 +76,16 @@ def _cover(path: str, block: nn.Module, entry: BlockEntry) -> BlockCoverage:
         # A quantized or flattened block may have no parameter of its own.
         tensors = itertools.chain(block.parameters(), block.buffers())
         device_type = next((t.device.type for t in tensors), "cpu")
+        gradient = block.training and any(parameter.requires_grad for parameter in block.parameters())
         for operator in entry.operators(block, device_type):
-            names = backends.chosen_backends(operator, device_type)
-            served[operator] = " or ".join(names) or "not proven yet"
+            served[operator] = _backends(operator, device_type, gradient)
     return BlockCoverage(path, type(block).__name__, reason is None, served, reason)
+
+
+def _backends(operator: str, device_type: str, gradient: bool) -> str:
+    names = backends.chosen_backends(operator, device_type, gradient=gradient)
+    if names:
+        return " or ".join(names)
+    if backends.requested_backends() != ("auto",):
+        return "none"
+    return backends.backend_without_verdict(operator, device_type, gradient=gradient) or "not proven yet"

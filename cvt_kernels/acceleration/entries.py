@@ -32,7 +32,8 @@ class BlockEntry(NamedTuple):
     Attributes:
         upstream: Name of the project whose class it is.
         name: Name of the class.
-        operators: Returns the public operators that the fused forward of a block calls on a type of device.
+        operators: Returns the public operators, but ``linear``, that the fused forward of a block calls on a
+            type of device.
         arguments: Names of the arguments of ``forward``.
         children: Names of the submodules. There are no parameters or buffers beside them.
         forward: The fused forward; None for a class that calls the operators already.

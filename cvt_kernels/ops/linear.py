@@ -115,7 +115,9 @@ backends.register(
 backends.register(
     "linear",
     "float32",
-    backends.Implementation(_by_float32, devices=("cpu",), why_unsupported=_why_float32_unsupported),
+    backends.Implementation(
+        _by_float32, devices=("cpu",), why_unsupported=_why_float32_unsupported, forward_only=True
+    ),
 )
 register_reference("linear")
 backends.describe("linear", backends.Operator(_signature, _shape_class, _sample))

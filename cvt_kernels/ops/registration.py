@@ -24,6 +24,7 @@ def register_native(
     *,
     devices: tuple[str, ...] = ("cpu",),
     why_unsupported: Callable[..., str | None] | None = None,
+    forward_only: bool = False,
 ) -> None:
     """Registers the function of the operator's name in ``package.native``.
 
@@ -32,12 +33,14 @@ def register_native(
         package: Name of its package.
         devices: Device types that it serves.
         why_unsupported: See :class:`backends.Implementation`; None for that of ``package.native``.
+        forward_only: See :class:`backends.Implementation`.
     """
     implementation = backends.Implementation(
         function=f"{package}.native:{operator}",
         devices=devices,
         why_unavailable=machine.why_native_unavailable,
         why_unsupported=why_unsupported or f"{package}.native:why_unsupported",
+        forward_only=forward_only,
     )
     backends.register(operator, "native", implementation)
 

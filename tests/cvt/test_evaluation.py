@@ -10,6 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, CvTConfig, create_model
 from cvt.evaluation import add_up, cost, evaluate
+from cvt_kernels import measure
 
 SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
 
@@ -83,6 +84,19 @@ def test_the_model_is_left_in_its_modes():
     with pytest.raises(ValueError, match="label 10"):
         evaluate(model, [(torch.randn(1, 3, 32, 32), torch.tensor([10]))])
     assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((4, 4, 4, 2), (4 + 4) / (2 + 3)), ((4, 2, 1), (2 + 1) / (2 + 3)), ((4,), 4 / 1)],
+)
+def test_speed_leaves_out_the_first_batch_of_each_size(sizes, expected, monkeypatch):
+    """The i-th forward takes i seconds; in the first of a size kernels may be proven."""
+    moments = (moment for i in range(1, 9) for moment in (0.0, float(i)))
+    monkeypatch.setattr(measure, "now", lambda device: next(moments))
+    labels = torch.zeros(sum(sizes), dtype=torch.int64)
+    figures = evaluate(Table(torch.zeros(sum(sizes), 2)), batches(labels, *sizes))
+    assert figures.images_per_second == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,7 +16,7 @@ from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
-from tests.upstream import assert_same_step, microsoft_numbers, relative
+from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
 
 SMALL = CvTConfig(
     embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10, drop_path_rate=0.0
@@ -27,6 +27,13 @@ def small(**overrides):
     model = create_model(SMALL, **overrides)
     randomize(model)
     return model
+
+
+@pytest.fixture(autouse=True)
+def _kernels_first():
+    """Lets kernels of this project serve whatever they can."""
+    with ck.use_backend(*KERNELS_FIRST):
+        yield
 
 
 # Microsoft's numbers --------------------------------------------------------------------------------------
@@ -384,7 +391,8 @@ def test_blocks_use_the_public_operators():
     called = record_all_calls()
     with ck.use_backend("native"):
         assert torch.equal(model(x), expected)  # record_all_calls lets the reference serve
-    block = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "gelu"]
+    attention = ["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"]
+    block = [*attention, "add_layer_norm", "linear", "gelu", "linear"]
     stages = [["layer_norm", *depth * block] for depth in SMALL.depths]
     assert called == [operator for stage in stages for operator in stage] + ["layer_norm"]
     called.clear()
@@ -392,6 +400,21 @@ def test_blocks_use_the_public_operators():
         model(x)
     assert called == []
     assert relative(compiled, expected) < 1e-5
+
+
+@pytest.mark.usefixtures("proving")
+def test_auto_proves_at_first_use_and_computes_the_same():
+    model, x = small().train(), torch.randn(2, 3, 32, 32)
+    expected = copy.deepcopy(model)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            with ck.use_backend("reference"):
+                reference = expected.train(training)(x)
+            with ck.use_backend("auto"):
+                assert relative(model.train(training)(x), reference) < 1e-5
+                assert all("not proven yet" not in row.backends.values() for row in ck.coverage(model))
+    for (name, ours), theirs in zip(expected.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(theirs, ours, msg=name)
 
 
 def test_partly_frozen_batch_norm():
@@ -447,8 +470,8 @@ def test_autocast_trains_in_bfloat16_with_float32_weights():
     exact = copy.deepcopy(model).double()
     x = torch.randn(4, 3, 64, 64)
     gradients = []
-    for backend in ("reference", "auto"):
-        with ck.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
+    for names in (("reference",), KERNELS_FIRST):
+        with ck.use_backend(*names), torch.autocast("cpu", torch.bfloat16):
             logits = model(x)
         assert logits.dtype == torch.bfloat16
         model.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ _KINDS = {
 }
 #: The fastest of this many is kept.
 _PROFILES = 3
+#: The range around a call of an operator.
+_LABEL = re.compile(r"cvt_kernels::(?P<operator>\w+) by (?P<backend>\w+)")
 
 #: Loops that torch.compile made, in which operators can no longer be told apart.
 _COMPILED = re.compile(r"^triton_|cpp_fused|Compiled|Inductor", re.IGNORECASE)
@@ -46,15 +49,17 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
     """Measures the peak memory of a step, and the seconds of its operators by part of the model and kind.
 
     Returns:
-        ``peak_bytes``, None if nothing was recorded, and ``breakdown``.
+        ``peak_bytes``, None if nothing was recorded, ``backends``, operator → backend → its calls, and
+        ``breakdown``.
     """
     cuda = batch.device.type == "cuda"
     contender.model.zero_grad(set_to_none=True)
     peak = measure.peak_bytes(lambda: contender.step(batch), batch.device) if cuda else None
-    profiles = [profiled_step(contender, batch) for _ in range(_PROFILES)]
+    profiles = profiled_steps(contender, batch)
     seconds = min((by_place(each, cuda) for each in profiles), key=lambda places: sum(places.values()))
     return {
         "peak_bytes": peak if cuda else measure.peak_of(profiles[0]) or None,
+        "backends": served_backends(profiles[0]),
         "breakdown": [
             {"part": part, "kind": kind, "seconds": total}
             for (part, kind), total in sorted(seconds.items())
@@ -63,20 +68,32 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
     }
 
 
-def profiled_step(contender: Contender, batch: Tensor) -> profile:
-    """Profiles one step, with ranges that show the parts of the model and our operators."""
-    contender.model.zero_grad(set_to_none=True)
+def profiled_steps(contender: Contender, batch: Tensor) -> list[profile]:
+    """Profiles some steps, with ranges that show the parts of the model and our operators."""
+    profiles = []
     with _labeled_parts(contender), _labeled_operators():
-        return measure.profiled(
-            lambda: contender.step(batch), batch.device, memory=batch.device.type != "cuda"
-        )
+        for _ in range(_PROFILES):
+            contender.model.zero_grad(set_to_none=True)
+            step = functools.partial(contender.step, batch)
+            profiles.append(measure.profiled(step, batch.device, memory=batch.device.type != "cuda"))
+    return profiles
+
+
+def served_backends(profiler: profile) -> dict[str, dict[str, int]]:
+    """Returns operator → backend → the number of its calls in a profile of :func:`profiled_steps`."""
+    calls: dict[str, Counter[str]] = {}
+    for event in profiler.events() or ():
+        label = _LABEL.fullmatch(event.name) if event.device_type.name == "CPU" else None
+        if label is not None:
+            calls.setdefault(label["operator"], Counter())[label["backend"]] += 1
+    return {operator: dict(by_backend) for operator, by_backend in calls.items()}
 
 
 def by_place(profiler: profile, cuda: bool) -> Counter[tuple[str, str]]:
     """Sums up the seconds of the operators themselves, without those that they call, by part and kind.
 
     Args:
-        profiler: A profile of :func:`profiled_step`.
+        profiler: A profile of :func:`profiled_steps`.
         cuda: Take the time of the GPU, instead of the CPU's.
     """
     seconds: Counter[tuple[str, str]] = Counter()
@@ -149,11 +166,10 @@ def _labeled_operators() -> Iterator[None]:
     def labeled(
         operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        function = implementation.load().function
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            with record_function(f"cvt_kernels::{operator}"):
-                return function(*args, **kwargs)
+            with record_function(f"cvt_kernels::{operator} by {backend}"):
+                # What is never called may not be installed, such as Triton.
+                return implementation.load().function(*args, **kwargs)
 
         return dataclasses.replace(implementation, function=call)
 

@@ -11,6 +11,7 @@ import copy
 import datetime
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import __version__, accuracy, backends, machine, measure
+from cvt_kernels import __version__, accuracy, machine, measure
 
 from ...checkpoints import save_huggingface
 from ...config import DTYPES, default_image_size
@@ -121,7 +122,7 @@ def run(
             "train": train,
             "rounds": rounds,
             "depths": list(ours.config.depths),
-            "backends": {n: list(backends.chosen_backends(n, device.type)) for n in backends.OPERATORS},
+            "backends": _served_backends(batches),
         },
         "ceilings": {
             "bytes_per_second": measure.copy_bandwidth(device),
@@ -156,6 +157,15 @@ def _session() -> dict[str, Any]:
         "machine": {**facts._asdict(), "gpus": list(facts.gpus)},
         "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in _PACKAGES}},
     }
+
+
+def _served_backends(batches: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns operator → the backends that served our contenders, most calls first."""
+    calls: dict[str, Counter[str]] = {}
+    for row in (row for batch in batches for row in batch["rows"] if row["contender"] in OURS):
+        for operator, by_backend in row["backends"].items():
+            calls.setdefault(operator, Counter()).update(by_backend)
+    return {operator: " or ".join(name for name, _ in each.most_common()) for operator, each in calls.items()}
 
 
 # Measurements ---------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _sample(
 
 
 register_triton("attention", __name__)
-register_native("attention", __name__)
+register_native("attention", __name__, forward_only=True)
 backends.register("attention", "sdpa", backends.Implementation(sdpa, why_unsupported=_why_sdpa_unsupported))
 register_reference("attention")
 backends.describe(

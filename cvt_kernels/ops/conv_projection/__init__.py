@@ -55,7 +55,7 @@ def _sample(
 
 
 register_triton("conv_projection", __name__)
-register_native("conv_projection", __name__)
+register_native("conv_projection", __name__, forward_only=True)
 register_reference("conv_projection")
 backends.describe("conv_projection", backends.Operator(_signature, _shape_class, _sample))
 

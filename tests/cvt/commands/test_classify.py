@@ -96,6 +96,6 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
 
 
 def test_an_unavailable_backend_is_one_line(capsys, weights, photos, monkeypatch):
-    monkeypatch.setattr("cvt_kernels.backends._requested", "triton")
+    monkeypatch.setattr("cvt_kernels.backends._requested", ("triton",))
     line = bad(capsys, main, "classify", photos[0], "--checkpoint", weights[0])
     assert "error: layer_norm: backend 'triton' is unavailable: not implemented in this version" in line

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt_kernels import backends, proofs
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, not_built, record_all_calls, record_calls
+from tests.checks import assert_accurate, not_built, record_all_calls, record_calls, remember_verdict
 from tests.conftest import DATA
 from tests.upstream import (
     RANDOM,
@@ -37,7 +37,10 @@ from tests.upstream import (
 SIZES = [(1, 224, 224), (2, 160, 256), (3, 96, 64)]
 
 #: The operators of one block, in the order in which they are called.
-BLOCK = ["layer_norm", "conv_projection", "attention", "add_layer_norm", "bias_gelu"]
+BLOCK = [
+    *["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"],
+    *["add_layer_norm", "linear", "bias_gelu", "linear"],
+]
 
 
 # The stand-in for Microsoft's repository -------------------------------------------------------------------
@@ -528,13 +531,90 @@ def test_coverage_tells_backends_and_reasons():
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
     built = "reference" if not_built() else "native"
     assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
-    assert rows[2].backends == {"conv_projection": built, "attention": "native"}
+    assert rows[2].backends == {"conv_projection": "reference", "attention": "native"}
     assert rows[3].backends == {"bias_gelu": "native"}
+    assert ck.coverage(model.eval())[2].backends == {"conv_projection": built, "attention": "native"}
     with ck.use_backend("reference"):
         assert ck.coverage(model)[3].backends == {"gelu": "reference"}
         assert ck.coverage(model)[2].backends == {"conv_projection": "reference", "attention": "reference"}
     with ck.use_backend("triton"):
         assert ck.coverage(model)[1].backends == {"layer_norm": "none", "add_layer_norm": "none"}
+
+
+def remember_attention(backend, tokens, **options):
+    """Stores a verdict on attention of one head of 16 channels."""
+    q = torch.randn(1, tokens, 1, 16, **options)
+    remember_verdict(backend, "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
+
+
+def test_coverage_under_auto_tells_verdicts(proving):
+    model = ck.accelerate(microsoft())
+
+    def served():
+        return ck.coverage(model.eval())[2].backends, ck.coverage(model.train())[2].backends
+
+    built = "reference" if not_built() else "not proven yet"
+    with ck.use_backend("auto"):
+        evaluation, training = served()
+        assert evaluation == {"conv_projection": built, "attention": "not proven yet"}
+        # Only PyTorch has its gradients on a CPU: there is nothing to prove.
+        assert training == {"conv_projection": "reference", "attention": "not proven yet"}
+        remember_attention("sdpa", 16)
+        remember_attention("native", 64)
+        remember_attention("native", 256)
+        remember_attention("reference", 16, requires_grad=True)
+        evaluation, training = served()
+        assert (evaluation["attention"], training["attention"]) == ("native or sdpa", "reference")
+        model.requires_grad_(False)
+        assert served()[1]["attention"] == "native or sdpa"
+
+
+@pytest.mark.parametrize(
+    ("backend", "operator", "forward_only"),
+    [
+        ("native", "attention", True),
+        ("native", "conv_projection", True),
+        ("native", "layer_norm", False),
+        ("sdpa", "attention", False),
+        ("float32", "linear", True),
+    ],
+)
+def test_coverage_knows_which_backends_have_no_gradients(backend, operator, forward_only):
+    if backends.why_unavailable(operator, backend, "cpu") is not None:
+        pytest.skip("there are no native kernels here")
+    for gradient in (False, True):
+        with ck.use_backend(backend):
+            served = backends.chosen_backends(operator, "cpu", gradient=gradient)
+        assert list(served) == ([] if gradient and forward_only else [backend])
+
+
+def test_coverage_where_nothing_is_proven_tells_pytorchs_own():
+    with ck.use_backend("auto"):
+        rows = ck.coverage(ck.accelerate(microsoft()).eval())
+    assert rows[1].backends == {"layer_norm": "reference", "add_layer_norm": "reference"}
+    assert rows[2].backends == {"conv_projection": "reference", "attention": "sdpa"}
+    assert rows[3].backends == {"gelu": "reference"}
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypatch):
+    """Proofs draw no random numbers and leave gradients and statistics alone; a second model needs none."""
+    ck.use_backend("auto")
+    own, fused = pair(make, "train", **RANDOM)
+    expected = copy.deepcopy(fused)
+    assert_same_step(own, fused, images(), 2e-5)
+    with torch.no_grad():
+        assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
+    assert list((proving / "cvt_kernels" / "verdicts").glob("*.json"))
+    for mode in (True, False):
+        served = {name for row in ck.coverage(fused.train(mode)) for name in row.backends.values()}
+        assert served
+        assert "not proven yet" not in served
+    monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question} again"))
+    backends.forget()
+    step(expected, images())
+    for (name, a), b in zip(expected.named_buffers(), fused.buffers(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_coverage_prints_an_aligned_table():
@@ -556,7 +636,7 @@ def test_our_own_blocks_are_fused_as_they_are():
     model, called = ours(), record_all_calls()
     model(images())
     expected = {operator for row in ck.coverage(model) for operator in row.backends}
-    assert expected == set(called)
+    assert {*expected, "linear"} == set(called)
 
 
 # Bad input -------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cvt_kernels as ck
-from cvt_kernels import backends
-from tests.checks import assert_accurate
+from cvt_kernels import backends, proofs
+from tests.checks import assert_accurate, not_built
 from tests.upstream import (
+    KERNELS_FIRST,
     RANDOM,
     UPSTREAMS,
     assert_same_step,
@@ -171,14 +172,46 @@ def test_a_compiled_model_is_accelerated(make):
         assert len(called) == 1
 
 
+def kernels_in(program):
+    """Returns the names of this project's operators in an exported program."""
+    targets = (str(node.target) for node in program.graph.nodes)
+    return {target for target in targets if target.startswith("cvt_kernels.")}
+
+
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_exports(make):
     own, fused = pair(make)
     batch = torch.export.Dim("batch", min=2, max=64)
     for dynamic_shapes in (None, ({0: batch},)):
         program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
+        assert bool(kernels_in(program)) != not_built()
         with torch.no_grad():
             assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
+
+
+@pytest.mark.usefixtures("proving")
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_exports_under_auto_hold_pytorchs_own(make):
+    own, fused = pair(make)
+    with ck.use_backend("auto"), torch.no_grad():
+        fused(images())  # after which there are verdicts
+        program = torch.export.export(fused, (images(),))
+        assert not kernels_in(program)
+        assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
+
+
+@pytest.mark.parametrize("proves", ["0", "1"])
+@pytest.mark.parametrize("make", UPSTREAMS)
+def test_compiles_under_auto_by_remembered_verdicts(make, proves, proving, monkeypatch):
+    own, fused = one_stage(make).eval(), ck.accelerate(one_stage(make)).eval()
+    fused.load_state_dict(own.state_dict())
+    with ck.use_backend("auto"), torch.no_grad():
+        fused(images())
+        monkeypatch.setenv("CVT_KERNELS_PROVE", proves)
+        monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question}"))
+        backends.forget()
+        compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+        assert relative(logits(compiled(images())), logits(own(images()))) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -203,6 +236,7 @@ SHARES = (3, 2)  # images per process, not equal
 def _process(rank, directory):
     dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
     torch.set_num_threads(1)
+    ck.use_backend(*KERNELS_FIRST)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own deprecations
         for make in UPSTREAMS:

@@ -7,8 +7,17 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends
-from tests.upstream import RANDOM, UPSTREAMS, huggingface, images, microsoft, microsoft_plain, ours
+from cvt_kernels import backends, measure, proofs
+from tests.upstream import (
+    KERNELS_FIRST,
+    RANDOM,
+    UPSTREAMS,
+    huggingface,
+    images,
+    microsoft,
+    microsoft_plain,
+    ours,
+)
 
 
 def spoil(operator, change):
@@ -64,6 +73,20 @@ def test_half_precision():
     assert report.layers[-1].evaluation.eager > 1e-4
 
 
+@pytest.mark.usefixtures("proving")
+def test_kernels_are_proven_before_models_are_timed(monkeypatch):
+    events = []
+    prove, time = proofs.prove, measure.seconds_in_turns
+    monkeypatch.setattr(proofs, "prove", lambda proof: events.append("proof") or prove(proof))
+    monkeypatch.setattr(measure, "seconds_in_turns", lambda *args: events.append("timing") or time(*args))
+    with ck.use_backend("auto"):
+        report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
+    assert report.passed, str(report)
+    assert events[0] == "proof"
+    assert events[-2:] == ["timing", "timing"]
+    assert events.count("timing") == 2
+
+
 WRONG = {
     "attention": (lambda out: 1.001 * out, "stage0.blocks.0.attn, evaluation"),
     "conv_projection": (lambda outs: tuple(out + 1e-3 for out in outs), "stage0.blocks.0.attn, evaluation"),
@@ -114,7 +137,7 @@ def test_nothing_is_changed(mode, accelerated):
     assert [m.training for m in model.modules()] == modes
     assert [type(m) for m in model.modules()] == classes
     assert torch.equal(x, images())
-    assert backends.requested_backend() == "auto"
+    assert backends.requested_backends() == KERNELS_FIRST
 
 
 def test_inputs_by_name_and_wrappers():

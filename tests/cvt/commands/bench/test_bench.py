@@ -20,9 +20,9 @@ from cvt import PRESETS, create_model
 from cvt import commands as cli
 from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
 from cvt.commands.bench import results as result_files
-from cvt_kernels import backends, measure
-from cvt_kernels.ops import linear
+from cvt_kernels import backends, measure, proofs
 from tests.checks import not_built
+from tests.upstream import KERNELS_FIRST
 
 BATCHES, ROUNDS = (1, 2), 4
 SMALL = dataclasses.replace(
@@ -68,9 +68,10 @@ def results():
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
         patch.setattr(torch, "compile", compile_quickly)
-        return measurements.run(
-            image_size=64, batch_sizes=BATCHES, rounds=ROUNDS, peers=("compile", "compile-max", "eager")
-        )
+        with ck.use_backend(*KERNELS_FIRST):
+            return measurements.run(
+                image_size=64, batch_sizes=BATCHES, rounds=ROUNDS, peers=("compile", "compile-max", "eager")
+            )
 
 
 def rows_of(results):
@@ -98,6 +99,52 @@ def test_samples_and_facts(results):
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
     assert min(results["ceilings"].values()) > 1e7
+
+
+def test_results_tell_what_served(results):
+    native = "reference" if not_built() else "native"
+    depth = sum(SMALL.depths)
+    for (_, key), row in rows_of(results).items():
+        served = row["backends"]
+        if key in ("hf", "compile"):
+            assert served == {}
+        elif key == "eager":
+            assert {name for by_backend in served.values() for name in by_backend} == {"reference"}
+        else:
+            assert served["conv_projection"] == {native: depth}
+            assert served["layer_norm"].keys() == {native}
+    assert results["config"]["backends"] == {
+        "layer_norm": native,
+        "conv_projection": native,
+        "linear": "reference",
+        "attention": "sdpa" if not_built() else "native",
+        "add_layer_norm": native,
+        "gelu": native,
+        "bias_gelu": native,
+    }
+
+
+@pytest.mark.usefixtures("small", "proving")
+def test_kernels_are_proven_before_anything_is_timed(monkeypatch):
+    timing, proven = [], []
+    prove, time = proofs.prove, measure.seconds_in_turns
+
+    def timed(*args, **options):
+        timing.append(True)
+        seconds = time(*args, **options)
+        timing.clear()
+        return seconds
+
+    monkeypatch.setattr(measure, "seconds_in_turns", timed)
+    monkeypatch.setattr(
+        proofs, "prove", lambda proof: proven.append((proof.question, bool(timing))) or prove(proof)
+    )
+    results = measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1)
+    assert proven
+    assert not any(while_timed for _, while_timed in proven)
+    served = {name for names in results["config"]["backends"].values() for name in names.split(" or ")}
+    assert served <= set(backends.BACKENDS)
+    assert results["config"]["backends"].keys() >= {"attention", "conv_projection", "linear", "layer_norm"}
 
 
 def test_memory_of_the_same_operators_is_the_same(results):
@@ -143,10 +190,12 @@ class Normalizing(nn.Module):
         return ck.layer_norm(x)
 
 
-def peak(model, x, backend="auto"):
-    return breakdown.memory_and_time(contenders.Contender("x", model.eval(), backend, has_parts=False), x)[
-        "peak_bytes"
-    ]
+def contender(model, *requested, has_parts=False):
+    return contenders.Contender("x", model.eval(), requested or ("auto",), has_parts)
+
+
+def peak(model, x, *requested):
+    return breakdown.memory_and_time(contender(model, *requested), x)["peak_bytes"]
 
 
 def test_peak_of_memory_is_exact():
@@ -159,27 +208,32 @@ def test_memory_of_native_operators_is_seen():
     assert 4 * x.numel() <= peak(Normalizing(), x, "native") < 1.1 * 4 * x.numel()
 
 
-@pytest.mark.parametrize("primitive", ["linear", "convolution", "float32"])
-def test_linear_layers_are_linear_however_computed(primitive, monkeypatch):
-    monkeypatch.setattr(linear, "_choose", lambda *key: primitive)
+@pytest.mark.parametrize("backend", ["reference", "convolution", "float32"])
+def test_linear_layers_are_linear_however_computed(backend):
+    dtype = torch.bfloat16 if backend == "float32" else torch.float32
 
     class Layer(nn.Module):
         def forward(self, x):
-            return ck.linear(x, torch.ones(64, 64))
+            return ck.linear(x, torch.ones(64, 64, dtype=dtype))
 
-    contender = contenders.Contender("x", Layer().eval(), "auto", has_parts=False)
-    profiler = breakdown.profiled_step(contender, torch.randn(1000, 64))
+    x = torch.randn(1000, 64, dtype=dtype)
+    profiler, *_ = breakdown.profiled_steps(contender(Layer(), backend), x)
+    assert breakdown.served_backends(profiler) == {"linear": {backend: 1}}
     seconds = breakdown.by_place(profiler, cuda=False)
     assert seconds["rest", "linear"] > 0
     assert {kind for _, kind in seconds} <= {"linear", "other"}
 
 
+def test_profiling_does_not_import_what_cannot_serve():
+    unloaded = backends.Implementation("no_such_package:attention", why_unavailable=lambda device: "not here")
+    backends.register("attention", "triton", unloaded)
+    breakdown.profiled_steps(contender(create_model(SMALL)), torch.randn(1, 3, 32, 32))
+
+
 def test_profiling_leaves_no_trace():
     before = backends.registered("gelu", "native")
     model = create_model(SMALL).eval()
-    breakdown.profiled_step(
-        contenders.Contender("x", model, "auto", has_parts=True), torch.randn(1, 3, 32, 32)
-    )
+    breakdown.profiled_steps(contender(model, has_parts=True), torch.randn(1, 3, 32, 32))
     assert backends.registered("gelu", "native") is before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -238,6 +292,7 @@ def test_a_wrong_operator_is_never_timed(monkeypatch):
     monkeypatch.setattr(measure, "seconds_in_turns", lambda *arguments, **keywords: pytest.fail("timed"))
     wrong = backends.Implementation(lambda x, **kwargs: 1.01 * ck.reference.gelu(x, **kwargs))
     backends.register("gelu", "native", wrong)
+    ck.use_backend(*KERNELS_FIRST)
     with pytest.raises(ValueError, match=r"cvt: error \S+ against float64, expected .* nothing was timed"):
         measurements.run(image_size=64, batch_sizes=(1,), rounds=1)
 
