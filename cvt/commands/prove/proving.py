@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether there is an answer, and no kernel of this project has a flaw."""
+        """True if there is an answer, and no kernel of this project has a flaw."""
         return self.verdict is not None and not any(name in backends.OURS for name in self.flaws)
 
 

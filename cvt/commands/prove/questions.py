@@ -56,11 +56,11 @@ class TensorLike:
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if not self.dtype.is_floating_point:
             return tensor.fill_(1)
-        draw = torch.randn if len(self.shape) > 1 else torch.rand
-        numbers = draw(self.shape, generator=generator, device=device)
-        return tensor.copy_(numbers if len(self.shape) > 1 else numbers + 0.5).requires_grad_(
-            self.requires_grad
-        )
+        if len(self.shape) > 1:
+            numbers = torch.randn(self.shape, generator=generator, device=device)
+        else:
+            numbers = 0.5 + torch.rand(self.shape, generator=generator, device=device)
+        return tensor.copy_(numbers).requires_grad_(self.requires_grad)
 
 
 class Question(NamedTuple):

@@ -69,10 +69,18 @@ def test_each_question_is_asked_once_for_all_sizes_of_its_class():
     assert len(texts) < len(alone)
 
 
-def test_a_gpu_need_not_be_there_to_collect_its_questions():
-    cuda = torch.device("cuda", 0)
-    questions = collect(Workload("cvt_13", 224, [256], ["bfloat16"], train=True), cuda)
-    assert {q.operator for q in questions} == set(backends.OPERATORS) - {"layer_norm_gelu", "linear"}
+@pytest.mark.gpu
+def test_questions_are_those_of_the_model_on_a_gpu():
+    model = create_model("cvt_13").cuda()
+    images = torch.randn(2, 3, 64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    collected = collect(Workload("cvt_13", 64, [2], ["bfloat16"], train=True), images.device)
+    assert torch.cuda.memory_allocated() == before
+    questions = {question.text for question in collected}
+    with torch.autocast("cuda", torch.bfloat16):
+        assert asked_by(model.train(), images) <= questions
+    with torch.no_grad():
+        assert asked_by(model.bfloat16().eval(), images.bfloat16()) <= questions
 
 
 def test_arguments_are_made_as_they_were():
