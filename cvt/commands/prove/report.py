@@ -44,9 +44,15 @@ def _cells(result: Result, names: Sequence[str]) -> list[str]:
     trials = _trials(result)
     ours = [trials[name] for name in backends.OURS if name in trials]
     errors = [trial.error / trial.allowed for trial in ours if trial.error is not None and trial.allowed]
-    error = f"{max(errors):.2g}" if errors else ""
-    chosen = "not proven" if result.verdict is None else result.verdict.chosen
-    return [*(_cell(trials.get(name)) for name in names), error, chosen]
+    error = f"{max(errors):.2g}" if errors else "–"
+    return [*(_cell(trials.get(name)) for name in names), error, _chosen(result.verdict)]
+
+
+def _chosen(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not proven"
+    in_graphs = verdict.chosen_in_graphs
+    return verdict.chosen if in_graphs == verdict.chosen else f"{verdict.chosen}, {in_graphs} in graphs"
 
 
 def _cell(trial: Trial | None) -> str:
