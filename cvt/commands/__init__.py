@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from cvt_kernels import __version__
 
-from . import bench, classify, compile, doctor, evaluate, explain, export, train  # noqa: A004 (their names)
+from . import bench, classify, compile, doctor, evaluate, explain, export, prove, train  # noqa: A004 (their names)
 from .common import run_command
 
-_COMMANDS = (classify, evaluate, explain, export, train, doctor, bench, compile)
+_COMMANDS = (classify, evaluate, explain, export, train, doctor, prove, bench, compile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,89 @@
+"""``cvt prove``: proves and times every kernel that a model needs on this machine, ahead of its first use."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ...config import DTYPES, PRESETS, default_image_size
+from ...files import check_writable, replacing, write_json
+from ..common import add_device_argument, positive_int, resolve_device
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    parser = commands.add_parser(
+        "prove",
+        help="prove every kernel that a model needs on this machine against float64, time it, and remember "
+        "which backend serves",
+        description="Proves every kernel that a model needs on this machine, each in a process that may hang "
+        "or crash, and times it beside PyTorch's own; auto then takes the fastest. With Triton, the kernels "
+        "are compiled into its cache meanwhile. Exit code 1: a kernel of this project has a flaw, or a "
+        "question could not be proven.",
+    )
+    parser.add_argument("--model", choices=tuple(PRESETS), default="cvt_13", help="default: cvt_13")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=tuple(DTYPES),
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} (default: float32 and bfloat16)",
+    )
+    parser.add_argument(
+        "--batch-size", nargs="+", type=positive_int, help="default: 1 and 8, on a GPU 1 and 256"
+    )
+    parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="a training step too, in 16 bits under autocast (default: the forward of inference alone)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive_int,
+        default=60,
+        help="a kernel that takes longer, its compilation included, hangs (default: 60)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every result")
+    add_device_argument(parser)
+    parser.set_defaults(run=_prove)
+
+
+def _prove(arguments: argparse.Namespace) -> int:
+    """Proves and prints a table; returns 1 if a kernel has a flaw or a question no proof, else 0."""
+    device = resolve_device(arguments.device)
+    if arguments.json is not None:
+        check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
+    from tqdm import tqdm
+
+    from cvt_kernels import backends, verdicts
+
+    from . import report
+    from .proving import Result, prove_all
+    from .questions import Workload, collect
+    from .worker import Worker
+
+    backends.requested_backends()  # a wrong CVT_KERNELS_BACKEND too fails now
+    is_gpu = device.type == "cuda"
+    workload = Workload(
+        model=arguments.model,
+        image_size=arguments.image_size or default_image_size(arguments.model),
+        batch_sizes=arguments.batch_size or ([1, 256] if is_gpu else [1, 8]),
+        dtypes=arguments.dtype or (["bfloat16", "float32"] if is_gpu else ["float32", "bfloat16"]),
+        train=arguments.train,
+    )
+    questions = collect(workload, device)
+    store = verdicts.store_for(device)
+    with (
+        Worker(device, arguments.seconds) as worker,
+        tqdm(questions, desc="prove", unit="question", disable=None) as progress,
+    ):
+        results: list[Result] = []
+        try:
+            results.extend(prove_all(progress, worker, store))
+        finally:  # what is known when someone interrupts it is worth keeping too
+            if arguments.json is not None:
+                with replacing(arguments.json) as file:
+                    write_json(file, report.as_json(results, workload, store), indent=1)
+    print("\n".join([*report.table(results), "", *report.summary(results, store)]))
+    return int(not all(result.is_good for result in results))

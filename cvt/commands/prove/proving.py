@@ -1,0 +1,100 @@
+"""The proof of one question after another, by a process that may hang or die of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from cvt_kernels import backends, proofs
+from cvt_kernels.verdicts import Store, Trial, Verdict
+
+from .questions import Question
+from .worker import Failure, NotEnoughMemory, Worker
+
+
+class Result(NamedTuple):
+    """The result of one question.
+
+    Attributes:
+        question: The question as the files of verdicts have it.
+        verdict: The answer; None if there is none.
+        why_not_proven: Why there is no answer; None if there is one.
+    """
+
+    question: str
+    verdict: Verdict | None
+    why_not_proven: str | None = None
+
+    @property
+    def flaws(self) -> dict[str, str]:
+        """The backends that cannot serve, each with its flaw."""
+        trials = self.verdict.trials if self.verdict is not None else {}
+        return {name: trial.flaw for name, trial in trials.items() if trial.flaw is not None}
+
+    @property
+    def is_good(self) -> bool:
+        """True if there is an answer, and no kernel of this project has a flaw."""
+        return self.verdict is not None and not any(name in backends.OURS for name in self.flaws)
+
+
+def prove_all(questions: Iterable[Question], worker: Worker, store: Store) -> Iterator[Result]:
+    """Proves questions, and yields each result once its verdict is remembered.
+
+    A question with a single backend, which needs no verdict, has no result.
+    """
+    for question in questions:
+        with store.proving():
+            result = prove(question, worker)
+            if result is None:
+                continue
+            if result.verdict is not None and store.why_not_remembered() is None:
+                store.remember({question.text: result.verdict}, replace=True)
+        yield result
+
+
+def prove(question: Question, worker: Worker) -> Result | None:
+    """Checks and times the candidates for a question, as ``cvt_kernels.proofs.prove`` does.
+
+    Returns:
+        The result; None if there is a single candidate.
+    """
+    try:
+        candidates = worker.candidates(question)
+        if len(candidates.names) == 1:
+            return None
+        trials = {name: worker.check(question, name) for name in candidates.names}
+        trials |= _time(question, trials, worker)
+    except NotEnoughMemory:
+        return Result(question.text, None, "there is not enough memory")
+    except Failure as failure:
+        return Result(question.text, None, f"the preparation {failure}")
+    return Result(question.text, proofs.choose(trials, candidates.default))
+
+
+def _time(question: Question, trials: dict[str, Trial], worker: Worker) -> dict[str, Trial]:
+    """Times the candidates without a flaw, in turns; if that fails, again without those that fail alone."""
+    results: dict[str, Trial] = {}
+    sound = {name: trial for name, trial in trials.items() if trial.flaw is None}
+    while len(sound) > 1:
+        try:
+            return results | worker.time(question, sound)
+        except NotEnoughMemory:
+            raise
+        except Failure:
+            failing = {name: _flaw_alone(question, name, trial, worker) for name, trial in sound.items()}
+        flawed = {name: sound.pop(name)._replace(flaw=flaw) for name, flaw in failing.items() if flaw}
+        if not flawed:  # they fail only together, so that nothing is known about their speed
+            break
+        results |= flawed
+    return results
+
+
+def _flaw_alone(question: Question, name: str, trial: Trial, worker: Worker) -> str | None:
+    """Returns the flaw that a candidate shows when it is timed beside itself; None if there is none."""
+    try:
+        worker.time(question, {name: trial})
+    except NotEnoughMemory:
+        raise
+    except Failure as failure:
+        return str(failure)
+    return None

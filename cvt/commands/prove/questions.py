@@ -1,0 +1,180 @@
+"""The questions that a model asks of the operators, with the arguments of one call for each."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from cvt_kernels import backends
+
+from ...config import DTYPES
+from ...factory import create_model
+from ...model import Linear
+
+
+class Workload(NamedTuple):
+    """The steps of a model whose calls are proven.
+
+    Attributes:
+        model: A name of ``PRESETS``.
+        image_size: Pixels of a side.
+        batch_sizes: Images of a step.
+        dtypes: Names of ``DTYPES``.
+        train: Whether a training step belongs to it, besides the forward of inference.
+    """
+
+    model: str
+    image_size: int
+    batch_sizes: list[int]
+    dtypes: list[str]
+    train: bool
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """The description of a tensor, from which another process makes one. Its numbers do not matter."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLike:
+        """Describes a tensor; it requires a gradient only where autograd records."""
+        wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, wants_gradient)
+
+    def make(self, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Makes the tensor; vectors, of which one may be a variance, are positive."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if not self.dtype.is_floating_point:
+            return tensor.fill_(1)
+        if len(self.shape) > 1:
+            numbers = torch.randn(self.shape, generator=generator, device=device)
+        else:
+            numbers = 0.5 + torch.rand(self.shape, generator=generator, device=device)
+        return tensor.copy_(numbers).requires_grad_(self.requires_grad)
+
+
+class Question(NamedTuple):
+    """One kind of calls, by the arguments of one of them; plain data, which can go to another process.
+
+    Attributes:
+        text: The question as the files of verdicts have it.
+        operator: Name of the operator.
+        args: Positional arguments, with a :class:`TensorLike` for every tensor.
+        kwargs: Arguments by name.
+        autocast: The dtype of autocast around the call; None without it.
+    """
+
+    text: str
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+
+    def make_arguments(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Makes the arguments, with the same numbers every time."""
+        generator = torch.Generator(device).manual_seed(0)
+        return pytree.tree_map_only(
+            TensorLike, lambda like: like.make(device, generator), (self.args, self.kwargs)
+        )
+
+
+def collect(workload: Workload, device: torch.device) -> list[Question]:
+    """Runs the steps of a workload on tensors without memory, and lists every question once.
+
+    Raises:
+        ValueError: The images are too small for the model.
+    """
+    collector = _Collector()
+    for dtype in (DTYPES[name] for name in workload.dtypes):
+        for batch_size in workload.batch_sizes:
+            for train in (False, True)[: 1 + workload.train]:
+                collector.run(workload, device, dtype, batch_size, train=train)
+    return sorted(collector.questions.values(), key=lambda each: backends.OPERATORS.index(each.operator))
+
+
+class _Collector:
+    """The calls of models to the operators, by their questions."""
+
+    def __init__(self) -> None:
+        self.questions: dict[str, Question] = {}
+        self._autocast: torch.dtype | None = None
+
+    def run(
+        self, workload: Workload, device: torch.device, dtype: torch.dtype, batch_size: int, *, train: bool
+    ) -> None:
+        """Runs a step; training in 16 bits is under autocast and has its weights in float32."""
+        self._autocast = dtype if train and dtype != torch.float32 else None
+        weights = torch.float32 if train else dtype
+        shape = batch_size, 3, workload.image_size, workload.image_size
+        with torch.device("meta"):
+            model = create_model(workload.model).to(weights).train(train)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            backends.replaced(self._recording),
+            backends.use_backend("reference"),
+            torch.set_grad_enabled(train),
+            self._autocasting(device),
+        ):
+            model.to_empty(device=device)
+            # A first embedding without our channels-last images, as in Hugging Face's and Microsoft's models.
+            first_norm = model.get_submodule("stage0.patch_embed.norm")
+            first_norm.register_forward_pre_hook(self._record_strided_layer_norm)
+            for module in model.modules() if device.type == "cpu" else ():
+                if isinstance(module, Linear):
+                    module.register_forward_pre_hook(self._record_linear)
+            model(torch.empty(shape, dtype=weights, device=device))
+
+    def _autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self._autocast)
+
+    def _recording(
+        self, operator: str, backend: str, implementation: backends.Implementation
+    ) -> backends.Implementation:
+        """Returns an implementation that notes its calls, for the reference; others stay."""
+        if backend != "reference":
+            return implementation
+        function = implementation.load().function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._record(operator, args, kwargs)
+            if operator == "gelu":
+                self._record_bias_gelu(*args)
+            return function(*args, **kwargs)
+
+        return backends.Implementation(call)
+
+    def _record_strided_layer_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Notes the call of a LayerNorm for tokens that lie channel by channel."""
+        norm = cast(nn.LayerNorm, module)
+        x = args[0].transpose(1, 2).contiguous().transpose(1, 2)
+        self._record("layer_norm", (x, norm.weight, norm.bias), {"eps": norm.eps})
+
+    def _record_bias_gelu(self, x: Tensor) -> None:
+        """Notes the call that accelerated models make for a GELU: of Hugging Face, and of Microsoft."""
+        bias = x.new_empty(x.shape[-1:]).requires_grad_(x.requires_grad)
+        for approximate in ("none", "quick"):
+            self._record("bias_gelu", (x, bias), {"approximate": approximate})
+
+    def _record_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Notes the call of a linear layer; on tensors without memory the layer does not ask the registry."""
+        x, weight, bias = args[0], module.weight, module.bias
+        if x.dtype == weight.dtype:
+            self._record("linear", (x, weight, bias), {})
+
+    def _record(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        text = backends.question(operator, *args, **kwargs)
+        if text not in self.questions:
+            args, kwargs = pytree.tree_map_only(Tensor, TensorLike.of, (args, kwargs))
+            self.questions[text] = Question(text, operator, args, kwargs, self._autocast)

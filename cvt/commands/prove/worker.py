@@ -1,0 +1,267 @@
+"""A process that proves kernels, and that may hang or die of them: it is ended and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from cvt_kernels import backends, proofs
+from cvt_kernels.verdicts import Trial
+
+from .questions import Question
+
+_START_SECONDS = 300.0  # to import everything, from a slow disk too
+_END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
+
+#: Prepares the process before its first question, in tests.
+Setup = Callable[[], None]
+
+
+class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
+    """The process could not do what it was asked; it is another one from now on. The message says why."""
+
+
+class NotEnoughMemory(Failure):
+    """A call does not fit into the memory of the device."""
+
+
+class Candidates(NamedTuple):
+    """The backends that can serve the calls of a question, and PyTorch's own that serves by default."""
+
+    names: list[str]
+    default: str
+
+
+class Worker:
+    """A process that proves kernels on a device, started when it is first asked.
+
+    As a context manager it ends the process on exit.
+
+    Args:
+        device: The device.
+        seconds: How long the process may take for each candidate, and to prepare a question.
+        setup: Is called in each process before anything else.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
+        self._device, self._seconds, self._setup = device, seconds, setup
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._prepared: str | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def candidates(self, question: Question) -> Candidates:
+        """Returns the candidates for a question, and lets the reference compute the standard for them.
+
+        Raises:
+            Failure: It fails, hangs or kills the process.
+        """
+        candidates = self._call("prepare", question)
+        self._prepared = question.text
+        return candidates
+
+    def check(self, question: Question, name: str) -> Trial:
+        """Checks a candidate, and ends the process if it has a flaw.
+
+        Raises:
+            NotEnoughMemory: There is not enough.
+        """
+        try:
+            trial = self._call_prepared(question, "check", name)
+        except NotEnoughMemory:
+            raise
+        except Failure as failure:
+            return Trial(None, None, None, None, str(failure))
+        if trial.flaw is not None:
+            self.end()  # it may have spoilt the memory of the process, or the context of the GPU
+        return trial
+
+    def time(self, question: Question, trials: dict[str, Trial]) -> dict[str, Trial]:
+        """Times candidates in turns, a single one beside itself; returns their trials with the seconds.
+
+        Raises:
+            Failure: One of them fails, hangs or kills the process.
+        """
+        return self._call_prepared(question, "time", trials, patience=len(trials))
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        process, self._process, self._prepared = self._process, None, None
+        if process is not None:
+            process.kill()
+            process.join(_END_SECONDS)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _call_prepared(self, question: Question, command: str, argument: Any, patience: int = 1) -> Any:
+        if self._prepared != question.text:
+            self.candidates(question)
+        return self._call(command, argument, patience=patience)
+
+    def _call(self, command: str, argument: Any, patience: int = 1) -> Any:
+        """Returns the answer to a command; without one, the process has ended."""
+        pipe = self._connection or self._start()
+        try:
+            answer = self._exchange(pipe, (command, argument), self._seconds * patience)
+            if answer.failure is not None:
+                raise answer.failure
+        except BaseException:
+            self.end()
+            raise
+        return answer.value
+
+    def _exchange(self, pipe: Connection, message: tuple[str, Any] | None, seconds: float) -> _Answer:
+        """Sends a message, if there is one, and waits for an answer; Failure if none comes."""
+        try:
+            if message is not None:
+                pipe.send(message)
+            if pipe.poll(seconds):
+                return pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(_END_SECONDS)
+            raise Failure(f"kills the process ({_ending(self._process.exitcode)})") from None
+        raise Failure(f"takes longer than {seconds:g} s")
+
+    def _start(self) -> Connection:
+        """Starts a process, which must soon say that it is there.
+
+        Raises:
+            OSError: It does not.
+        """
+        ours, theirs = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")  # neither PyTorch's threads nor CUDA survive a fork
+        process = spawn.Process(
+            target=serve, args=(theirs, self._device, torch.get_num_threads(), self._setup), daemon=True
+        )
+        with _interrupts_ignored():
+            process.start()
+            self._process, self._connection = process, ours
+        theirs.close()
+        try:
+            self._exchange(ours, None, _START_SECONDS)
+        except Failure as failure:
+            self.end()
+            raise OSError(f"the process that proves kernels does not start: {failure}") from None
+        except BaseException:
+            self.end()
+            raise
+        return ours
+
+
+class _Answer(NamedTuple):
+    """The answer of the process to a command: a value, or why there is none."""
+
+    value: Any
+    failure: Failure | None = None
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Lets a process that the block starts ignore Ctrl-C from its first moment on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "it does not end"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+# In the process -------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection, device: torch.device, threads: int, setup: Setup | None) -> None:
+    """Answers the commands of :class:`Worker` until it is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # what a kernel prints does not belong in the table
+    torch.set_num_threads(threads)
+    backends.use_backend("auto")  # whatever the environment asks for
+    if setup is not None:
+        setup()
+    server = _Server(device)
+    pipe.send(_Answer(None))
+    with contextlib.suppress(EOFError):
+        while True:
+            command, argument = pipe.recv()
+            pipe.send(server.answer(command, argument))
+
+
+def _end_with_parent() -> None:
+    """Ends the process as soon as the parent is gone, in the midst of a kernel too."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+class _Server:
+    """The commands, and the question that they are about."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._proof: proofs.Proof
+        self._standard: proofs.Standard
+        self._autocast: torch.dtype | None = None
+
+    def answer(self, command: str, argument: Any) -> _Answer:
+        """Runs the method of a command's name."""
+        run: Callable[[Any], Any] = getattr(self, command)
+        try:
+            return _Answer(run(argument))
+        except torch.OutOfMemoryError as error:
+            return _Answer(None, NotEnoughMemory(_first_line(error)))
+        except Exception as error:
+            return _Answer(None, Failure(f"fails: {type(error).__name__}: {_first_line(error)}"))
+
+    def prepare(self, question: Question) -> Candidates:
+        self._autocast = question.autocast
+        args, kwargs = question.make_arguments(self._device)
+        with self._undisturbed():
+            self._proof = proof = backends.proof_of(question.operator, *args, **kwargs)
+            if len(proof.candidates) > 1:
+                self._standard = proofs.Standard.of(proof.reference, proof.sample)
+        return Candidates(list(proof.candidates), proof.default)
+
+    def check(self, name: str) -> Trial:
+        with self._undisturbed():
+            return proofs.check(self._proof.candidates[name], self._standard)
+
+    def time(self, trials: dict[str, Trial]) -> dict[str, Trial]:
+        functions = {name: self._proof.candidates[name] for name in trials}
+        if len(trials) == 1:  # alone it would not be timed
+            (name, trial) = next(iter(trials.items()))
+            functions["beside itself"], trials = functions[name], {**trials, "beside itself": trial}
+        with self._undisturbed():
+            return proofs.time_in_turns(functions, self._proof.timed, trials)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        casts = torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
+        with casts, proofs.undisturbed(self._device):
+            yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no reason given"])[0]

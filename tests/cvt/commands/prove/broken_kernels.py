@@ -1,0 +1,139 @@
+"""Kernels with flaws, for the processes of ``cvt prove``: each serves GELU of its own number of channels."""
+
+import ctypes
+import os
+import signal
+import time
+
+import torch
+
+from cvt_kernels import backends, reference
+
+
+def wrong_element(x):
+    out = reference.gelu(x, approximate="none").detach()
+    out.view(-1)[-1] += 0.01
+    return out
+
+
+def nan(x):
+    return reference.gelu(x, approximate="none") * float("nan")
+
+
+def unwritten(x):
+    out = torch.empty_like(x)
+    out[0] = reference.gelu(x[0], approximate="none")
+    return out
+
+
+def writes_beyond(x):
+    out = torch.empty_like(x).copy_(reference.gelu(x, approximate="none"))
+    out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
+    return out
+
+
+def raising(x):
+    raise RuntimeError("has no such kernel\nand a second line")
+
+
+def hanging(x):
+    while True:
+        pass
+
+
+def killed(x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfaulting(x):
+    ctypes.string_at(0)
+
+
+def exiting(x):
+    os._exit(3)
+
+
+def slow(x):
+    time.sleep(0.02)
+    return reference.gelu(x, approximate="none")
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return reference.gelu(x, approximate="none")
+
+    @staticmethod
+    def backward(ctx, dout):
+        return 1.01 * dout
+
+
+_calls = 0
+
+
+def _is_first_call():
+    global _calls
+    _calls += 1
+    return _calls == 1
+
+
+def hanging_when_timed(x):
+    return reference.gelu(x, approximate="none") if _is_first_call() else time.sleep(1000)
+
+
+def dying_when_timed(x):
+    return reference.gelu(x, approximate="none") if _is_first_call() else os.abort()
+
+
+def telling_threads(x):
+    raise RuntimeError(f"runs on {torch.get_num_threads()} threads")
+
+
+#: Kernels by the number of channels.
+KERNELS = {
+    1: wrong_element,
+    2: nan,
+    3: unwritten,
+    4: writes_beyond,
+    5: raising,
+    6: hanging,
+    7: killed,
+    8: segfaulting,
+    9: exiting,
+    10: slow,
+    11: _WrongBackward.apply,
+    12: hanging_when_timed,
+    13: dying_when_timed,
+    14: telling_threads,
+}
+
+
+def gelu(x, *, approximate):
+    return KERNELS[x.shape[-1]](x)
+
+
+def register():
+    """Registers the kernels, and a form of PyTorch's that kills the process."""
+    backends.register("gelu", "triton", backends.Implementation(gelu))
+    backends.register("attention", "sdpa", backends.Implementation(lambda *args, **kwargs: os._exit(4)))
+
+
+def register_reference_that_hangs():
+    backends.register("gelu", "reference", backends.Implementation(lambda *args, **kwargs: time.sleep(1000)))
+
+
+def register_kernel_without_memory():
+    def function(x, *, approximate):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backends.register("gelu", "triton", backends.Implementation(function))
+
+
+def register_wrong_gelu():
+    """Registers a GELU that is wrong in any shape."""
+    backends.register("gelu", "triton", backends.Implementation(lambda x, **_: wrong_element(x)))
+
+
+def die():
+    os._exit(5)

@@ -1,0 +1,209 @@
+"""``cvt prove``: the table, the JSON, the exit code, and what a later process makes of it."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt.commands import main
+from cvt.commands.prove import questions, worker
+from cvt.commands.prove.report import SCHEMA, VERSION
+from cvt_kernels import backends, verdicts
+from tests.checks import bad, run_python
+from tests.cvt.commands.prove import broken_kernels
+
+CPU = torch.device("cpu")
+SMALL = ["prove", "--device", "cpu", "--image-size", "32", "--batch-size", "2", "--dtype", "float32"]
+
+
+@pytest.fixture
+def few_questions(monkeypatch):
+    """Lets the command prove the questions of one operator only."""
+    collect = questions.collect
+
+    def collect_few(workload, device):
+        return [q for q in collect(workload, device) if q.operator == "gelu"]
+
+    monkeypatch.setattr(questions, "collect", collect_few)
+
+
+@pytest.fixture
+def wrong_gelu(monkeypatch, few_questions):
+    broken = functools.partial(worker.Worker, setup=broken_kernels.register_wrong_gelu)
+    monkeypatch.setattr(worker, "Worker", broken)
+
+
+def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert main([*SMALL, "--json", str(report)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # no progress bar where nobody sees it
+    content = json.loads(report.read_text())
+    assert (content["schema"], content["version"]) == (SCHEMA, VERSION)
+    assert content["machine"] == verdicts.machine_key(CPU)
+    assert content["workload"]["batch_sizes"] == [2]
+    assert content["why_not_remembered"] is None
+    rows = content["questions"]
+    assert {row["question"].split(", ")[0] for row in rows} == set(backends.OPERATORS) - {"layer_norm_gelu"}
+    for row in rows:
+        trials = row["trials"]
+        assert len(trials) > 1
+        assert "triton" not in trials  # its interpreter serves only who asks for it
+        assert all(trial["flaw"] is None and trial["seconds"] > 0 for trial in trials.values())
+        assert all(trial["error"] <= trial["allowed"] for trial in trials.values())
+        assert {row["chosen"], row["chosen_in_graphs"]} <= set(trials)
+    (path,) = cache.rglob("*.json")
+    remembered = json.loads(path.read_text())["verdicts"]
+    assert remembered == {
+        row["question"]: {name: row[name] for name in ("chosen", "chosen_in_graphs", "trials")}
+        for row in rows
+    }
+
+    heading, *lines = out.splitlines()
+    assert heading.split()[:4] == ["operator", "pass", "dtype", "case"]
+    assert "native µs" in heading
+    table = lines[: lines.index("")]
+    assert len(table) == len(rows)
+    assert [line.split()[0] for line in table] == [row["question"].split(",")[0] for row in rows]
+    assert [line.split()[-1] for line in table] == [row["chosen"] for row in rows]
+    count, place = lines[lines.index("") + 1 :]
+    assert count.startswith(f"{len(rows)} questions, {len(rows)} proven; chosen: native ")
+    assert place == f"remembered in {path}"
+
+    code = (
+        "import torch; from cvt import create_model; from cvt_kernels import backends\n"
+        "with torch.no_grad(): create_model('cvt_13').eval()(torch.randn(2, 3, 32, 32))\n"
+        "print(*backends.fallbacks().values(), sep='\\n')"
+    )
+    later = run_python(code)
+    assert "has no verdict" not in later.stdout
+    assert "measured here" in later.stdout
+    assert "has no verdict" in run_python(code, XDG_CACHE_HOME=str(tmp_path / "other")).stdout
+
+
+def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert main([*SMALL, "--json", str(report)]) == 1
+    out = capsys.readouterr().out
+    assert " wrong " in next(line for line in out.splitlines() if line.startswith("gelu"))
+    question = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
+    assert f"\ntriton, {question}: wrong: output is off by " in out
+    assert "Please report the lines of triton and native with the output of `cvt doctor`." in out
+    row = next(row for row in json.loads(report.read_text())["questions"] if row["question"] == question)
+    assert row["trials"]["triton"]["flaw"].startswith("wrong: ")
+    assert row["chosen"] != "triton"
+    assert verdicts.store_for(CPU).get(question).chosen == row["chosen"]
+
+
+def test_it_replaces_what_is_remembered(cache, few_questions):
+    question = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
+    store = verdicts.store_for(CPU)
+    store.remember({question.text: verdicts.Verdict("triton", "triton", {})})
+    assert main(SMALL) == 0
+    assert len(store.get(question.text).trials) > 1
+
+
+def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_questions, capsys, recwarn):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(verdicts, "_stores", {})
+    report = tmp_path / "report.json"
+    assert main([*SMALL, "--json", str(report)]) == 0
+    assert f"\nnot remembered in {tmp_path}" in capsys.readouterr().out
+    assert "Not a directory" in json.loads(report.read_text())["why_not_remembered"]
+    assert not recwarn.list
+
+
+def test_settings_that_keep_the_verdicts_from_serving_are_told(
+    cache, few_questions, monkeypatch, tmp_path, capsys
+):
+    shipped = tmp_path / "shipped.json"
+    store = verdicts.store_for(CPU)
+    store.remember({"a question": verdicts.Verdict("native", "native", {})})
+    store.path.rename(shipped)
+    monkeypatch.setattr(verdicts, "_stores", {})
+    monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(shipped))
+    with backends.use_backend("native", "reference"):
+        assert main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"CVT_KERNELS_VERDICTS is set: the verdicts in {shipped} go before them" in lines
+    assert lines[-1] == "CVT_KERNELS_BACKEND is native,reference: verdicts serve under auto only"
+
+
+def processes_of_group(group):
+    """Returns the numbers of the processes of a group that have not ended."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if fields[0] not in "ZX" and int(fields[2]) == group:
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cvt", *SMALL],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not list(cache.rglob("*.json")) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as the terminal does
+        else:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        assert out == ""
+        assert "Traceback" not in err
+        while processes_of_group(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert processes_of_group(process.pid) == []
+    finally:
+        for left in processes_of_group(process.pid):
+            os.kill(left, signal.SIGKILL)
+    assert verdicts.store_for(CPU).questions()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "cvt_99"], "invalid choice: 'cvt_99'"),
+        (["--dtype", "float32", "int8"], "invalid choice: 'int8'"),
+        (["--batch-size", "0"], "got '0', expected a positive integer"),
+        (["--seconds", "-1"], "argument --seconds"),
+        (["--image-size", "1"], "1×1 pixels are too few"),
+        (["--device", "abacus"], "--device abacus: "),
+        (["--json", "/no/such/folder/report.json"], "--json: /no/such/folder/report.json cannot be written"),
+    ],
+)
+def test_bad_arguments(cache, capsys, arguments, message):
+    assert message in bad(capsys, main, "prove", *arguments)
+    assert not list(cache.rglob("*"))
+
+
+def test_an_unknown_backend_in_the_environment(cache, capsys, monkeypatch):
+    monkeypatch.setattr(backends, "_requested", ("cuda",))
+    assert "CVT_KERNELS_BACKEND: got 'cuda'" in bad(capsys, main, "prove")
+
+
+def test_a_process_that_does_not_start_is_one_line(cache, few_questions, capsys, monkeypatch):
+    monkeypatch.setattr(worker, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
+    line = bad(capsys, main, *SMALL)
+    assert line == (
+        "cvt prove: error: the process that proves kernels does not start: kills the process (exit code 5)"
+    )

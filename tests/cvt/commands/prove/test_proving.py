@@ -1,0 +1,125 @@
+"""Kernels that are wrong, hang or kill the process cost a line of the report, and not the process."""
+
+import pytest
+import torch
+
+from cvt.commands.prove import proving
+from cvt.commands.prove.questions import Question, TensorLike
+from cvt.commands.prove.worker import Worker
+from cvt_kernels import backends, verdicts
+from tests.cvt.commands.prove import broken_kernels
+
+CPU = torch.device("cpu")
+
+
+def gelu_question(channels, *, gradient=False):
+    x = torch.empty(2, 4, channels, requires_grad=gradient)
+    text = backends.question("gelu", x, approximate="none")
+    return Question(text, "gelu", (TensorLike.of(x),), {"approximate": "none"}, None)
+
+
+def attention_question():
+    q, k = torch.empty(1, 8, 1, 4), torch.empty(1, 4, 1, 4)
+    settings = {"scale": None, "bias": None, "dropout_p": 0.0}
+    text = backends.question("attention", q, k, k, **settings)
+    return Question(text, "attention", tuple(map(TensorLike.of, (q, k, k))), settings, None)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(CPU, 5, broken_kernels.register) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize(
+    ("channels", "flaw"),
+    [
+        (1, "wrong: output is off by "),
+        (2, "wrong: output is off by nan, "),
+        (3, "wrong: output is off by nan, "),
+        (4, "wrong: writes outside of its tensors"),
+        (5, "fails: RuntimeError: has no such kernel"),
+        (6, "takes longer than 5 s"),
+        (7, "kills the process (signal 9)"),
+        (8, "kills the process (signal 11)"),
+        (9, "kills the process (exit code 3)"),
+        (12, "takes longer than 5 s"),
+        (13, "kills the process (signal 6)"),
+    ],
+    ids=lambda value: broken_kernels.KERNELS[value].__name__ if isinstance(value, int) else "",
+)
+def test_a_kernel_with_a_flaw_is_not_chosen(worker, channels, flaw):
+    result = proving.prove(gelu_question(channels), worker)
+    trial = result.verdict.trials["triton"]
+    assert trial.flaw.startswith(flaw)
+    assert "second line" not in trial.flaw
+    assert trial.seconds is None
+    assert result.flaws == {"triton": trial.flaw}
+    assert not result.is_good
+    others = {name: other for name, other in result.verdict.trials.items() if name != "triton"}
+    assert set(others) == {"native", "reference"}
+    assert all(other.flaw is None and other.seconds is not None for other in others.values())
+    assert result.verdict.chosen in others
+    assert result.verdict.chosen_in_graphs in others
+
+
+def test_a_backward_that_is_wrong_matters_in_training_only(worker):
+    training = proving.prove(gelu_question(11, gradient=True), worker)
+    assert training.flaws["triton"].startswith("wrong: gradient is off by ")
+    assert proving.prove(gelu_question(11), worker).is_good
+
+
+def test_a_slow_kernel_is_right_but_not_chosen(worker):
+    result = proving.prove(gelu_question(10), worker)
+    assert result.is_good
+    assert result.verdict.trials["triton"].seconds > 0.02
+    assert result.verdict.chosen != "triton"
+
+
+def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(worker):
+    result = proving.prove(attention_question(), worker)
+    assert result.flaws == {"sdpa": "kills the process (exit code 4)"}
+    assert result.verdict.chosen in ("native", "reference")
+    assert result.is_good
+
+
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        (broken_kernels.register_reference_that_hangs, "the preparation takes longer than 5 s"),
+        (broken_kernels.register_kernel_without_memory, "there is not enough memory"),
+    ],
+)
+def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
+    store = verdicts.store_for(CPU)
+    with Worker(CPU, 5, setup) as worker:
+        (result,) = proving.prove_all([gelu_question(1)], worker, store)
+    assert (result.verdict, result.why_not_proven) == (None, reason)
+    assert not result.is_good
+    assert store.questions() == {}
+
+
+def test_a_process_that_does_not_start():
+    with (
+        Worker(CPU, 5, broken_kernels.die) as worker,
+        pytest.raises(OSError, match=r"does not start: kills the process \(exit code 5\)"),
+    ):
+        worker.candidates(gelu_question(1))
+
+
+def test_a_single_candidate_needs_no_verdict(worker):
+    x = TensorLike((4, 8), (8, 1), torch.float64, requires_grad=False)
+    assert proving.prove(Question("linear", "linear", (x, x, None), {}, None), worker) is None
+
+
+def test_the_process_proves_all_candidates_on_as_many_threads(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_BACKEND", "reference")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with Worker(CPU, 5, broken_kernels.register) as worker:
+            result = proving.prove(gelu_question(14), worker)
+    finally:
+        torch.set_num_threads(threads)
+    assert result.flaws == {"triton": f"fails: RuntimeError: runs on {threads + 1} threads"}
+    assert set(result.verdict.trials) == {"triton", "native", "reference"}

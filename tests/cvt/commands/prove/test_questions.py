@@ -1,0 +1,103 @@
+"""The questions that are collected without memory are those that models ask when they run."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.commands.prove.questions import TensorLike, Workload, collect
+from cvt_kernels import backends, reference
+from tests.upstream import huggingface, microsoft
+
+CPU = torch.device("cpu")
+
+
+def asked_by(model, images):
+    """Returns the questions of a forward, by a backend that accelerated models take for one of ours."""
+    asked = set()
+
+    def recording(operator, backend, implementation):
+        def call(*args, **kwargs):
+            asked.add(backends.question(operator, *args, **kwargs))
+            return getattr(reference, operator)(*args, **kwargs)
+
+        return backends.Implementation(call)
+
+    with backends.replaced(recording), backends.use_backend("native", "reference"):
+        model(images)
+    return asked
+
+
+def models():
+    yield create_model("cvt_13")
+    yield ck.accelerate(huggingface(size="full"))
+    yield ck.accelerate(microsoft(size="full"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "train"),
+    [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)],
+)
+def test_questions_are_those_of_the_models(dtype, train):
+    questions = {q.text for q in collect(Workload("cvt_13", 64, [2], [dtype], train=train), CPU)}
+    steps = [False, True] if train else [False]
+    expected = set()
+    for training in steps:
+        weights = torch.float32 if training else getattr(torch, dtype)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=training and dtype != "float32")
+        images = torch.randn(2, 3, 64, 64, dtype=weights)
+        for model in models():
+            if dtype != "float32" and "ConvolutionalVisionTransformer" in type(model).__name__:
+                continue  # its LayerNorm computes in float32 whatever comes
+            with torch.set_grad_enabled(training), autocast:
+                expected |= asked_by(model.to(weights).train(training), images)
+    assert questions == expected | {q for q in questions if q.startswith("bias_gelu") and "quick" in q}
+    assert {q.split(", ")[0] for q in questions} == set(backends.OPERATORS) - {"layer_norm_gelu"}
+
+
+def test_each_question_is_asked_once_for_all_sizes_of_its_class():
+    workload = Workload("cvt_13", 64, [2, 3], ["float32", "bfloat16"], train=False)
+    texts = [question.text for question in collect(workload, CPU)]
+    assert len(texts) == len(set(texts))
+    alone = [
+        question.text
+        for dtypes in (["float32"], ["bfloat16"])
+        for batch in ([2], [3])
+        for question in collect(workload._replace(dtypes=dtypes, batch_sizes=batch), CPU)
+    ]
+    assert set(alone) == set(texts)
+    assert len(texts) < len(alone)
+
+
+@pytest.mark.gpu
+def test_questions_are_those_of_the_model_on_a_gpu():
+    model = create_model("cvt_13").cuda()
+    images = torch.randn(2, 3, 64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    collected = collect(Workload("cvt_13", 64, [2], ["bfloat16"], train=True), images.device)
+    assert torch.cuda.memory_allocated() == before
+    questions = {question.text for question in collected}
+    with torch.autocast("cuda", torch.bfloat16):
+        assert asked_by(model.train(), images) <= questions
+    with torch.no_grad():
+        assert asked_by(model.bfloat16().eval(), images.bfloat16()) <= questions
+
+
+def test_arguments_are_made_as_they_were():
+    for question in collect(Workload("cvt_13", 32, [2], ["float32"], train=True), CPU):
+        args, kwargs = question.make_arguments(CPU)
+        assert backends.question(question.operator, *args, **kwargs) == question.text
+        again, _ = question.make_arguments(CPU)
+        assert torch.equal(args[0], again[0])
+
+
+def test_tensors_are_made_with_strides_and_gradients():
+    generator = torch.Generator().manual_seed(0)
+    strided = TensorLike.of(torch.empty(4, 3, requires_grad=True).t())
+    tensor = strided.make(CPU, generator)
+    assert (tensor.stride(), tensor.requires_grad, tensor.is_leaf) == ((1, 3), True, True)
+    variance = TensorLike.of(torch.empty(100)).make(CPU, generator)
+    assert variance.min() > 0
+    assert TensorLike.of(torch.zeros((), dtype=torch.int64)).make(CPU, generator) == 1
+    with torch.no_grad():
+        assert not TensorLike.of(torch.empty(4, requires_grad=True)).requires_grad

@@ -1,0 +1,98 @@
+"""The table and the lines below it, for results of every kind."""
+
+import json
+
+import pytest
+
+from cvt.commands.prove import report
+from cvt.commands.prove.proving import Result
+from cvt.commands.prove.questions import Workload
+from cvt_kernels.verdicts import Store, Trial, Verdict
+
+QUESTION = "gelu, forward+backward, float32 under autocast to bfloat16, quick, 4+ elements, 3 channels"
+
+
+def trial(microseconds=None, flaw=None, error=1e-7, host=None):
+    seconds = None if microseconds is None else microseconds / 1e6
+    return Trial(error, 2e-7, seconds, None if host is None else host / 1e6, flaw)
+
+
+def result(chosen, chosen_in_graphs=None, **trials):
+    return Result(QUESTION, Verdict(chosen, chosen_in_graphs or chosen, trials))
+
+
+@pytest.fixture
+def store(cache):
+    return Store({"device": "cpu"})
+
+
+def cells(*results):
+    return [line.split("  ") for line in report.table(results)]
+
+
+def row(*results):
+    heading, line = (list(filter(None, each)) for each in cells(*results))
+    return dict(zip(map(str.strip, heading), map(str.strip, line), strict=True))
+
+
+def test_columns():
+    shown = row(result("native", triton=trial(30.4, host=8), native=trial(12, host=20), reference=trial(50)))
+    assert shown == {
+        "operator": "gelu",
+        "pass": "forward+backward",
+        "dtype": "float32 → bfloat16",
+        "case": "quick, 4+ elements, 3 channels",
+        "triton µs": "30",
+        "native µs": "20",
+        "reference µs": "50",
+        "error / allowed": "0.5",
+        "chosen": "native",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flaw", "word"),
+    [
+        ("wrong: output is off by 1.0e-02", "wrong"),
+        ("fails: RuntimeError: no", "fails"),
+        ("takes longer than 60 s", "hangs"),
+        ("kills the process (signal 11)", "dies"),
+    ],
+)
+def test_a_flaw_is_a_word_in_the_table_and_a_line_below(flaw, word, store):
+    flawed = result("reference", triton=trial(flaw=flaw, error=None), reference=trial())
+    shown = row(flawed)
+    assert (shown["triton µs"], shown["reference µs"], shown["chosen"]) == (word, "right", "reference")
+    assert not flawed.is_good
+    lines = report.summary([flawed], store)
+    assert lines[0] == f"triton, {QUESTION}: {flaw}"
+    assert lines[1].startswith("No kernel with a flaw is used. Please report")
+
+
+def test_another_choice_in_graphs():
+    assert row(result("native", "triton", triton=trial(1), native=trial(1)))["chosen"] == (
+        "native, triton in graphs"
+    )
+
+
+def test_what_is_not_proven(store):
+    unproven = Result(QUESTION, None, "there is not enough memory")
+    assert report.table([unproven])[1].endswith("not proven")
+    assert report.summary([unproven], store)[:2] == [
+        f"not proven, {QUESTION}: there is not enough memory",
+        "1 questions, 0 proven; chosen: nothing",
+    ]
+
+
+def test_a_flaw_of_pytorch_is_told_without_a_request_to_report_it(store):
+    lines = report.summary([result("native", sdpa=trial(flaw="fails: no"), native=trial())], store)
+    assert lines[0] == f"sdpa, {QUESTION}: fails: no"
+    assert lines[1] == "1 questions, 1 proven; chosen: native 1"
+
+
+def test_json_has_no_numbers_that_json_does_not_have(store):
+    workload = Workload("cvt_13", 224, [1], ["float32"], train=False)
+    infinite = result("reference", triton=trial(flaw="wrong: …", error=float("inf")), reference=trial())
+    content = json.loads(json.dumps(report.as_json([infinite], workload, store), allow_nan=False))
+    assert content["questions"][0]["trials"]["triton"]["error"] is None
+    assert content["workload"]["model"] == "cvt_13"
