@@ -381,12 +381,13 @@ def forget() -> None:
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
+    device_type = "cuda" if x.is_cuda else "cpu"
     key = (
         operator,
         _operators[operator].signature(x, *args, **kwargs),
         x.dtype,
         x.device,
-        torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
         torch.get_num_threads(),
     )
     try:
