@@ -464,7 +464,7 @@ def _question(
 ) -> str:
     direction = "forward+backward" if gradient else "forward"
     numbers = checks.dtype_name(dtype)
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
     return f"{operator}, {direction}, {numbers}, {shape_class}"
 
@@ -497,6 +497,8 @@ def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     """Says why a call cannot be proven where it is made; None if it can."""
     if x.numel() == 0:
         return "nothing is proven on an empty tensor"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"nothing is proven on {x.device.type} tensors"
     if machine.is_capturing(x):
         return "nothing is proven while a CUDA graph is captured"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
