@@ -36,7 +36,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 
-_number = itertools.count()
+_test_numbers = itertools.count()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -55,7 +55,7 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setattr(backends, "_agreed", {})
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_warned", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_number)}"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
     registry = {name: dict(by_backend) for name, by_backend in backends._implementations.items()}
     monkeypatch.setattr(backends, "_implementations", registry)
     yield

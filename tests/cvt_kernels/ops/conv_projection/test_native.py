@@ -246,9 +246,9 @@ def test_auto_leaves_gradients_to_the_reference():
     """Even by a verdict that says otherwise."""
     x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
     leaf = x.clone().requires_grad_()
-    for given, grad in ((x, False), (leaf, True)):
-        with torch.set_grad_enabled(grad):
-            remember_verdict("native", "conv_projection", given, (4, 4), [branch], training=False)
+    for tokens, gradient in ((x, False), (leaf, True)):
+        with torch.set_grad_enabled(gradient):
+            remember_verdict("native", "conv_projection", tokens, (4, 4), [branch], training=False)
     with ck.use_backend("auto"), torch.enable_grad():
         (out,) = run(ck.conv_projection, leaf, (4, 4), [branch])
         assert out.requires_grad
