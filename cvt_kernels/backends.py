@@ -384,12 +384,13 @@ def forget() -> None:
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
+    device_type = "cuda" if x.is_cuda else "cpu"
     key = (
         operator,
         _operators[operator].signature(x, *args, **kwargs),
         x.dtype,
         x.device,
-        torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
         torch.get_num_threads(),
     )
     try:
@@ -465,7 +466,7 @@ def _question(
     operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
 ) -> str:
     numbers = checks.dtype_name(dtype)
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
     return f"{operator}, {_direction(gradient)}, {numbers}, {shape_class}"
 
@@ -502,6 +503,8 @@ def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     """Says why a call cannot be proven where it is made; None if it can."""
     if x.numel() == 0:
         return "nothing is proven on an empty tensor"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"nothing is proven on {x.device.type} tensors"
     if machine.is_capturing(x):
         return "nothing is proven while a CUDA graph is captured"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]

@@ -104,7 +104,7 @@ def remember_verdict(backend: str, operator: str, *args: Any, **kwargs: Any) -> 
 
 
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:
-    """Registers a native backend that notes its arguments before the reference serves the call."""
+    """Registers a backend ``native`` that notes its arguments before the reference serves the call."""
     calls = []
 
     def function(*args, **kwargs):
@@ -116,7 +116,7 @@ def record_calls(operator: str) -> list[tuple[tuple, dict]]:
 
 
 def record_all_calls() -> list[str]:
-    """Lists the names of the operators as they are called, by a backend that ``auto`` takes."""
+    """Lists the names of the operators as they are called, by a backend ``native`` that each of them gets."""
     called: list[str] = []
     for operator in backends.OPERATORS:
 

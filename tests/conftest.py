@@ -1,5 +1,6 @@
 """Settings and fixtures of every test."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -35,6 +36,9 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 
+_test_numbers = itertools.count()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what needs a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -43,7 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """Gives every test the same random numbers, and undoes its choice, registration and proof of backends."""
+    """Gives every test the same random numbers and an empty cache, and undoes its choices of backends."""
     torch.manual_seed(0)
     monkeypatch.setattr(backends, "_requested", ("auto",))
     monkeypatch.setattr(backends, "_fallbacks", {})
@@ -51,7 +55,7 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setattr(backends, "_agreed", {})
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_warned", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
     registry = {name: dict(by_backend) for name, by_backend in backends._implementations.items()}
     monkeypatch.setattr(backends, "_implementations", registry)
     yield

@@ -1,45 +1,83 @@
-"""The choice of backend, with made-up backends in place of those that later machines have."""
+"""The choice of backends, by request and by verdict, with made-up ones beside those of the project."""
 
+import math
 import pickle
+import re
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends
+from cvt_kernels import backends, verdicts
 from cvt_kernels.backends import Implementation
-from tests.checks import add_marked_backend, run_python
+from cvt_kernels.ops.registration import size_class
+from tests.checks import add_marked_backend, not_built, remember_verdict, run_python
 
 
-def test_auto_takes_the_first_backend_that_can_serve_and_records_why():
+def test_auto_takes_pytorchs_own_without_a_verdict_and_records_why():
     x = torch.zeros(3)
     add_marked_backend("native", 10.0)
     add_marked_backend("triton", 20.0, devices=("cuda",))
-    assert torch.equal(ck.gelu(x), x + 10)
-    assert ck.fallbacks() == {("gelu", "triton"): "serves cuda tensors, not cpu"}
+    assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    assert ck.fallbacks() == {
+        ("gelu", "triton"): "serves cuda tensors, not cpu",
+        ("gelu", "native"): "has no verdict, and CVT_KERNELS_PROVE=0 forbids to prove it at first use",
+    }
+
+
+def test_auto_takes_the_backend_of_the_verdict_if_it_can_serve_the_call():
+    x = torch.zeros(3)
+    add_marked_backend("native", 10.0)
     add_marked_backend("triton", 20.0)
-    assert torch.equal(ck.gelu(x), x + 20)
+    for backend, mark in (("triton", 20), ("native", 10)):
+        remember_verdict(backend, "gelu", x, approximate="none")
+        assert torch.equal(ck.gelu(x), x + mark)
+    add_marked_backend("native", 10.0, devices=("cuda",))
+    assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    assert ck.fallbacks()["gelu", "native"] == "serves cuda tensors, not cpu"
 
 
-def test_a_backend_may_refuse_one_call_and_serve_another():
-    def no_tanh(x, *, approximate):
-        return "no tanh" if approximate == "tanh" else None
+def no_tanh(x, *, approximate):
+    return "no tanh" if approximate == "tanh" else None
 
+
+@pytest.mark.parametrize("names", [("auto",), ("native", "reference")])
+def test_a_backend_may_refuse_one_call_and_serve_another(names):
     add_marked_backend("native", 10.0, why_unsupported=no_tanh)
     x = torch.ones(3)
-    assert torch.equal(ck.gelu(x), x + 10)
-    assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
-    assert ck.fallbacks()["gelu", "native"] == "no tanh"
+    remember_verdict("native", "gelu", x, approximate="none")
+    remember_verdict("native", "gelu", x, approximate="tanh")
+    with ck.use_backend(*names):
+        assert torch.equal(ck.gelu(x), x + 10)
+        assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
+    assert ck.fallbacks() == {("gelu", "native"): "no tanh"}
     with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=r"gelu.*'native'.*no tanh"):
         ck.gelu(x, approximate="tanh")
 
 
-def test_the_machine_is_asked_once_and_not_before_the_first_call():
+def test_calls_of_one_signature_that_differ_in_what_a_backend_can_serve():
+    """It is asked at every call; PyTorch's own serves what it refuses, and nothing is decided anew."""
+    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
+    small, large = torch.ones(3), torch.full((3,), 9.0)
+    remember_verdict("native", "gelu", small, approximate="none")
+    for _ in range(2):
+        assert torch.equal(ck.gelu(small), small + 10)
+        assert torch.equal(ck.gelu(large), ck.reference.gelu(large))
+    assert ck.fallbacks()["gelu", "native"] == "too large"
+
+
+@pytest.mark.parametrize("names", [("auto",), ("triton", "reference")])
+def test_the_machine_is_asked_once_and_not_before_the_first_call(names):
     asked = []
     add_marked_backend("triton", 10.0, why_unavailable=lambda device_type: asked.append("triton") or "no GPU")
     assert asked == []
-    for _ in range(3):
-        ck.gelu(torch.ones(3))
+    with ck.use_backend(*names):
+        for size in range(1, 4):
+            ck.gelu(torch.ones(size))
     assert asked == ["triton"]
     assert ck.fallbacks()["gelu", "triton"] == "no GPU"
 
@@ -49,6 +87,8 @@ def test_an_explicit_backend_is_used_or_raises():
     x = torch.ones(3)
     with ck.use_backend("reference"):
         assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    with ck.use_backend("native"):
+        assert torch.equal(ck.gelu(x), x + 10)
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable) as caught:
         ck.gelu(x)
     error = pickle.loads(pickle.dumps(caught.value))
@@ -60,41 +100,153 @@ def test_an_explicit_backend_is_used_or_raises():
     assert str(error) == str(caught.value)
 
 
+# Several names --------------------------------------------------------------------------------------------
+
+
+def test_names_are_an_order_of_preference():
+    add_marked_backend("native", 10.0)
+    add_marked_backend("triton", 20.0)
+    x = torch.ones(3)
+    for names, mark in ((("native", "triton"), 10), (("triton", "native"), 20), (("triton", "triton"), 20)):
+        with ck.use_backend(*names):
+            assert torch.equal(ck.gelu(x), x + mark)
+    with ck.use_backend("sdpa", "native", "triton"):
+        assert torch.equal(ck.gelu(x), x + 10)
+    assert ck.fallbacks() == {("gelu", "sdpa"): "not implemented in this version"}
+
+
+def test_each_operator_takes_the_first_that_can():
+    add_marked_backend("native", 10.0)
+    add_marked_backend("triton", 20.0, why_unsupported=no_tanh)
+    x, bias = torch.ones(2, 3), torch.ones(3)
+    backends.register("bias_gelu", "native", Implementation(lambda x, bias, **_: x + 30))
+    with ck.use_backend("triton", "native"):
+        assert torch.equal(ck.gelu(x), x + 20)
+        assert torch.equal(ck.gelu(x, approximate="tanh"), x + 10)
+        assert torch.equal(ck.bias_gelu(x, bias), x + 30)
+    assert ck.fallbacks() == {
+        ("gelu", "triton"): "no tanh",
+        ("bias_gelu", "triton"): "not implemented in this version",
+    }
+
+
+def test_an_order_of_preference_that_cannot_serve_raises_with_the_last_reason():
+    add_marked_backend("native", 10.0, devices=("cuda",))
+    add_marked_backend("triton", 20.0, why_unsupported=no_tanh)
+    x = torch.ones(3)
+    for names, reason in (
+        (("native", "triton"), "gelu: backend 'triton' is unavailable: no tanh"),
+        (("triton", "native"), "gelu: backend 'native' is unavailable: serves cuda tensors, not cpu"),
+        (("triton", "sdpa"), "gelu: backend 'sdpa' is unavailable: not implemented in this version"),
+    ):
+        with ck.use_backend(*names), pytest.raises(ck.BackendUnavailable) as caught:
+            ck.gelu(x, approximate="tanh")
+        assert str(caught.value) == reason
+    with ck.use_backend("native", "triton", "reference"):
+        assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
+    assert {backend: reason for (_, backend), reason in ck.fallbacks().items()} == {
+        "native": "serves cuda tensors, not cpu",
+        "triton": "no tanh",
+        "sdpa": "not implemented in this version",
+    }
+
+
+def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_these():
+    x, weight = torch.randn(4, 8), torch.randn(3, 8)
+    for names in (("native",), ("triton",), ("triton", "native")):
+        with ck.use_backend(*names):
+            assert torch.equal(ck.linear(x, weight), F.linear(x, weight))
+            assert backends.chosen_backends("linear", "cpu") == {"reference": 0}
+    with ck.use_backend("float32"), pytest.raises(ck.BackendUnavailable, match="meant for 16-bit numbers"):
+        ck.linear(x, weight)
+    with (
+        ck.use_backend("convolution"),
+        pytest.raises(ck.BackendUnavailable, match=r"gelu: .*not implemented"),
+    ):
+        ck.gelu(x)
+
+
 def test_use_backend_as_statement_and_nested():
-    assert backends.requested_backend() == "auto"
+    assert backends.requested_backends() == ("auto",)
     with ck.use_backend("reference"):
-        with ck.use_backend("native"):
-            assert backends.requested_backend() == "native"
-        assert backends.requested_backend() == "reference"
+        with ck.use_backend("native", "triton"):
+            assert backends.requested_backends() == ("native", "triton")
+        assert backends.requested_backends() == ("reference",)
     ck.use_backend("triton")
-    assert backends.requested_backend() == "triton"
-    again = ck.use_backend("reference")
+    assert backends.requested_backends() == ("triton",)
+    again = ck.use_backend("reference", "native")
     for _ in range(2):
         with again:
-            assert backends.requested_backend() == "reference"
-        assert backends.requested_backend() == "triton"
+            assert backends.requested_backends() == ("reference", "native")
+        assert backends.requested_backends() == ("triton",)
     with pytest.raises(ZeroDivisionError), ck.use_backend("auto"):
         _ = 1 / 0
-    assert backends.requested_backend() == "triton"
+    assert backends.requested_backends() == ("triton",)
 
 
-def test_unknown_names():
-    with pytest.raises(ValueError, match="backend: got 'cuda', expected one of auto, triton"):
-        ck.use_backend("cuda")
+EXPECTED = "expected auto or some of triton, native, sdpa, convolution, float32, reference"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("cuda",), f"backend: got 'cuda', {EXPECTED}"),
+        (("native", "cuda"), f"backend: got 'cuda', {EXPECTED}"),
+        ((), f"backend: got '', {EXPECTED}"),
+        (("auto", "native"), f"backend: got 'auto', {EXPECTED} (auto stands alone)"),
+        (("native", "auto"), f"backend: got 'auto', {EXPECTED} (auto stands alone)"),
+        (("auto", "auto"), f"backend: got 'auto', {EXPECTED} (auto stands alone)"),
+        (("triton,native",), f"backend: got 'triton,native', {EXPECTED}"),
+    ],
+)
+def test_names_that_cannot_be_requested(names, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ck.use_backend(*names)
+    assert backends.requested_backends() == ("auto",)
+
+
+def test_names_that_cannot_be_registered():
     with pytest.raises(ValueError, match="operator: got 'conv'"):
         backends.register("conv", "native", Implementation(abs))
     with pytest.raises(ValueError, match="backend: got 'auto'"):
         backends.register("gelu", "auto", Implementation(abs))
-    assert backends.requested_backend() == "auto"
 
 
 def test_environment_variable():
     call = "import torch, cvt_kernels as ck; ck.gelu(torch.ones(2)); print('served')"
-    assert run_python(call, CVT_KERNELS_BACKEND="reference").stdout == "served\n"
-    refused = run_python(call, CVT_KERNELS_BACKEND="triton")
+    assert run_python(call, CVT_KERNELS_BACKEND="triton,reference").stdout == "served\n"
+    refused = run_python(call, CVT_KERNELS_BACKEND="triton,sdpa")
     assert refused.returncode == 1
-    assert "BackendUnavailable: gelu: backend 'triton' is unavailable" in refused.stderr
-    assert "CVT_KERNELS_BACKEND: got 'cuda'" in run_python(call, CVT_KERNELS_BACKEND="cuda").stderr
+    assert "BackendUnavailable: gelu: backend 'sdpa' is unavailable" in refused.stderr
+    assert "CVT_KERNELS_BACKEND: got 'cuda', expected" in run_python(call, CVT_KERNELS_BACKEND="cuda").stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("triton", "cuda"), "got 'cuda', expected auto or some of triton"),
+        (("triton", ""), "got '', expected"),
+        (("native", "auto"), r"got 'auto', expected .* \(auto stands alone\)"),
+    ],
+)
+def test_names_that_the_environment_cannot_request(monkeypatch, names, message):
+    monkeypatch.setattr(backends, "_requested", names)
+    with pytest.raises(ValueError, match=f"^CVT_KERNELS_BACKEND: {message}"):
+        ck.gelu(torch.ones(2))
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+def test_several_names_in_the_environment_variable():
+    code = """
+import torch, cvt_kernels as ck
+from cvt_kernels import backends
+assert backends.requested_backends() == ("triton", "native")
+ck.gelu(torch.ones(2))
+ck.linear(torch.ones(2, 3), torch.ones(4, 3))
+print(ck.fallbacks())
+"""
+    result = run_python(code, CVT_KERNELS_BACKEND="triton,native")
+    assert result.stdout == "{('gelu', 'triton'): 'not implemented in this version'}\n", result.stderr
 
 
 def test_import_asks_the_machine_nothing():
@@ -113,13 +265,234 @@ print(sorted({"triton", "transformers", "cvt", "PIL", "sklearn"} & set(sys.modul
     assert result.stdout == "[]\n", result.stderr
 
 
-def test_compiled_code_follows_the_chosen_backend():
+def test_compiled_code_follows_the_chosen_backends():
     add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too long" if x.shape[0] > 5 else None)
     compiled = torch.compile(lambda x: 2 * ck.gelu(x), fullgraph=True, backend="aot_eager", dynamic=False)
+    x, long = torch.ones(3), torch.ones(6)
+    with ck.use_backend("native", "reference"):
+        assert torch.equal(compiled(x), 2 * (x + 10))
+        with ck.use_backend("reference"):
+            assert torch.equal(compiled(x), 2 * ck.reference.gelu(x))
+        assert torch.equal(compiled(x), 2 * (x + 10))
+        assert torch.equal(compiled(long), 2 * ck.reference.gelu(long))
+    assert torch.equal(compiled(x), 2 * ck.reference.gelu(x))  # auto, without a verdict
+
+
+# What is chosen -------------------------------------------------------------------------------------------
+
+
+def test_the_chosen_backends_are_counted_by_verdict():
+    assert backends.chosen_backends("gelu", "cpu") == {}
+    for shape, backend in (((3,), "native"), ((30,), "native"), ((300,), "reference")):
+        remember_verdict(backend, "gelu", torch.ones(shape), approximate="none")
+    remember_verdict("native", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
+    remember_verdict("native", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
+    assert backends.chosen_backends("gelu", "cpu") == {"native": 2, "reference": 1}
+    assert backends.chosen_backends("bias_gelu", "cpu") == {"native": 1}
+    assert backends.chosen_backends("layer_norm", "cpu") == {}
+
+
+def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
+    add_marked_backend("triton", 20.0, why_unavailable=lambda device_type: "no GPU")
+    add_marked_backend("native", 10.0)
+    remember_verdict("native", "gelu", torch.ones(3), approximate="none")
+    for names, expected in (
+        (("reference",), {"reference": 0}),
+        (("triton", "native"), {"native": 0}),
+        (("reference", "native"), {"reference": 0}),
+        (("triton",), {}),
+        (("sdpa", "triton"), {}),
+    ):
+        with ck.use_backend(*names):
+            assert backends.chosen_backends("gelu", "cpu") == expected
+    with ck.use_backend("sdpa"):
+        assert backends.chosen_backends("attention", "cpu") == {"sdpa": 0}
+
+
+def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_proven(monkeypatch):
+    add_marked_backend("native", 10.0)
+    for names, expected in (
+        (("native",), True),
+        (("reference", "native"), True),
+        (("triton", "reference"), False),
+        (("reference",), False),
+        (("auto",), False),  # nothing is proven, nor may it be
+    ):
+        with ck.use_backend(*names):
+            assert backends.may_be_ours("gelu", "cpu") == expected
+    assert not backends.may_be_ours("linear", "cpu")
+    remember_verdict("reference", "gelu", torch.ones(3), approximate="none")
+    assert not backends.may_be_ours("gelu", "cpu")
+    remember_verdict("native", "gelu", torch.ones(300), approximate="none")
+    assert backends.may_be_ours("gelu", "cpu")
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "1")
+    assert backends.may_be_ours("bias_gelu", "cpu") == (not not_built())
+    assert not backends.may_be_ours("linear", "cpu")
+    add_marked_backend("native", 10.0, why_unavailable=lambda device_type: "is broken")
+    assert not backends.may_be_ours("gelu", "cpu")
+
+
+def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(monkeypatch):
+    asked, get = [], verdicts.Store.get
+    monkeypatch.setattr(
+        verdicts.Store, "get", lambda store, question: asked.append(1) or get(store, question)
+    )
+    add_marked_backend("native", 10.0)
     x = torch.ones(3)
-    assert torch.equal(compiled(x), 2 * (x + 10))
-    with ck.use_backend("reference"):
-        assert torch.equal(compiled(x), 2 * ck.reference.gelu(x))
-    assert torch.equal(compiled(x), 2 * (x + 10))
-    long = torch.ones(6)
-    assert torch.equal(compiled(long), 2 * ck.reference.gelu(long))
+    for _ in range(3):
+        assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    assert len(asked) == 1
+    ck.gelu(torch.ones(4))
+    assert len(asked) == 2
+    # As another process would, which this one does not learn of by itself.
+    question = backends.question("gelu", x, approximate="none")
+    trial = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
+    verdicts.store_for(x.device).remember({question: verdicts.Verdict("native", "native", {"native": trial})})
+    assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    backends.forget()
+    assert torch.equal(ck.gelu(x), x + 10)
+    assert len(asked) == 3
+
+
+def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
+    x = torch.ones(3)
+    add_marked_backend("native", 10.0)
+    remember_verdict("native", "gelu", x, approximate="none")
+    assert torch.equal(ck.gelu(x), x + 10)
+    with backends.replaced(lambda *_: Implementation(lambda x, **_: x + 50)):
+        assert torch.equal(ck.gelu(x), x + 50)
+    assert torch.equal(ck.gelu(x), x + 10)
+    add_marked_backend("native", 30.0)
+    assert torch.equal(ck.gelu(x), x + 30)
+
+
+# Questions ------------------------------------------------------------------------------------------------
+
+
+USUAL = {"images": 2, "tokens": 3, "channels": 8, "dtype": torch.float32, "gradient": False, "variant": 0}
+
+
+class Sample(NamedTuple):
+    """A call with random numbers.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        extent: The number that its class of sizes is about: images, rows, elements or heads.
+    """
+
+    args: tuple
+    kwargs: dict
+    extent: int
+
+
+def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
+    """Returns a call; ``variant`` changes numbers and settings on which no question depends."""
+
+    def randn(*shape):
+        return torch.randn(shape, dtype=dtype, requires_grad=gradient)
+
+    def optional(*shape):
+        return None if variant % 2 else randn(*shape)
+
+    x, eps = randn(images, tokens**2, channels), {"eps": 10.0 ** -(variant + 1)}
+    if operator == "conv_projection":
+        norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
+        conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, momentum=0.1 * variant, **eps)
+        return Sample((x, (tokens, tokens), (conv, conv)), {"training": False}, images)
+    if operator == "attention":
+        q, *keys = (randn(images, n, 3, channels) for n in (tokens**2, tokens, tokens))
+        keywords = {"scale": 0.1 * variant or None, "bias": None, "dropout_p": 0.0}
+        return Sample((q, *keys), keywords, 3 * images)
+    if operator == "linear":
+        return Sample((x, randn(5, channels), optional(5)), {}, images * tokens**2)
+    if operator == "gelu":
+        return Sample((x,), {"approximate": "tanh"}, x.numel())
+    if operator == "bias_gelu":
+        return Sample((x, randn(channels)), {"approximate": "tanh"}, x.numel())
+    residual = [torch.randn_like(x)] if operator == "add_layer_norm" else []
+    keywords = {**eps, "approximate": "quick"} if operator == "layer_norm_gelu" else eps
+    return Sample((x, *residual, optional(channels), optional(channels)), keywords, x.numel())
+
+
+@settings(deadline=None)
+@given(
+    operator=st.sampled_from(backends.OPERATORS),
+    images=st.integers(1, 40),
+    others=st.integers(1, 40),
+    tokens=st.integers(1, 6),
+    channels=st.integers(1, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    gradient=st.booleans(),
+    variants=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+def test_a_question_depends_on_the_signature_and_on_the_class_of_sizes(
+    operator, images, others, tokens, channels, dtype, gradient, variants
+):
+    first, same, other = (
+        make_sample(operator, n, tokens, channels, dtype, gradient, variant)
+        for n, variant in ((images, variants[0]), (images, variants[1]), (others, variants[1]))
+    )
+    signature = backends._operators[operator].signature
+    assert signature(*same.args, **same.kwargs) == signature(*first.args, **first.kwargs)
+    question = backends.question(operator, *first.args, **first.kwargs)
+    assert question.startswith(f"{operator}, {'forward+backward' if gradient else 'forward'}, ")
+    assert backends.question(operator, *same.args, **same.kwargs) == question
+    of_one_class = size_class(first.extent) == size_class(other.extent)
+    assert (backends.question(operator, *other.args, **other.kwargs) == question) == of_one_class
+
+
+@pytest.mark.parametrize("operator", backends.OPERATORS)
+def test_calls_of_other_economics_are_other_questions(operator):
+    """Another direction, dtype, number of images, tokens or channels, and autocast to each dtype."""
+    samples = [
+        make_sample(operator, **USUAL | change)
+        for change in (
+            {},
+            {"gradient": True},
+            {"dtype": torch.bfloat16},
+            {"images": 64},
+            {"tokens": 40},
+            {"channels": 9},
+        )
+    ]
+    questions = [backends.question(operator, *sample.args, **sample.kwargs) for sample in samples]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            questions.append(backends.question(operator, *samples[0].args, **samples[0].kwargs))
+    assert len(set(questions)) == len(questions)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 15, 16, 1000, 4**10 - 1, 4**10])
+def test_classes_of_sizes_go_from_one_power_to_the_next(size):
+    for factor in (2, 4):
+        least = int(size_class(size, factor).removesuffix("+"))
+        assert least <= size < factor * least
+        assert math.log(least, factor) == pytest.approx(round(math.log(least, factor)))
+
+
+def test_a_verdict_holds_under_its_autocast_only():
+    x = torch.ones(3)
+    add_marked_backend("native", 10.0)
+    add_marked_backend("triton", 20.0)
+    remember_verdict("native", "gelu", x, approximate="none")
+    with torch.autocast("cpu", torch.bfloat16):
+        remember_verdict("triton", "gelu", x, approximate="none")
+    for _ in range(2):
+        assert torch.equal(ck.gelu(x), x + 10)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ck.gelu(x), x + 20)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+
+
+@pytest.mark.usefixtures("proving")
+@pytest.mark.parametrize("operator", backends.OPERATORS)
+def test_tensors_without_numbers_are_served_and_not_proven(operator):
+    with torch.device("meta"):
+        sample = make_sample(operator, **USUAL)
+    out = getattr(ck, operator)(*sample.args, **sample.kwargs)
+    assert all(t.is_meta for t in (out if isinstance(out, tuple) else (out,)))
+    assert verdicts.store_for(torch.device("meta")).questions() == {}
+    if operator == "attention":  # which alone has several backends that serve every device
+        assert "nothing is proven on meta tensors" in ck.fallbacks()[operator, "reference"]

@@ -32,10 +32,10 @@ def test_the_facts_of_the_build():
 def test_an_extension_that_does_not_load_says_why(monkeypatch):
     actual = machine.importlib.import_module
 
-    def import_module(name):
+    def import_module(name, package=None):
         if name == "cvt_kernels._C":
             raise ImportError(f"{name}: undefined symbol: aoti_torch_x")
-        return actual(name)
+        return actual(name, package)
 
     monkeypatch.setattr(machine.importlib, "import_module", import_module)
     x = torch.ones(3)

@@ -86,6 +86,67 @@ def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
         assert clock.read() == clock.read()
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def flushed(clock, monkeypatch):
+    """Lists "flush" where the CPU's caches are flushed, which takes a second of the replaced clock."""
+    events = []
+
+    class Buffer:
+        def zero_(self):
+            events.append("flush")
+            clock.spend(1.0)
+
+    monkeypatch.setattr(measure, "_flush_buffer", lambda kind, number: Buffer())
+    return events
+
+
+def test_cold_runs_take_turns_and_begin_with_empty_caches(clock, flushed):
+    def function(name, costs):
+        def call():
+            flushed.append(name)
+            clock.spend(costs[flushed.count(name) - 1])
+
+        return call
+
+    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
+    times = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=2, most=9)
+    assert times == [measure.ColdTimes([1.0, 3.0], []), measure.ColdTimes([2.0, 4.0], [])]
+    round_of_both = ["flush", "a", "flush", "b"]
+    assert flushed == ["a", "b", *round_of_both, *round_of_both]  # the first of each warms up
+
+
+@pytest.mark.usefixtures("flushed")
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [(0.0, 3), (30.0, 3), (31.0, 4), (1e9, 8)],  # of ten seconds each, flushes included
+)
+def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
+    functions = [lambda: clock.spend(3.0), lambda: clock.spend(5.0)]
+    times = measure.cold_seconds_in_turns(functions, CPU, seconds, fewest=3, most=8)
+    assert [len(each.device) for each in times] == [rounds, rounds]
+    assert {*times[0].device} == {3.0}
+    assert {*times[1].device} == {5.0}
+
+
+def test_cold_runs_by_the_real_clock():
+    x = torch.ones(2**18)
+    calls = []
+    slow, fast = measure.cold_seconds_in_turns(
+        [lambda: measure.time.sleep(0.02), lambda: calls.append(x.sum())], CPU, 0.0, fewest=2, most=2
+    )
+    assert len(calls) == 3
+    assert min(slow.device) >= 0.02
+    assert min(fast.device) > 0
+    assert slow.host == fast.host == []
+
+
+def test_the_buffer_that_flushes_fills_the_caches_of_every_thread():
+    assert measure._flush_buffer("cpu", 3).nbytes == 3 * 2**22
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_timed_with_and_without_a_graph():
     x = torch.randn(4096, 4096, device="cuda")

@@ -1,6 +1,7 @@
-"""The linear layer's primitives, and when which is taken."""
+"""The forms of the linear layer: their accuracy, the calls that they serve, and the choice among them."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -9,48 +10,34 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt_kernels.ops import linear as primitives
-from tests.checks import assert_accurate
+from cvt_kernels import backends, proofs
+from tests.checks import assert_accurate, remember_verdict
 from tests.upstream import huggingface
 
-WAYS = [
-    (name, dtype) for dtype, names in primitives._CANDIDATES.items() for name in names if name != "linear"
+FORMS = [
+    ("convolution", torch.float32),
+    ("convolution", torch.bfloat16),
+    ("convolution", torch.float16),
+    ("float32", torch.bfloat16),
+    ("float32", torch.float16),
 ]
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.delenv("CVT_KERNELS_LINEAR", raising=False)
-    primitives._choose.cache_clear()
-    yield
-    primitives._choose.cache_clear()
-
-
-@pytest.fixture
-def take(monkeypatch):
-    """Returns a function that lets every dtype take a primitive if it can, and lists its calls."""
-
-    def take(name):
-        monkeypatch.setenv("CVT_KERNELS_LINEAR", name)
-        return stack.enter_context(counted_calls(name))
-
-    with contextlib.ExitStack() as stack:
-        yield take
-
-
 @contextlib.contextmanager
-def counted_calls(*names):
-    """Lists the names of the primitives of ``names`` as they are called."""
+def counted_calls():
+    """Lists the backends of the linear layer as they are called."""
     calls = []
 
-    def counted(name, primitive):
-        def call(*given):
-            calls.append(name)
-            return primitive(*given)
+    def counted(operator, backend, implementation):
+        implementation.load()
 
-        return call if name in names else primitive
+        def call(*given, **named):
+            calls.append(backend)
+            return implementation.function(*given, **named)
 
-    with primitives.replaced(counted):
+        return dataclasses.replace(implementation, function=call) if operator == "linear" else implementation
+
+    with backends.replaced(counted):
         yield calls
 
 
@@ -59,122 +46,196 @@ def make(shape, outputs, dtype=torch.float32):
     return [t.to(dtype) for t in tensors]
 
 
-@pytest.mark.parametrize(("name", "dtype"), WAYS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), FORMS, ids=str)
 @pytest.mark.parametrize("shape", [(2, 50, 64), (2500, 33), (7,), (3, 1, 2, 5), (1, 1)], ids=str)
-def test_accuracy(take, name, dtype, shape):
-    calls = take(name)
+def test_accuracy(name, dtype, shape):
     x, weight, bias = make(shape, 24, dtype)
     for given in (bias, None):
-        out = ck.linear(x, weight, given)
+        with ck.use_backend(name), counted_calls() as calls:
+            out = ck.linear(x, weight, given)
         exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
         assert out.is_contiguous()
         assert_accurate(out, F.linear(x, weight, given), exact)
-    assert len(calls) == 2
+        assert calls == [name]
 
 
-@pytest.mark.parametrize(("name", "dtype"), WAYS, ids=str)
-def test_strided_x(take, name, dtype):
-    take(name)
+def step(function, *tensors):
+    """Returns the output and the gradients of a call."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    pattern = torch.linspace(-1, 1, out.numel()).bfloat16().view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, pattern)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 50, 64), (7,), (3, 1, 2, 5)], ids=str)
+def test_gradients_of_the_convolution(dtype, shape):
+    tensors = make(shape, 24, dtype)
+    with ck.use_backend("convolution"), counted_calls() as calls:
+        ours = step(ck.linear, *tensors)
+    assert calls == ["convolution"]
+    theirs, exact = step(F.linear, *tensors), step(F.linear, *(t.double() for t in tensors))
+    for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_accurate(*results, factor=3 if i else 2, floor=4)
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS, ids=str)
+def test_strided_x(name, dtype):
     x, weight, bias = make((4, 6, 8), 5, dtype)
     expected = F.linear(x.double(), weight.double(), bias.double())
     for strided in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.cat([x, x], 2)[..., :8]):
         tolerance = 8 * torch.finfo(dtype).eps
-        torch.testing.assert_close(
-            ck.linear(strided, weight, bias).double(), expected, rtol=tolerance, atol=tolerance
-        )
+        with ck.use_backend(name):
+            out = ck.linear(strided, weight, bias)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_where_there_is_no_choice(take):
-    calls = take("convolution")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 50, 64), (7, 33), (1, 197, 5)], ids=str)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_every_form_passes_its_proof(shape, dtype, gradient):
+    x, weight, bias = make(shape, 24, dtype)
+    proof = backends.proof_of("linear", x, weight.requires_grad_(gradient), bias)
+    forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
+    assert set(proof.candidates) == {*forms, "reference"}
+    standard = proofs.Standard.of(proof.reference, proof.sample)
+    flaws = {name: proofs.check(candidate, standard).flaw for name, candidate in proof.candidates.items()}
+    assert flaws == dict.fromkeys(proof.candidates)
+
+
+# The calls that have a choice -----------------------------------------------------------------------------
+
+
+def test_calls_that_a_form_refuses():
     x, weight, bias = make((3, 8), 5)
-    with torch.no_grad():
-        ck.linear(x, weight.requires_grad_(), bias)
-    assert len(calls) == 1
-    ck.linear(x, weight, bias)  # wants a gradient
-    weight.requires_grad_(False)
-    with ck.use_backend("reference"):
+    half = [t.bfloat16() for t in (x, weight, bias)]
+    autocast = torch.autocast("cpu", torch.float16)
+    for name, tensors, context, reason in (
+        ("convolution", (x.double(), weight.double()), contextlib.nullcontext(), "no advantage in float64"),
+        ("float32", (x, weight, bias), contextlib.nullcontext(), "is meant for 16-bit numbers"),
+        ("float32", (half[0].requires_grad_(), *half[1:]), contextlib.nullcontext(), "has no gradients"),
+        ("float32", (half[0].detach(), *half[1:]), autocast, "autocast would convert the float32 numbers"),
+    ):
+        with ck.use_backend(name), context, pytest.raises(ck.BackendUnavailable, match=reason):
+            ck.linear(*tensors)
+        with ck.use_backend(name, "reference"), context:
+            out, expected = ck.linear(*tensors), F.linear(*tensors)
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_calls_that_have_no_choice():
+    """They go to ``F.linear`` itself."""
+    x, weight, bias = make((3, 8), 5)
+    with ck.use_backend("convolution"), counted_calls() as calls:
+        assert ck.linear(x[:0], weight, bias).shape == (0, 5)
+        torch.testing.assert_close(ck.linear(nn.Parameter(x), weight), F.linear(x, weight))
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = x.bfloat16(), weight, bias
+            torch.testing.assert_close(ck.linear(*mixed), F.linear(*mixed), rtol=0, atol=0)
+        compiled = torch.compile(ck.linear, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight, bias))
+        assert not calls
         ck.linear(x, weight, bias)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(ck.linear(x, weight, bias), F.linear(x, weight, bias))
-    torch.use_deterministic_algorithms(True)
-    try:
-        ck.linear(x, weight, bias)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(ck.linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
-    assert ck.linear(x[:0], weight, bias).shape == (0, 5)
-    assert ck.linear(x.to("meta"), weight.to("meta")).shape == (3, 5)
-    compiled = torch.compile(ck.linear, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight, bias))
-    assert len(calls) == 1
+        assert calls == ["convolution"]
 
 
-def test_a_subclass_of_tensor_computes_itself(take):
-    calls = take("convolution")
+def test_tensors_without_numbers():
+    assert ck.linear(*(t.to("meta") for t in make((3, 8), 5))).shape == (3, 5)
 
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_computes_in_its_dtype(dtype):
+    x, weight, bias = make((30, 8), 50, dtype)
+    with ck.use_backend("convolution"), torch.autocast("cpu", torch.bfloat16), counted_calls() as calls:
+        ours, theirs = ck.linear(x, weight, bias), F.linear(x, weight, bias)
+    assert calls == ["convolution"]
+    assert ours.dtype == torch.bfloat16
+    assert_accurate(ours, theirs, F.linear(*(t.bfloat16().double() for t in (x, weight, bias))))
+
+
+def test_a_subclass_of_tensor_computes_itself():
     class Quantized(torch.Tensor):
         pass
 
     x, weight, bias = make((3, 8), 5)
-    assert isinstance(ck.linear(x, weight.as_subclass(Quantized), bias), Quantized)
+    with ck.use_backend("convolution"), counted_calls() as calls:
+        assert isinstance(ck.linear(x, weight.as_subclass(Quantized), bias), Quantized)
+        assert isinstance(ck.linear(x.as_subclass(Quantized), weight, bias), Quantized)
+        assert isinstance(ck.linear(x, weight, bias.as_subclass(Quantized)), Quantized)
     assert not calls
 
 
-def test_errors_are_those_of_pytorch(take):
-    take("convolution")
+@pytest.mark.parametrize("name", ["auto", "convolution"])
+def test_errors_are_those_of_pytorch(name):
     x, weight, bias = make((3, 8), 5)
-    for given in ((x, weight[:, :7], bias), (x, weight, bias[:4]), (x, weight.half(), bias)):
-        with pytest.raises(RuntimeError) as theirs:
-            F.linear(*given)
-        with pytest.raises(RuntimeError) as ours:
-            ck.linear(*given)
-        assert str(ours.value) == str(theirs.value)
+    with ck.use_backend(name), counted_calls() as calls:
+        for given in (
+            (x, weight[:, :7], bias),
+            (x, weight, bias[:4]),
+            (x, weight.half(), bias),
+            (torch.tensor(1.0), weight, bias),
+            (x.long(), weight, bias),
+        ):
+            with pytest.raises(RuntimeError) as theirs:
+                F.linear(*given)
+            with pytest.raises(RuntimeError) as ours:
+                ck.linear(*given)
+            assert str(ours.value) == str(theirs.value)
+    assert not calls
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ({"linear": 1.0, "convolution": 0.5, "float32": 0.7}, "convolution"),
-        ({"linear": 1.0, "convolution": 0.9, "float32": 0.1}, "float32"),
-        ({"linear": 1.0, "convolution": 0.81, "float32": 2.0}, "linear"),  # not by a quarter
-    ],
-)
-def test_the_fastest_by_a_margin_once_per_process(monkeypatch, seconds, expected):
-    measured = []
-    monkeypatch.setattr(primitives, "_measure", lambda dtype: (measured.append(dtype), seconds)[1])
-    assert ck.linear_primitives()[torch.bfloat16] == expected
-    assert ck.linear_primitives()[torch.bfloat16] == expected
-    assert len(measured) == len(set(measured)) == 3
+# The choice -----------------------------------------------------------------------------------------------
 
 
-def test_measuring_leaves_the_random_state_alone():
-    before = torch.get_rng_state()
-    seconds = primitives._measure(torch.float32)
-    assert set(seconds) == {"linear", "convolution"}
-    assert min(seconds.values()) > 0
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_primitives_are_replaced_for_a_while():
-    before = dict(primitives._PRIMITIVES)
+def test_without_a_verdict_it_is_pytorchs_own():
     x, weight, bias = make((3, 8), 5)
-    chosen = ck.linear_primitives()[torch.float32]  # measured before anything is counted
-    expected = ck.linear(x, weight, bias)
-    with counted_calls(*before) as calls:
-        torch.testing.assert_close(ck.linear(x, weight, bias), expected)
+    with counted_calls() as calls:
+        assert torch.equal(ck.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert calls == ["reference"]
+    assert "has no verdict" in ck.fallbacks()["linear", "convolution"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*FORMS, ("reference", torch.float32)], ids=str)
+def test_the_verdict_chooses(name, dtype):
+    x, weight, bias = make((3, 8), 5, dtype)
+    remember_verdict(name, "linear", x, weight, bias)
+    with counted_calls() as calls:
+        ck.linear(x, weight, bias)
+        ck.linear(x[:2], weight, None)  # of the same class
+        assert calls == [name, name]
+        ck.linear(x.repeat(10, 1), weight, bias)
+        ck.linear(x, weight[:4], bias[:4])
+        ck.linear(x, nn.Parameter(weight), bias)
+        ck.linear(x.double(), weight.double(), bias.double())
+        assert calls == [name, name, *["reference"] * 4]
+
+
+def test_a_first_call_proves_the_forms_and_later_ones_do_not(proving):
+    x, weight, bias = make((50, 64), 32, torch.bfloat16)
+    state, exact = torch.get_rng_state(), F.linear(x.double(), weight.double(), bias.double())
+    with counted_calls() as calls:
+        first = ck.linear(x, weight, bias)
+        assert set(calls) == {"convolution", "float32", "reference"}
+        chosen = calls[-1]
+        calls.clear()
+        assert torch.equal(ck.linear(x, weight, bias), first)
         assert calls == [chosen]
-    ck.linear(x, weight, bias)
-    assert len(calls) == 1
-    assert before == primitives._PRIMITIVES
+    assert_accurate(first, F.linear(x, weight, bias), exact)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert backends.chosen_backends("linear", "cpu") == {chosen: 1}
+    assert list(proving.rglob("*.json"))
 
 
-def test_override(monkeypatch):
-    monkeypatch.setenv("CVT_KERNELS_LINEAR", "float32")
-    assert set(ck.linear_primitives().values()) == {"linear", "float32"}  # float32 itself has no such way
-    primitives._choose.cache_clear()
-    monkeypatch.setenv("CVT_KERNELS_LINEAR", "mkl")
-    with pytest.raises(ValueError, match="CVT_KERNELS_LINEAR: got 'mkl', expected one of auto, linear"):
-        ck.linear(*make((3, 8), 5))
+def test_requests_for_our_kernels_do_not_concern_it():
+    x, weight, bias = make((3, 8), 5)
+    for names in (("native",), ("triton", "native")):
+        with ck.use_backend(*names), counted_calls() as calls:
+            assert torch.equal(ck.linear(x, weight, bias), F.linear(x, weight, bias))
+        assert calls == ["reference"]
+    with ck.use_backend("native", "convolution"), counted_calls() as calls:
+        ck.linear(x, weight, bias)
+    assert calls == ["convolution"]
 
 
 class Adapted(nn.Linear):
@@ -184,17 +245,16 @@ class Adapted(nn.Linear):
         return super().forward(x) + 1
 
 
-def test_accelerated_linear_layers(take):
-    """A plain one takes the primitive; one that is watched or something else is called as it is."""
-    calls = take("convolution")
+def test_accelerated_linear_layers():
+    """A plain one takes the requested form; one that is watched or something else is called as it is."""
     model = huggingface().eval()
     images = torch.randn(1, 3, 32, 32)
-    with torch.no_grad():
+    with torch.no_grad(), ck.use_backend("convolution", "reference"), counted_calls() as calls:
         expected = model(images).logits
         ck.accelerate(model)
         torch.testing.assert_close(model(images).logits, expected)
         layers = [m for m in model.cvt.modules() if type(m) is nn.Linear]
-        assert len(calls) == len(layers)
+        assert calls == ["convolution"] * len(layers)
         calls.clear()
         seen = []
         layers[0].register_forward_hook(lambda *given: seen.append(given))
@@ -202,6 +262,6 @@ def test_accelerated_linear_layers(take):
         parametrize.register_parametrization(layers[2], "weight", nn.Identity())
         changed = model(images).logits
         assert len(seen) == 1
-        assert len(calls) == len(layers) - 3
+        assert calls == ["convolution"] * (len(layers) - 3)
         ck.restore(model)
         torch.testing.assert_close(model(images).logits, changed)

@@ -1,4 +1,4 @@
-"""attention and attention_map: what they accept and what they refuse, on whatever backend serves them."""
+"""attention and attention_map: what they accept and what they refuse, on every backend of a CPU."""
 
 import math
 
@@ -7,6 +7,13 @@ import torch
 
 import cvt_kernels as ck
 from tests.checks import assert_accurate, record_calls
+
+
+@pytest.fixture(params=["native", "sdpa", "reference"])
+def _each_backend(request):
+    """Runs the test by each backend; the reference serves what it cannot."""
+    with ck.use_backend(request.param, "reference"):
+        yield
 
 
 def make(tokens, **changes):
@@ -20,7 +27,8 @@ def make(tokens, **changes):
 def test_a_backend_gets_the_arguments_as_they_are():
     calls = record_calls("attention")
     q, k, v, bias = make(9), make(4), make(4), torch.randn(3, 9, 4)
-    out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
+    with ck.use_backend("native"):
+        out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
     assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0})]
     torch.testing.assert_close(out, by_hand(q, k, v, 0.2, bias=bias))
 
@@ -35,12 +43,14 @@ def by_hand(q, k, v, scale, *, bias=0.0, dropout=lambda p: p):
     return torch.stack(outs, dim=2)
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_slices_of_one_wider_tensor():
     qkv = torch.randn(2, 5, 3, 3, 8)
     q, k, v = qkv.unbind(2)
     torch.testing.assert_close(ck.attention(q, k, v), by_hand(q, k, v, 8**-0.5))
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_dropout_drops_probabilities_and_scales_up_the_others():
     q, k, eye = make(9, heads=1), make(8, heads=1), torch.eye(8).expand(2, 8, 8)[:, :, None]
     probabilities = by_hand(q, k, eye, 8**-0.5)
@@ -51,6 +61,7 @@ def test_dropout_drops_probabilities_and_scales_up_the_others():
     torch.testing.assert_close(ck.attention(q, k, eye), probabilities)
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_autocast_mixes_dtypes():
     q, k, v = make(9), make(4, dtype=torch.bfloat16), make(4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,6 +122,7 @@ def test_map_agrees_with_the_whole_matrix():
     )
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_map_reproduces_the_output_of_attention():
     q, k, v = make(9), make(4), make(4)
     p = ck.attention_map(q, k, rows=range(9)).probabilities

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, reference
+from cvt_kernels import machine, reference
 from tests.checks import (
     assert_accurate,
     compiler,
     instruction_sets_here,
     not_built,
     recorded_operators,
+    remember_verdict,
     run_on_instruction_set,
     run_python,
     run_sanitized,
@@ -127,11 +128,11 @@ def test_nan_stays_in_its_row():
 )
 def test_refusals(change, reason):
     q, k, v = make(2, 5, 4, 1, 8, torch.float32)
-    with pytest.raises(ck.BackendUnavailable, match=reason):
-        ck.attention(q, k, v, **change)
     with ck.use_backend("auto"):
         ck.attention(q, k, v, **change)
     assert ck.fallbacks()["attention", "native"] == reason
+    with pytest.raises(ck.BackendUnavailable, match=reason):
+        ck.attention(q, k, v, **change)
 
 
 def test_gradients_and_wide_heads_are_left_to_others():
@@ -142,12 +143,19 @@ def test_gradients_and_wide_heads_are_left_to_others():
         ck.attention(*make(1, 2, 2, 1, 257, torch.float32))
 
 
-def test_auto_takes_it():
-    assert backends.backend_for("attention", "cpu") == "native"
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        ("native", "cvt_kernels.attention_inference.default"),
+        ("sdpa", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    ],
+)
+def test_auto_takes_it_by_verdict(verdict, expected):
     tensors = make(1, 5, 4, 1, 8, torch.float32)
-    native = ck.attention(*tensors)
-    with ck.use_backend("auto"):
-        assert torch.equal(ck.attention(*tensors), native)
+    remember_verdict(verdict, "attention", *tensors, scale=None, bias=None, dropout_p=0.0)
+    with ck.use_backend("auto"), recorded_operators() as called:
+        ck.attention(*tensors)
+    assert [name for name in called if "attention" in name] == [expected]
 
 
 def test_the_extension_does_the_work():

@@ -1,4 +1,4 @@
-"""conv_projection: what it accepts and what it refuses, on whatever backend serves it."""
+"""conv_projection: what it accepts and what it refuses, on every backend of a CPU."""
 
 import gc
 
@@ -12,6 +12,13 @@ import cvt_kernels as ck
 from tests.checks import assert_accurate, record_calls
 
 GRID = (4, 5)
+
+
+@pytest.fixture(params=["native", "reference"])
+def _each_backend(request):
+    """Runs the test by each backend, without gradients; the reference serves what it cannot."""
+    with ck.use_backend(request.param, "reference"), torch.no_grad():
+        yield
 
 
 def make_conv(channels=6, k=3, **changes):
@@ -44,7 +51,8 @@ def by_hand(x, conv, *, training, dtype=None):
 def test_a_backend_gets_the_arguments_as_they_are(tokens):
     calls = record_calls("conv_projection")
     x, convs = make_x(tokens), (make_conv(), make_conv(stride=2), make_conv(stride=2))
-    outs = ck.conv_projection(x, GRID, convs, training=False)
+    with ck.use_backend("native"):
+        outs = ck.conv_projection(x, GRID, convs, training=False)
     (((got, grid, branches), keywords),) = calls
     assert got is x
     assert grid == GRID
@@ -55,6 +63,7 @@ def test_a_backend_gets_the_arguments_as_they_are(tokens):
         assert all(torch.equal(out[:, 0], x[:, 0]) for out in outs)
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_accepts_any_strides_of_x():
     x, conv = make_x(), make_conv()
     expected = by_hand(x, conv, training=False)
@@ -89,10 +98,12 @@ def test_batch_norm_dtypes_that_pytorch_refuses_change_nothing(dtype):
     assert conv.num_batches_tracked == 0
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_branches_may_come_from_a_generator():
     assert len(ck.conv_projection(make_x(), GRID, (make_conv() for _ in range(2)), training=False)) == 2
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_autocast_mixes_dtypes():
     x, conv = make_x(), make_conv()
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,6 +15,7 @@ from tests.checks import (
     compiler,
     not_built,
     recorded_operators,
+    remember_verdict,
     run_on_instruction_set,
     run_sanitized,
 )
@@ -203,9 +204,19 @@ def test_autocast_computes_as_a_convolution_would():
 def test_the_extension_does_the_work_in_one_call():
     """The tests above would pass with a silent reference too."""
     x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    with ck.use_backend("auto"), recorded_operators() as called:
+    with recorded_operators() as called:
         run(ck.conv_projection, x, (4, 4), branches)
     assert called == ["cvt_kernels.conv_projection_inference.default"]
+
+
+@pytest.mark.parametrize("verdict", ["native", "reference"])
+def test_auto_takes_it_by_verdict(verdict):
+    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
+    remember_verdict(verdict, "conv_projection", x, (4, 4), branches, training=False)
+    with ck.use_backend("auto"), recorded_operators() as called:
+        run(ck.conv_projection, x, (4, 4), branches)
+    assert ("cvt_kernels.conv_projection_inference.default" in called) == (verdict == "native")
+    assert ("aten.convolution.default" in called) == (verdict == "reference")
 
 
 def test_refusals():
@@ -232,8 +243,12 @@ def test_refusals():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
 def test_auto_leaves_gradients_to_the_reference():
+    """Even by a verdict that says otherwise."""
     x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
     leaf = x.clone().requires_grad_()
+    for tokens, gradient in ((x, False), (leaf, True)):
+        with torch.set_grad_enabled(gradient):
+            remember_verdict("native", "conv_projection", tokens, (4, 4), [branch], training=False)
     with ck.use_backend("auto"), torch.enable_grad():
         (out,) = run(ck.conv_projection, leaf, (4, 4), [branch])
         assert out.requires_grad

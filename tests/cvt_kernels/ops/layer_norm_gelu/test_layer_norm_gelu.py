@@ -1,4 +1,4 @@
-"""LayerNorm, GELU and their combinations: what they accept and what they refuse."""
+"""LayerNorm, GELU and their combinations: what they accept and refuse, on every backend of a CPU."""
 
 import pytest
 import torch
@@ -16,17 +16,26 @@ ONE_CALL_EACH = {
 }
 
 
+@pytest.fixture(params=["native", "reference"])
+def _each_backend(request):
+    """Runs the test by each backend; the reference serves what it cannot."""
+    with ck.use_backend(request.param, "reference"):
+        yield
+
+
 @pytest.mark.parametrize("operator", ONE_CALL_EACH)
 def test_a_backend_gets_the_arguments_as_they_are(operator):
     calls = record_calls(operator)
     arguments, settings = ONE_CALL_EACH[operator]
-    getattr(ck, operator)(*arguments, **settings)
+    with ck.use_backend("native"):
+        getattr(ck, operator)(*arguments, **settings)
     ((got, keywords),) = calls
     assert keywords == settings
     assert len(got) == len(arguments)
     assert all(a is b for a, b in zip(got, arguments, strict=True))
 
 
+@pytest.mark.usefixtures("_each_backend")
 @pytest.mark.parametrize("operator", ONE_CALL_EACH)
 def test_no_rows(operator):
     arguments, settings = ONE_CALL_EACH[operator]
@@ -35,6 +44,7 @@ def test_no_rows(operator):
     assert all(t.shape == (0, 5, 8) for t in (out if isinstance(out, tuple) else (out,)))
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_optional_weight_and_bias():
     bare = (X - X.mean(-1, keepdim=True)) / (X.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(ck.layer_norm(X), bare)
@@ -42,6 +52,7 @@ def test_optional_weight_and_bias():
     torch.testing.assert_close(ck.layer_norm(X, None, B), bare + B)
 
 
+@pytest.mark.usefixtures("_each_backend")
 def test_autocast_gives_the_dtype_of_pytorch():
     half = X.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

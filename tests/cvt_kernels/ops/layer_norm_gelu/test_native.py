@@ -17,6 +17,7 @@ from tests.checks import (
     instruction_sets_here,
     not_built,
     recorded_operators,
+    remember_verdict,
     run_on_instruction_set,
     run_python,
     run_sanitized,
@@ -173,20 +174,24 @@ def test_exact_gelu_is_as_good_as_float():
     assert ((ck.gelu(x).double() - exact).abs() <= 1e-7 * x.double().abs()).all()
 
 
-def test_auto_leaves_to_pytorch_what_it_does_faster():
-    large, small = torch.randn(1024, 256), torch.randn(64, 256)
-    with ck.use_backend("auto"):
-        for x, expected in ((large, "native"), (small, "reference"), (large.double(), "reference")):
-            assert torch.equal(ck.gelu(x), call(expected, ck.gelu, x))
-        assert "float64" in ck.fallbacks()["gelu", "native"]
-        ck.layer_norm(large[:600].requires_grad_())
-        assert "200000 with gradients" in ck.fallbacks()["layer_norm", "native"]
-        assert torch.equal(ck.layer_norm(large.double()), call("native", ck.layer_norm, large.double()))
+@every_call
+@pytest.mark.parametrize("verdict", ["native", "reference"])
+def test_auto_takes_it_by_verdict(operator, keywords, verdict):
+    """A verdict on the forward, which those on larger calls and on the backward do not replace."""
+    tensors = arguments(operator, (4, 5), torch.float32)
+    defaults = {"eps": 1e-5} if "layer_norm" in operator else {}
+    remember_verdict(verdict, operator, *tensors, **defaults, **keywords)
+    assert count_by_auto(operator, tensors, keywords) == (verdict == "native")
+    assert count_by_auto(operator, arguments(operator, (400, 5), torch.float32), keywords) == 0
+    assert "has no verdict" in ck.fallbacks()[operator, "native"]
+    assert count_by_auto(operator, [t.requires_grad_() for t in tensors], keywords) == 0
 
 
-def call(backend, operator, x):
-    with ck.use_backend(backend):
-        return operator(x)
+def count_by_auto(operator, tensors, keywords):
+    """Returns how many operators of the extension ``auto`` calls."""
+    with ck.use_backend("auto"), recorded_operators() as called:
+        getattr(ck, operator)(*tensors, **keywords)
+    return count_ours(called)
 
 
 @every_call
