@@ -381,13 +381,16 @@ def forget() -> None:
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
+    device_type = "cuda" if x.is_cuda else "cpu"  # x.device.type makes a new string every time
     key = (
         operator,
         _operators[operator].signature(x, *args, **kwargs),
+        type(x),
         x.dtype,
         x.device,
-        torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"),
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         torch.get_num_threads(),
+        _is_transformed(),
     )
     try:
         choice = _choices.get(key)
@@ -400,6 +403,11 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
                 _choices.clear()
             _choices[key] = choice
     return choice
+
+
+def _is_transformed() -> bool:
+    """Says whether calls are within a function transform of torch.func, or in forward-mode differentiation."""
+    return torch._C._functorch.maybe_current_level() is not None or checks.forward_mode_enabled()
 
 
 class _Decision(NamedTuple):
@@ -415,20 +423,27 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     default = next(name for name in _operators[operator].defaults if name in able)
     if len(able) == 1:
         return _decision(operator, default, default)
+    if (reason := _why_not_for_kernels(x, args, kwargs)) is not None:
+        _note_passed_over(operator, able, default, reason)
+        return _decision(operator, default, default, lasts=False)
     store = verdicts.store_for(x.device)
     asked = question(operator, x, *args, **kwargs)
     verdict = store.get(asked)
     if verdict is None:
-        lasting, passing = _why_not_provable(store), _why_not_provable_now(x, args, kwargs)
+        lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
         if lasting is not None or passing is not None:
-            for backend in able:
-                if backend != default:
-                    _fallbacks[operator, backend] = f"has no verdict, and {lasting or passing}"
+            _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
         verdict = _prove(store, asked, operator, x, args, kwargs)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
+
+
+def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
+    for backend in able:
+        if backend != default:
+            _fallbacks[operator, backend] = reason
 
 
 def _able(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -492,17 +507,22 @@ def _why_not_provable(store: verdicts.Store) -> str | None:
     return None
 
 
-def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _why_not_provable_now(x: Tensor) -> str | None:
     """Says why a call cannot be proven where it is made; None if it can."""
     if x.numel() == 0:
         return "nothing is proven on an empty tensor"
     if machine.is_capturing(x):
         return "nothing is proven while a CUDA graph is captured"
+    return None
+
+
+def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
-        return "nothing is proven on subclasses of tensors"
-    if torch._C._functorch.maybe_current_level() is not None:
-        return "nothing is proven within function transforms"
+        return "verdicts do not hold for subclasses of tensors"
+    if _is_transformed():
+        return "verdicts do not hold within function transforms and forward-mode differentiation"
     return None
 
 
@@ -512,16 +532,24 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
 
     able = _able(operator, x, args, kwargs)
     description = _operators[operator]
-    gradient = description.signature(x, *args, **kwargs)[0]
-    sample_args, sample_kwargs = description.sample(_SAMPLE_ON_GPU if x.is_cuda else 1, x, *args, **kwargs)
-    return proofs.Proof(
-        question=question(operator, x, *args, **kwargs),
-        reference=_implementations[operator]["reference"].function,
-        candidates={name: _implementations[operator][name].function for name in able},
-        default=next(name for name in description.defaults if name in able),
-        whole=proofs.Call((x, *args), kwargs, gradient),
-        sample=proofs.Call(sample_args, sample_kwargs, gradient),
-    )
+    asked, gradient = question(operator, x, *args, **kwargs), description.signature(x, *args, **kwargs)[0]
+
+    def images(factor: int) -> proofs.Call:
+        return proofs.Call(*description.sample(factor, x, *args, **kwargs), gradient)
+
+    with proofs.undisturbed(x.device):
+        return proofs.Proof(
+            question=asked,
+            reference=_implementations[operator]["reference"].function,
+            candidates={name: _implementations[operator][name].function for name in able},
+            default=next(name for name in description.defaults if name in able),
+            whole=images(_ALL),
+            sample=images(_SAMPLE_ON_GPU if x.is_cuda else 1),
+        )
+
+
+_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
+_ALL = 2**40  # more than any call has
 
 
 def _prove(
@@ -542,16 +570,15 @@ def _prove(
         proof = proof_of(operator, x, *args, **kwargs)
         try:
             verdict = proofs.prove(proof)
-        except torch.OutOfMemoryError:
-            flaw = "there was not enough memory to prove it"
-            trials = {name: verdicts.Trial(None, None, None, None, flaw) for name in proof.candidates}
-            return verdicts.Verdict(proof.default, proof.default, trials)
-        _warn_of_wrong_kernels(asked, verdict)
+        except Exception as error:  # of the reference; the call itself may well be served, or raise it again
+            reason = (
+                "not enough memory" if proofs.is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            )
+            trial = verdicts.Trial(None, None, None, None, f"could not be proven: {reason}")
+            return verdicts.Verdict(proof.default, proof.default, dict.fromkeys(proof.candidates, trial))
         store.remember({asked: verdict})
-        return verdict
-
-
-_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
+    _warn_of_wrong_kernels(asked, verdict)
+    return verdict
 
 
 def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:
@@ -575,7 +602,8 @@ def _note(operator: str, verdict: verdicts.Verdict) -> None:
 
 
 def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
-    mine, best = trial.call_seconds, verdict.trials[verdict.chosen].call_seconds
+    chosen = verdict.trials.get(verdict.chosen)
+    mine, best = trial.call_seconds, chosen and chosen.call_seconds
     if mine is None or best is None:
         return f"{verdict.chosen} serves such calls here"
     return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"

@@ -157,10 +157,11 @@ def _flush_cache() -> None:
 @functools.cache
 def _flush_buffer(kind: str, number: int) -> torch.Tensor:
     """Returns memory that fills the L2 of GPU ``number``, or on a CPU those of ``number`` threads' cores."""
-    if kind == "cpu":
-        return torch.empty(number * 2**22, dtype=torch.uint8)
-    size = 4 * torch.cuda.get_device_properties(number).L2_cache_size
-    return torch.empty(max(size, 2**28), dtype=torch.uint8, device=torch.device(kind, number))
+    size = number * 2**22
+    if kind == "cuda":
+        size = max(4 * torch.cuda.get_device_properties(number).L2_cache_size, 2**28)
+    with torch.inference_mode(False):  # a tensor of that mode could not be written outside of it
+        return torch.empty(size, dtype=torch.uint8, device=torch.device(kind, number))
 
 
 def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:
