@@ -406,7 +406,7 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _is_transformed() -> bool:
-    """Says whether calls are within a function transform of torch.func, or in forward-mode differentiation."""
+    """Says whether calls are within a transform of torch.func, or in forward-mode differentiation."""
     return torch._C._functorch.maybe_current_level() is not None or checks.forward_mode_enabled()
 
 

@@ -275,7 +275,7 @@ def check(function: Function, standard: Standard) -> Trial:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Says whether an error means that there is not enough memory, of a GPU or, which has no type, of the host."""
+    """Says whether an error means that there is not enough memory; that of a host has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -369,7 +369,7 @@ def _varies(tensor: Tensor) -> bool:
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random numbers in the place of a tensor's, positive ones in a vector, which may be a variance."""
+    """Returns random numbers in the place of a tensor's; positive ones for a vector, as of variances."""
     if not tensor.is_floating_point():
         return tensor
     numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
