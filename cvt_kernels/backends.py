@@ -369,6 +369,7 @@ class _Choice(NamedTuple):
 
 
 _choices: dict[Any, _Choice] = {}
+_level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
 _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
 _agreed: dict[Any, tuple[str, ...]] = {}
 
@@ -390,7 +391,8 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         x.device,
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         torch.get_num_threads(),
-        _is_transformed(),
+        _level_of_transforms(),
+        checks.forward_mode_enabled(),
     )
     try:
         choice = _choices.get(key)
@@ -403,11 +405,6 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
                 _choices.clear()
             _choices[key] = choice
     return choice
-
-
-def _is_transformed() -> bool:
-    """Says whether calls are within a transform of torch.func, or in forward-mode differentiation."""
-    return torch._C._functorch.maybe_current_level() is not None or checks.forward_mode_enabled()
 
 
 class _Decision(NamedTuple):
@@ -434,7 +431,16 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         if lasting is not None or passing is not None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
-        verdict = _prove(store, asked, operator, x, args, kwargs)
+        try:
+            verdict = _prove(store, asked, operator, x, args, kwargs)
+        except Warning:  # where warnings are errors
+            raise
+        except Exception as error:  # the call itself may be served all the same, or raises it again
+            from . import proofs
+
+            reason = f"could not be proven: {proofs.describe_error(error)}"
+            _note_passed_over(operator, able, default, reason)
+            return _decision(operator, default, default)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
@@ -521,7 +527,7 @@ def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"
-    if _is_transformed():
+    if _level_of_transforms() is not None or checks.forward_mode_enabled():
         return "verdicts do not hold within function transforms and forward-mode differentiation"
     return None
 
@@ -567,15 +573,7 @@ def _prove(
         verdict = store.get(asked)
         if verdict is not None:
             return verdict
-        proof = proof_of(operator, x, *args, **kwargs)
-        try:
-            verdict = proofs.prove(proof)
-        except Exception as error:  # of the reference; the call itself may well be served, or raise it again
-            reason = (
-                "not enough memory" if proofs.is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-            )
-            trial = verdicts.Trial(None, None, None, None, f"could not be proven: {reason}")
-            return verdicts.Verdict(proof.default, proof.default, dict.fromkeys(proof.candidates, trial))
+        verdict = proofs.prove(proof_of(operator, x, *args, **kwargs))
         store.remember({asked: verdict})
     _warn_of_wrong_kernels(asked, verdict)
     return verdict
@@ -606,6 +604,8 @@ def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
     mine, best = trial.call_seconds, chosen and chosen.call_seconds
     if mine is None or best is None:
         return f"{verdict.chosen} serves such calls here"
+    if mine <= best:
+        return f"is hardly faster than {verdict.chosen} (measured here)"
     return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
 
 

@@ -267,11 +267,15 @@ def check(function: Function, standard: Standard) -> Trial:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        return Trial(None, None, None, None, f"fails: {type(error).__name__}: {reason}")
+        return Trial(None, None, None, None, f"fails: {describe_error(error)}")
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
     return _compare(results, standard)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
 
 
 def is_out_of_memory(error: Exception) -> bool:

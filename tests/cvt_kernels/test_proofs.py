@@ -587,6 +587,14 @@ def test_a_branch_without_gradients():
     assert verdict.trials["native"].seconds is not None
 
 
+def test_no_call_of_a_proof_exchanges_data_with_other_processes():
+    convs = tuple(conv._replace(process_group=object()) for conv in branches())
+    proof = backends.proof_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
+    for call in (proof.sample, proof.whole):
+        assert call.args[0].shape[0] == 3
+        assert all(conv.process_group is None for conv in call.args[2])
+
+
 # Choice ---------------------------------------------------------------------------------------------------
 
 
