@@ -14,7 +14,8 @@ import importlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -268,8 +269,9 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
     """
     if _requested != _AUTO or torch.compiler.is_compiling():
         return call(operator, x, *args, **kwargs)
-    key = group, operator, shared, x.dtype, x.device
-    if key not in _agreed:
+    agreed = _agreed.setdefault(group, {})
+    key = operator, shared, x.dtype, x.device
+    if key not in agreed:
         if machine.is_capturing(x):
             return _first_able(operator, _operators[operator].defaults, x, *args, **kwargs)
         proposal = BACKENDS.index(_choice(operator, x, args, kwargs).eager.backend)
@@ -277,8 +279,8 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         highest, lowest = extremes[0].item(), -extremes[1].item()
         defaults = _operators[operator].defaults
-        _agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
-    return _first_able(operator, _agreed[key], x, *args, **kwargs)
+        agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
+    return _first_able(operator, agreed[key], x, *args, **kwargs)
 
 
 def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -371,7 +373,8 @@ class _Choice(NamedTuple):
 _choices: dict[Any, _Choice] = {}
 _level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
 _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
-_agreed: dict[Any, tuple[str, ...]] = {}
+#: By process group, whose end it does not delay.
+_agreed: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def forget() -> None:

@@ -31,7 +31,7 @@ _POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
-_UNITS_OF_FLOAT64 = 1000
+_UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 15  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
@@ -185,12 +185,15 @@ class Standard(NamedTuple):
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
+        nudged: The same for arguments that are off by a rounding in float32, which shows what rounding may do
+            to results, as where a statistic is of two values: the error of ``same`` may be small by luck.
     """
 
     sample: Call
     douts: list[Tensor]
     same: Results
     exact: Results
+    nudged: Results
 
     @classmethod
     def of(cls, reference: Function, sample: Call) -> Standard:
@@ -217,8 +220,11 @@ class Standard(NamedTuple):
         douts = [_randomized(torch.empty_like(out), generator) for out in outputs] if sample.gradient else []
         same = run(reference, sample.map(_copied), douts)
         with torch.autocast(sample.device.type, enabled=False):
-            exact = run(reference, sample.map(_in_float64), [dout.double() for dout in douts])
-        return cls(sample, douts, same, exact)
+            exact, nudged = (
+                run(reference, sample.map(convert), [dout.double() for dout in douts])
+                for convert in (_in_float64, lambda tensor: _nudged(tensor, generator))
+            )
+        return cls(sample, douts, same, exact, nudged)
 
     def _is_near_exact(self) -> bool:
         """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
@@ -285,13 +291,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _compare(results: Results, standard: Standard) -> Trial:
     """Returns the trial of results: their largest error, relative to the allowed one, or the first flaw."""
-    same, exact, sample = standard.same, standard.exact, standard.sample
+    same, exact, nudged, sample = standard.same, standard.exact, standard.nudged, standard.sample
     shapes = [(out.dtype, out.shape) for out in results.outputs]
     expected = [(out.dtype, out.shape) for out in same.outputs]
     if shapes != expected:
         return Trial(None, None, None, None, f"wrong: returns {shapes}, expected {expected}")
     errors = [
-        *_errors("output", results.outputs, same.outputs, exact.outputs),
+        *_errors("output", results.outputs, standard, "outputs"),
         *_gradient_errors(results.gradients, standard),
     ]
     for i, given in enumerate(sample.tensors()):
@@ -303,11 +309,10 @@ def _compare(results: Results, standard: Standard) -> Trial:
             if not torch.equal(after, same.arguments[i]):
                 return Trial(None, None, None, None, f"wrong: leaves {after} in tensor {i} of its arguments")
         else:
-            named = [same.arguments[i]], [exact.arguments[i]]
-            [(name, error)] = _errors(f"argument {i}, new value", [after], *named)
+            error = _error(after, same.arguments[i], exact.arguments[i], nudged.arguments[i])
             # A sum with the old value is as coarse as that.
             coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
-            errors.append((name, error._replace(allowed=error.allowed + coarseness)))
+            errors.append((f"argument {i}, new value", error._replace(allowed=error.allowed + coarseness)))
     failed = [pair for pair in errors if not pair[1].passed]
     name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
     if not failed:
@@ -322,9 +327,9 @@ def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[s
     Some gradients are sums that cancel, as those of q for a single key: PyTorch's may then be exact by luck,
     and the rounding that is left to ours depends on the size of other numbers.
     """
-    same, exact = standard.same.gradients, standard.exact.gradients
+    exact = standard.exact.gradients
     others = max((t.abs().max().item() for t in (*exact, *standard.douts) if t.numel()), default=0.0)
-    errors = _errors("gradient", ours, same, exact, accuracy.GRADIENT_FACTOR)
+    errors = _errors("gradient", ours, standard, "gradients", accuracy.GRADIENT_FACTOR)
     for (name, error), mine, truth in zip(errors, ours, exact, strict=True):
         rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
         cancels = not truth.numel() or truth.abs().max().item() <= _CANCELS * others
@@ -333,18 +338,24 @@ def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[s
 
 
 def _errors(
-    name: str,
-    ours: list[Tensor],
-    same: list[Tensor],
-    exact: list[Tensor],
-    factor: float = accuracy.VALUE_FACTOR,
+    name: str, ours: list[Tensor], standard: Standard, kind: str, factor: float = accuracy.VALUE_FACTOR
 ) -> Iterator[tuple[str, accuracy.Error]]:
-    for i, (mine, theirs, truth) in enumerate(zip(ours, same, exact, strict=True)):
-        units = max(_UNITS, accuracy.usual_units(mine.numel()))
-        if mine.dtype == torch.float64:  # PyTorch's result is the exact one itself
-            units = _UNITS_OF_FLOAT64
-        error = accuracy.compare(mine, theirs, truth, factor=factor, units=units)
+    """Yields the errors of all results of a kind, a field of :class:`Results`, each with its name."""
+    same, exact, nudged = (getattr(each, kind) for each in (standard.same, standard.exact, standard.nudged))
+    for i, mine in enumerate(ours):
+        error = _error(mine, same[i], exact[i], nudged[i], factor)
         yield f"{name} {i}" if len(ours) > 1 else name, error
+
+
+def _error(
+    mine: Tensor, same: Tensor, exact: Tensor, nudged: Tensor, factor: float = accuracy.VALUE_FACTOR
+) -> accuracy.Error:
+    units = max(_UNITS, accuracy.usual_units(mine.numel()))
+    if mine.dtype == torch.float64:
+        units = _UNITS_OF_FLOAT64
+    error = accuracy.compare(mine, same, exact, factor=factor, units=units)
+    by_rounding = accuracy.compare(mine, nudged.to(mine.dtype), exact, factor=factor, units=units).allowed
+    return error._replace(allowed=by_rounding) if error.allowed < by_rounding < math.inf else error
 
 
 def _flat(outputs: Any) -> list[Tensor]:
@@ -358,6 +369,16 @@ def _copied(tensor: Tensor) -> Tensor:
 def _in_float64(tensor: Tensor) -> Tensor:
     exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
     return exact.requires_grad_(tensor.requires_grad)
+
+
+def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a tensor in float64, each number off by up to a unit in the last place of float32."""
+    exact = _in_float64(tensor)
+    if tensor.is_floating_point():
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
+        unit = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+        exact.data.mul_(1 + unit * (2 * noise - 1))
+    return exact
 
 
 def _timeable(tensor: Tensor) -> Tensor:
