@@ -15,7 +15,8 @@ import importlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,8 +272,9 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
     """
     if _requested != _AUTO or torch.compiler.is_compiling():
         return call(operator, x, *args, **kwargs)
-    key = group, operator, shared, x.dtype, x.device
-    if key not in _agreed:
+    agreed = _agreed.setdefault(group, {})
+    key = operator, shared, x.dtype, x.device
+    if key not in agreed:
         if machine.is_capturing(x):
             return _first_able(operator, _operators[operator].defaults, x, *args, **kwargs)
         proposal = BACKENDS.index(_choice(operator, x, args, kwargs).eager.backend)
@@ -280,8 +282,8 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         highest, lowest = extremes[0].item(), -extremes[1].item()
         defaults = _operators[operator].defaults
-        _agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
-    return _first_able(operator, _agreed[key], x, *args, **kwargs)
+        agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
+    return _first_able(operator, agreed[key], x, *args, **kwargs)
 
 
 def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -372,8 +374,10 @@ class _Choice(NamedTuple):
 
 
 _choices: dict[Any, _Choice] = {}
+_level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
 _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
-_agreed: dict[Any, tuple[str, ...]] = {}
+#: By process group, whose end it does not delay.
+_agreed: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def forget() -> None:
@@ -384,14 +388,17 @@ def forget() -> None:
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
-    device_type = "cuda" if x.is_cuda else "cpu"
+    device_type = "cuda" if x.is_cuda else "cpu"  # x.device.type makes a new string every time
     key = (
         operator,
         _operators[operator].signature(x, *args, **kwargs),
+        type(x),
         x.dtype,
         x.device,
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         torch.get_num_threads(),
+        _level_of_transforms(),
+        checks.forward_mode_enabled(),
     )
     try:
         choice = _choices.get(key)
@@ -419,20 +426,36 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     default = next(name for name in _operators[operator].defaults if name in able)
     if len(able) == 1:
         return _decision(operator, default, default)
+    if (reason := _why_not_for_kernels(x, args, kwargs)) is not None:
+        _note_passed_over(operator, able, default, reason)
+        return _decision(operator, default, default, lasts=False)
     store = verdicts.store_for(x.device)
     asked = question(operator, x, *args, **kwargs)
     verdict = store.get(asked)
     if verdict is None:
-        lasting, passing = _why_not_provable(store), _why_not_provable_now(x, args, kwargs)
+        lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
         if lasting is not None or passing is not None:
-            for backend in able:
-                if backend != default:
-                    _fallbacks[operator, backend] = f"has no verdict, and {lasting or passing}"
+            _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
-        verdict = _prove(store, asked, operator, x, args, kwargs)
+        try:
+            verdict = _prove(store, asked, operator, x, args, kwargs)
+        except Warning:  # where warnings are errors
+            raise
+        except Exception as error:  # the call itself may be served all the same, or raises it again
+            from . import proofs
+
+            reason = f"could not be proven: {proofs.describe_error(error)}"
+            _note_passed_over(operator, able, default, reason)
+            return _decision(operator, default, default)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
+
+
+def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
+    for backend in able:
+        if backend != default:
+            _fallbacks[operator, backend] = reason
 
 
 def _able(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -499,7 +522,7 @@ def _why_not_provable(store: verdicts.Store) -> str | None:
     return None
 
 
-def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _why_not_provable_now(x: Tensor) -> str | None:
     """Says why a call cannot be proven where it is made; None if it can."""
     if x.numel() == 0:
         return "nothing is proven on an empty tensor"
@@ -507,11 +530,16 @@ def _why_not_provable_now(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
         return f"nothing is proven on {x.device.type} tensors"
     if machine.is_capturing(x):
         return "nothing is proven while a CUDA graph is captured"
+    return None
+
+
+def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
-        return "nothing is proven on subclasses of tensors"
-    if torch._C._functorch.maybe_current_level() is not None:
-        return "nothing is proven within function transforms"
+        return "verdicts do not hold for subclasses of tensors"
+    if _level_of_transforms() is not None or checks.forward_mode_enabled():
+        return "verdicts do not hold within function transforms and forward-mode differentiation"
     return None
 
 
@@ -521,16 +549,24 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
 
     able = _able(operator, x, args, kwargs)
     description = _operators[operator]
-    gradient = description.signature(x, *args, **kwargs)[0]
-    sample_args, sample_kwargs = description.sample(_SAMPLE_ON_GPU if x.is_cuda else 1, x, *args, **kwargs)
-    return proofs.Proof(
-        question=question(operator, x, *args, **kwargs),
-        reference=_implementations[operator]["reference"].function,
-        candidates={name: _implementations[operator][name].function for name in able},
-        default=next(name for name in description.defaults if name in able),
-        whole=proofs.Call((x, *args), kwargs, gradient),
-        sample=proofs.Call(sample_args, sample_kwargs, gradient),
-    )
+    asked, gradient = question(operator, x, *args, **kwargs), description.signature(x, *args, **kwargs)[0]
+
+    def images(factor: int) -> proofs.Call:
+        return proofs.Call(*description.sample(factor, x, *args, **kwargs), gradient)
+
+    with proofs.undisturbed(x.device):
+        return proofs.Proof(
+            question=asked,
+            reference=_implementations[operator]["reference"].function,
+            candidates={name: _implementations[operator][name].function for name in able},
+            default=next(name for name in description.defaults if name in able),
+            whole=images(_ALL),
+            sample=images(_SAMPLE_ON_GPU if x.is_cuda else 1),
+        )
+
+
+_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
+_ALL = 2**40  # more than any call has
 
 
 def _prove(
@@ -548,19 +584,10 @@ def _prove(
         verdict = store.get(asked)
         if verdict is not None:
             return verdict
-        proof = proof_of(operator, x, *args, **kwargs)
-        try:
-            verdict = proofs.prove(proof)
-        except torch.OutOfMemoryError:
-            flaw = "there was not enough memory to prove it"
-            trials = {name: verdicts.Trial(None, None, None, None, flaw) for name in proof.candidates}
-            return verdicts.Verdict(proof.default, proof.default, trials)
-        _warn_of_wrong_kernels(asked, verdict)
+        verdict = proofs.prove(proof_of(operator, x, *args, **kwargs))
         store.remember({asked: verdict})
-        return verdict
-
-
-_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
+    _warn_of_wrong_kernels(asked, verdict)
+    return verdict
 
 
 def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:
@@ -584,9 +611,12 @@ def _note(operator: str, verdict: verdicts.Verdict) -> None:
 
 
 def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
-    mine, best = trial.call_seconds, verdict.trials[verdict.chosen].call_seconds
+    chosen = verdict.trials.get(verdict.chosen)
+    mine, best = trial.call_seconds, chosen and chosen.call_seconds
     if mine is None or best is None:
         return f"{verdict.chosen} serves such calls here"
+    if mine <= best:
+        return f"is hardly faster than {verdict.chosen} (measured here)"
     return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
 
 

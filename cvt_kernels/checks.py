@@ -56,14 +56,19 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
 
 def wants_gradient(*values: object) -> bool:
     """Returns whether autograd has to record a computation on these arguments, in reverse or forward mode."""
-    # There is no public way to ask; without this one, the answer is on the safe side.
-    if getattr(forward_ad, "_current_level", 0) >= 0:
+    if forward_mode_enabled():
         return True
     if torch.is_grad_enabled():
         for value in values:  # a loop, since a generator costs as much as a small operator's other checks
             if isinstance(value, Tensor) and value.requires_grad:
                 return True
     return False
+
+
+def forward_mode_enabled() -> bool:
+    """Returns whether forward-mode differentiation is on."""
+    # There is no public way to ask; without this one, the answer is on the safe side.
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def autocast_enabled(x: Tensor) -> bool:

@@ -8,7 +8,9 @@ memory that it is given or allocates holds NaN where nothing was written, and ha
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +28,10 @@ MARGIN = 1.05
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
+_HUGE = 1e15  # sums of squares of larger numbers may overflow float32
+_CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
+_UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 15  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
@@ -61,6 +66,10 @@ class Call(NamedTuple):
 
         args, kwargs = pytree.tree_map_only(Tensor, once, (self.args, dict(self.kwargs)))
         return Call(args, kwargs, self.gradient)
+
+    def detached(self) -> Call:
+        """Returns the call outside of any graph, its tensors requiring a gradient where one is wanted."""
+        return self.map(lambda tensor: tensor.detach().requires_grad_(self.gradient and tensor.requires_grad))
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors in the arguments, in their order."""
@@ -99,7 +108,8 @@ def prove(proof: Proof) -> Verdict:
     its modes see nothing of it.
 
     Raises:
-        torch.OutOfMemoryError: There is not enough memory for the proof.
+        Exception: The reference cannot compute the sample, or there is not enough memory
+            (:func:`is_out_of_memory`).
     """
     with undisturbed(proof.sample.device):
         standard = Standard.of(proof.reference, proof.sample)
@@ -110,9 +120,15 @@ def prove(proof: Proof) -> Verdict:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Lets the block run without the caller's modes and hooks on saved tensors, but with its autocast."""
+    """Lets the block run without the caller's modes and hooks on saved tensors, but with its autocast.
+
+    The caller's random numbers go on afterwards as if nothing had been drawn.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
@@ -169,22 +185,33 @@ class Standard(NamedTuple):
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
+        nudged: The same for arguments that are off by a rounding in float32, which shows what rounding may do
+            to results, as where a statistic is of two values: the error of ``same`` may be small by luck.
     """
 
     sample: Call
     douts: list[Tensor]
     same: Results
     exact: Results
+    nudged: Results
 
     @classmethod
     def of(cls, reference: Function, sample: Call) -> Standard:
-        """Runs the reference; on random numbers where those of the call could not tell right from wrong."""
-        sample = sample.map(_detached)
-        standard = cls._run(reference, sample)
-        if standard._tells_much():
-            return standard
+        """Runs the reference; on random numbers where those of the call could not tell right from wrong.
+
+        Raises:
+            FloatingPointError: PyTorch's results are not finite on random numbers either.
+        """
+        sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
-        return cls._run(reference, sample.map(lambda tensor: _randomized(tensor, generator)))
+        varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
+        standard = cls._run(reference, varied)
+        if standard._is_near_exact():
+            return standard
+        standard = cls._run(reference, sample.map(lambda tensor: _randomized(tensor, generator)))
+        if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
+            raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
+        return standard
 
     @classmethod
     def _run(cls, reference: Function, sample: Call) -> Standard:
@@ -193,33 +220,48 @@ class Standard(NamedTuple):
         douts = [_randomized(torch.empty_like(out), generator) for out in outputs] if sample.gradient else []
         same = run(reference, sample.map(_copied), douts)
         with torch.autocast(sample.device.type, enabled=False):
-            exact = run(reference, sample.map(_in_float64), [dout.double() for dout in douts])
-        return cls(sample, douts, same, exact)
+            exact, nudged = (
+                run(reference, sample.map(convert), [dout.double() for dout in douts])
+                for convert in (_in_float64, lambda tensor: _nudged(tensor, generator))
+            )
+        return cls(sample, douts, same, exact, nudged)
 
-    def _tells_much(self) -> bool:
-        """Says whether all results are finite, and no argument of several dimensions is constant."""
-        wide = [t for t in self.sample.tensors() if t.is_floating_point() and t.ndim > 1 and t.numel() > 1]
-        if any(bool(t.min() == t.max()) for t in wide):
-            return False
-        return all(bool(t.isfinite().all()) for t in (*self.same.outputs, *self.same.gradients))
+    def _is_near_exact(self) -> bool:
+        """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
+        after = zip(self.sample.tensors(), self.same.arguments, self.exact.arguments, strict=True)
+        changed = [(mine, truth) for given, mine, truth in after if not torch.equal(mine, given)]
+        results = zip(
+            (*self.same.outputs, *self.same.gradients),
+            (*self.exact.outputs, *self.exact.gradients),
+            strict=True,
+        )
+        return all(_is_near(mine, truth) for mine, truth in (*results, *changed) if mine.is_floating_point())
+
+
+def _is_near(result: Tensor, exact: Tensor) -> bool:
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    error = accuracy.compare(result, result, exact).ours
+    return error <= torch.finfo(result.dtype).eps ** 0.5 * largest < math.inf
 
 
 def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
     """Runs a function on a call, which it may change, and with ``douts`` the backward too."""
-    leaves = [t for t in call.tensors() if t.requires_grad]
     with torch.set_grad_enabled(call.gradient):
         outputs = _flat(function(*call.args, **call.kwargs))
-    gradients: list[Tensor] = []
-    if call.gradient:
-        pairs = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out.requires_grad]
-        given = torch.autograd.grad(
-            [out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True
-        )
-        gradients = [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, given, strict=True)
-        ]
+    gradients = _gradients(call, outputs, douts) if call.gradient else []
     return Results([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()])
+
+
+def _gradients(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the arguments that require one; zeros where there is none."""
+    leaves = [t for t in call.tensors() if t.requires_grad]
+    pairs = [pair for pair in zip(outputs, douts, strict=True) if pair[0].requires_grad]
+    roots, grads = zip(*pairs, strict=True) if pairs else ((), ())
+    given = torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, given, strict=True)
+    ]
 
 
 def check(function: Function, standard: Standard) -> Trial:
@@ -228,26 +270,35 @@ def check(function: Function, standard: Standard) -> Trial:
         with guarded_memory() as memory:
             results = run(function, standard.sample.map(memory.copy), standard.douts)
             measure.synchronize(standard.sample.device)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        return Trial(None, None, None, None, f"fails: {type(error).__name__}: {reason}")
+        if is_out_of_memory(error):
+            raise
+        return Trial(None, None, None, None, f"fails: {describe_error(error)}")
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
     return _compare(results, standard)
 
 
+def describe_error(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Says whether an error means that there is not enough memory; that of a host has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _compare(results: Results, standard: Standard) -> Trial:
     """Returns the trial of results: their largest error, relative to the allowed one, or the first flaw."""
-    same, exact, sample = standard.same, standard.exact, standard.sample
+    same, exact, nudged, sample = standard.same, standard.exact, standard.nudged, standard.sample
     shapes = [(out.dtype, out.shape) for out in results.outputs]
     expected = [(out.dtype, out.shape) for out in same.outputs]
     if shapes != expected:
         return Trial(None, None, None, None, f"wrong: returns {shapes}, expected {expected}")
     errors = [
-        *_errors("output", results.outputs, same.outputs, exact.outputs, accuracy.VALUE_FACTOR),
-        *_errors("gradient", results.gradients, same.gradients, exact.gradients, accuracy.GRADIENT_FACTOR),
+        *_errors("output", results.outputs, standard, "outputs"),
+        *_gradient_errors(results.gradients, standard),
     ]
     for i, given in enumerate(sample.tensors()):
         after = results.arguments[i]
@@ -258,8 +309,10 @@ def _compare(results: Results, standard: Standard) -> Trial:
             if not torch.equal(after, same.arguments[i]):
                 return Trial(None, None, None, None, f"wrong: leaves {after} in tensor {i} of its arguments")
         else:
-            named = [same.arguments[i]], [exact.arguments[i]]
-            errors += _errors(f"argument {i}, new value", [after], *named, accuracy.VALUE_FACTOR)
+            error = _error(after, same.arguments[i], exact.arguments[i], nudged.arguments[i])
+            # A sum with the old value is as coarse as that.
+            coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
+            errors.append((f"argument {i}, new value", error._replace(allowed=error.allowed + coarseness)))
     failed = [pair for pair in errors if not pair[1].passed]
     name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
     if not failed:
@@ -268,21 +321,45 @@ def _compare(results: Results, standard: Standard) -> Trial:
     return Trial(worst.ours, worst.allowed, None, None, flaw)
 
 
+def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[str, accuracy.Error]]:
+    """Yields the errors of gradients.
+
+    Some gradients are sums that cancel, as those of q for a single key: PyTorch's may then be exact by luck,
+    and the rounding that is left to ours depends on the size of other numbers.
+    """
+    exact = standard.exact.gradients
+    others = max((t.abs().max().item() for t in (*exact, *standard.douts) if t.numel()), default=0.0)
+    errors = _errors("gradient", ours, standard, "gradients", accuracy.GRADIENT_FACTOR)
+    for (name, error), mine, truth in zip(errors, ours, exact, strict=True):
+        rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
+        cancels = not truth.numel() or truth.abs().max().item() <= _CANCELS * others
+        allowed = (rounding**0.5 if cancels else _UNITS * rounding) * others
+        yield name, error._replace(allowed=error.allowed + allowed)
+
+
 def _errors(
-    name: str, ours: list[Tensor], same: list[Tensor], exact: list[Tensor], factor: float
+    name: str, ours: list[Tensor], standard: Standard, kind: str, factor: float = accuracy.VALUE_FACTOR
 ) -> Iterator[tuple[str, accuracy.Error]]:
-    for i, (mine, theirs, truth) in enumerate(zip(ours, same, exact, strict=True)):
-        units = max(_UNITS, accuracy.usual_units(mine.numel()))
-        error = accuracy.compare(mine, theirs, truth, factor=factor, units=units)
+    """Yields the errors of all results of a kind, a field of :class:`Results`, each with its name."""
+    same, exact, nudged = (getattr(each, kind) for each in (standard.same, standard.exact, standard.nudged))
+    for i, mine in enumerate(ours):
+        error = _error(mine, same[i], exact[i], nudged[i], factor)
         yield f"{name} {i}" if len(ours) > 1 else name, error
+
+
+def _error(
+    mine: Tensor, same: Tensor, exact: Tensor, nudged: Tensor, factor: float = accuracy.VALUE_FACTOR
+) -> accuracy.Error:
+    units = max(_UNITS, accuracy.usual_units(mine.numel()))
+    if mine.dtype == torch.float64:
+        units = _UNITS_OF_FLOAT64
+    error = accuracy.compare(mine, same, exact, factor=factor, units=units)
+    by_rounding = accuracy.compare(mine, nudged.to(mine.dtype), exact, factor=factor, units=units).allowed
+    return error._replace(allowed=by_rounding) if error.allowed < by_rounding < math.inf else error
 
 
 def _flat(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -294,18 +371,43 @@ def _in_float64(tensor: Tensor) -> Tensor:
     return exact.requires_grad_(tensor.requires_grad)
 
 
+def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a tensor in float64, each number off by up to a unit in the last place of float32."""
+    exact = _in_float64(tensor)
+    if tensor.is_floating_point():
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
+        unit = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+        exact.data.mul_(1 + unit * (2 * noise - 1))
+    return exact
+
+
 def _timeable(tensor: Tensor) -> Tensor:
-    """Returns a tensor detached; a copy if it may be a running statistic, which calls would change."""
-    return _copied(tensor) if tensor.ndim < 2 else _detached(tensor)
+    """Returns a tensor; a copy if it may be a running statistic, which calls would change."""
+    return _copied(tensor) if tensor.ndim < 2 else tensor
+
+
+def _varies(tensor: Tensor) -> bool:
+    """Says whether a tensor can tell right from wrong: not if it is constant, has a NaN or huge numbers."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(tensor.min() < tensor.max() < _HUGE)  # masks may have −inf
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random numbers in the place of a tensor of several dimensions; others, such as scales, stay."""
-    if not tensor.is_floating_point() or tensor.ndim < 2:
+    """Returns random numbers in the place of a tensor's; positive ones for a vector, as of variances."""
+    if not tensor.is_floating_point():
         return tensor
-    wide = torch.randn(tensor.shape, generator=generator, device=tensor.device)
-    numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return numbers.copy_(wide).requires_grad_(tensor.requires_grad)
+    numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
+    if tensor.ndim < 2:
+        numbers = 0.5 + numbers.abs()
+    numbers = numbers.to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return numbers.requires_grad_(tensor.requires_grad)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the number of elements from the first to the last one of a tensor in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in steps) + 1 if tensor.numel() else 0
 
 
 # Guarded memory -------------------------------------------------------------------------------------------
@@ -314,16 +416,26 @@ def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
 @contextlib.contextmanager
 def guarded_memory() -> Iterator[GuardedMemory]:
     """Lets the block run in :class:`GuardedMemory`, the extension's kernels included."""
-    extension = sys.modules.get("cvt_kernels._C")
-    memory = GuardedMemory()
-    if extension is not None:
-        extension.dispatch_allocations(True)
+    _count_guarded(1)
     try:
-        with memory:
+        with GuardedMemory() as memory:
             yield memory
     finally:
+        _count_guarded(-1)
+
+
+_lock = threading.Lock()
+_guarded = 0  # blocks in guarded memory, of all threads
+
+
+def _count_guarded(change: int) -> None:
+    """Lets the extension allocate where Python can watch as long as there is a block in guarded memory."""
+    global _guarded
+    with _lock:
+        _guarded += change
+        extension = sys.modules.get("cvt_kernels._C")
         if extension is not None:
-            extension.dispatch_allocations(False)
+            extension.dispatch_allocations(_guarded > 0)
 
 
 class GuardedMemory(TorchDispatchMode):
@@ -348,28 +460,30 @@ class GuardedMemory(TorchDispatchMode):
             with self:
                 return function.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
         result = function(*args, **kwargs)
-        if function not in _ALLOCATIONS:
+        if function not in _ALLOCATIONS and function not in _FILLED:
             return result
-        return self._allocate(result, result.untyped_storage().nbytes())
+        guarded = self._allocate(result, result.untyped_storage().nbytes())
+        return guarded.copy_(result) if function in _FILLED else guarded
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a tensor, with its strides."""
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = sum((size - 1) * stride for size, stride in steps) + 1 if tensor.numel() else 0
-        flat = tensor.detach().as_strided((extent,), (1,))
-        copy = self._allocate(flat, extent * tensor.element_size()).copy_(flat)
+        """Returns a copy of a tensor, with its strides and its alignment."""
+        flat = tensor.detach().as_strided((_extent(tensor),), (1,))
+        shift = tensor.data_ptr() % _ALIGNMENT
+        copy = self._allocate(flat, flat.nbytes, shift - shift % flat.element_size()).copy_(flat)
         return copy.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
-    def _allocate(self, like: Tensor, size: int) -> Tensor:
-        """Returns poisoned memory of ``size`` bytes with the dtype, shape and strides of a tensor."""
-        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.full((padded + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=like.device)
-        self._zones += [buffer[:_GUARD], buffer[_GUARD + size :]]
-        return (
-            buffer[_GUARD : _GUARD + padded]
-            .view(like.dtype)
-            .as_strided(like.shape, like.stride(), _GUARD // like.element_size())
-        )
+    def _allocate(self, like: Tensor, size: int, shift: int = 0) -> Tensor:
+        """Returns poisoned memory of ``size`` bytes with the dtype, shape and strides of a tensor.
+
+        It begins ``shift`` bytes behind an aligned address.
+        """
+        start = _GUARD + shift
+        padded = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
+        with _disable_current_modes():  # this one, where copy() was called within it
+            buffer = torch.full((padded,), _POISON, dtype=torch.uint8, device=like.device)
+        self._zones += [buffer[:start], buffer[start + size :]]
+        offset = start // like.element_size()
+        return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
 
     def is_overwritten(self) -> bool:
         """Says whether something was written into a guard zone."""
@@ -382,6 +496,18 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
+}
+#: What else gives kernels memory to write into.
+_FILLED = {
+    torch.ops.aten.clone.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.aten.new_full.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.zeros_like.default,
 }
 
 
@@ -398,7 +524,7 @@ def time_in_turns(
     """
     if len(candidates) < 2:
         return {}
-    call = call.map(_timeable)
+    call = call.detached().map(_timeable)
     functions = [_timed(function, call) for function in candidates.values()]
     measured = measure.cold_seconds_in_turns(functions, call.device, _SECONDS, fewest=_FEWEST, most=_MOST)
     return {
@@ -408,8 +534,6 @@ def time_in_turns(
 
 
 def _timed(function: Function, call: Call) -> Callable[[], Any]:
-    leaves = [t for t in call.tensors() if t.requires_grad]
-
     def run_forward() -> Any:
         with torch.no_grad():
             return function(*call.args, **call.kwargs)
@@ -419,7 +543,6 @@ def _timed(function: Function, call: Call) -> Callable[[], Any]:
     douts = [torch.ones_like(out) for out in _flat(run_forward())]
 
     def run_both() -> Any:
-        outputs = _flat(function(*call.args, **call.kwargs))
-        torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
+        _gradients(call, _flat(function(*call.args, **call.kwargs)), douts)
 
     return run_both

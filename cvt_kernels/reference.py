@@ -116,7 +116,10 @@ def conv_projection(
     for conv in convs:
         y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
         y = _batch_norm(y, conv, training).permute(0, 2, 3, 1).flatten(1, 2)
-        outputs.append(torch.cat([class_token, y], dim=1) if tokens > height * width else y.contiguous())
+        if tokens > height * width:
+            outputs.append(torch.cat([class_token.to(y.dtype), y], dim=1))  # the dtype of autocast for all
+        else:
+            outputs.append(y.contiguous())
     return tuple(outputs)
 
 

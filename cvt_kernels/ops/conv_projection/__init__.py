@@ -21,13 +21,18 @@ _SAMPLE = 2**21  # elements
 def _signature(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Any, ...]:
-    parameters = [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
+    # To list them takes longer than all else here.
+    parameters = (
+        [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
+        if torch.is_grad_enabled()
+        else ()
+    )
     statistics = training or convs[0].running_mean is None
     return checks.wants_gradient(x, *parameters), x.shape, grid, statistics, _geometry(convs)
 
 
 def _geometry(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
-    return tuple((conv.weight.shape[3], conv.stride, conv.padding, conv.dilation) for conv in convs)
+    return tuple([(conv.weight.shape[3], conv.stride, conv.padding, conv.dilation) for conv in convs])
 
 
 def _shape_class(

@@ -1,0 +1,799 @@
+"""``auto``: the first call of a kind proves the kernels; later ones and other processes rely on that."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import cvt_kernels as ck
+from cvt_kernels import backends, machine, proofs, reference, verdicts
+from cvt_kernels.backends import Implementation
+from tests.checks import recorded_operators, remember_verdict, run_python
+
+CPU = torch.device("cpu")
+
+
+def slow(function, seconds=0.01):
+    def sleeps(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return sleeps
+
+
+@pytest.fixture
+def proven(monkeypatch, proving) -> list[str]:
+    """Turns proofs on and PyTorch's own GELU slow; lists the questions as they are proven."""
+    questions = []
+    prove = proofs.prove
+
+    def noted(proof):
+        questions.append(proof.question)
+        return prove(proof)
+
+    monkeypatch.setattr(proofs, "prove", noted)
+    backends.register("gelu", "reference", Implementation(slow(reference.gelu)))
+    return questions
+
+
+@contextlib.contextmanager
+def new_process():
+    """Lets the block run with what is on disk only."""
+    backends.forget()
+    verdicts._stores.clear()
+    yield
+
+
+def answers(device=CPU) -> dict[str, verdicts.Verdict]:
+    return verdicts.store_for(device).questions()
+
+
+def only_answer() -> verdicts.Verdict:
+    [verdict] = answers().values()
+    return verdict
+
+
+def register(function, backend="native", operator="gelu", **conditions) -> list[int]:
+    """Registers a backend; returns a list that grows by one at each of its calls."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    backends.register(operator, backend, Implementation(counted, **conditions))
+    return calls
+
+
+# Wrong kernels --------------------------------------------------------------------------------------------
+
+
+def _one_wrong(x, *, approximate):
+    out = reference.gelu(x, approximate=approximate).clone()
+    out.view(-1)[3] += 0.1
+    return out
+
+
+def _outside(x, *, approximate):
+    out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
+    with contextlib.suppress(RuntimeError):  # outside of a proof there is nothing behind it
+        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0.0)
+    return out
+
+
+def _into_the_input(x, *, approximate):
+    out = reference.gelu(x, approximate=approximate)
+    x.zero_()
+    return out
+
+
+WRONG = {
+    "one element": (_one_wrong, "wrong: output is off by 1.0e-01, allowed are "),
+    "NaN": (lambda x, **_: x * torch.nan, "wrong: output is off by nan, allowed are "),
+    "unwritten": (lambda x, **_: torch.empty_like(x), "wrong: output is off by nan, allowed are "),
+    "outside": (_outside, "wrong: writes outside of its tensors"),
+    "input": (_into_the_input, "wrong: changes tensor 0 of its arguments"),
+    "shape": (lambda x, **_: x[0], "wrong: returns [(torch.float32, torch.Size([16]))], expected "),
+    "number": (lambda x, **_: (x, x), "wrong: returns [(torch.float32, "),
+    "error": (lambda x, **_: 1 / 0, "fails: ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
+    function, flaw = WRONG[name]
+    calls = register(function)
+    x = torch.randn(3, 16)
+    expected = reference.gelu(x)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert torch.equal(ck.gelu(x), expected)
+    [warning] = caught
+    text = str(warning.message)
+    assert text.startswith(
+        "gelu, forward, float32, none, 16+ elements, 16 channels: the kernel of backend 'na"
+    )
+    assert f"is at fault ({flaw}" in text
+    assert "reference serves instead. Please report this line with the output of `cvt doctor`" in text
+    assert ck.fallbacks()["gelu", "native"].startswith(flaw)
+    tried = len(calls)
+    assert torch.equal(ck.gelu(x), expected)
+    with new_process():
+        assert torch.equal(ck.gelu(x), expected)
+        assert torch.equal(ck.gelu(x[:2]), expected[:2])
+        assert ck.fallbacks()["gelu", "native"].startswith(flaw)
+    assert len(calls) == tried
+    assert len(proven) == 1
+
+
+def test_the_next_candidate_serves_the_very_call(proven):
+    register(_one_wrong, "triton")
+    calls = register(reference.gelu, "native")
+    x = torch.randn(3, 16)
+    with pytest.warns(RuntimeWarning, match=r"backend 'triton' is not used .*; native serves instead"):
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert only_answer().chosen == "native"
+    served = len(calls)
+    ck.gelu(x)
+    assert len(calls) == served + 1
+
+
+def test_a_warning_that_is_an_error_does_not_lose_the_verdict(proven):
+    register(_one_wrong)
+    x = torch.randn(3, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            ck.gelu(x)
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert len(proven) == 1
+
+
+def test_a_wrong_kernel_in_another_process(proving):
+    code = """
+import torch, cvt_kernels as ck
+from cvt_kernels import backends
+def wrong(x, **_):
+    print("tried")
+    return x
+backends.register("gelu", "native", backends.Implementation(wrong))
+x = torch.linspace(-3, 3, 48).view(3, 16)
+assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+"""
+    first, second = run_python(code), run_python(code)
+    assert (first.returncode, first.stdout, first.stderr.count("RuntimeWarning")) == (0, "tried\n", 1)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+
+
+def test_a_slow_kernel_is_not_chosen(proven):
+    calls = register(slow(reference.gelu, 0.1))
+    x = torch.randn(3, 16)
+    ck.gelu(x)
+    tried = len(calls)
+    ck.gelu(x)
+    assert len(calls) == tried
+    assert only_answer().chosen == only_answer().chosen_in_graphs == "reference"
+    assert ck.fallbacks()["gelu", "native"].endswith("(measured here)")
+
+
+def test_a_wrong_backward_serves_the_forward_only(proven):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return reference.gelu(x)
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout
+
+    register(lambda x, **_: Wrong.apply(x))
+    x = torch.randn(3, 16, requires_grad=True)
+    with pytest.warns(
+        RuntimeWarning, match=r"gelu, forward\+backward, float32.*gradient is off by"
+    ) as caught:
+        out = ck.gelu(x)
+    assert len(caught) == 1
+    out.sum().backward()
+    right = x.detach().requires_grad_()
+    reference.gelu(right).sum().backward()
+    assert torch.equal(x.grad, right.grad)
+    with torch.no_grad():
+        ck.gelu(x)
+    assert {question.split(", ")[1]: verdict.chosen for question, verdict in answers().items()} == {
+        "forward": "native",
+        "forward+backward": "reference",
+    }
+
+
+def test_wrong_running_statistics(proving):
+    def wrong(x, grid, convs, *, training):
+        outs = reference.conv_projection(x, grid, convs, training=training)
+        convs[0].running_var.mul_(1.01)
+        return outs
+
+    register(wrong, operator="conv_projection")
+    conv, norm = nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False), nn.BatchNorm2d(8)
+    x = torch.randn(2, 20, 8)
+    with pytest.warns(RuntimeWarning, match="batch statistics.*new value is off by"):
+        ck.conv_projection(x, (4, 5), [ck.ConvBatchNorm.from_modules(conv, norm)], training=True)
+    same = nn.BatchNorm2d(8)
+    fields = {"weight": conv.weight, "bn_weight": same.weight, "bn_bias": same.bias}
+    buffers = {name: getattr(same, name) for name in ("running_mean", "running_var", "num_batches_tracked")}
+    alike = ck.ConvBatchNorm(**fields, **buffers, padding=1)
+    reference.conv_projection(x, (4, 5), (alike,), training=True)
+    assert norm.num_batches_tracked == 1
+    assert torch.equal(norm.running_var, same.running_var)
+    assert torch.equal(norm.running_mean, same.running_mean)
+
+
+def test_a_kernel_that_is_wrong_in_float16_serves_other_dtypes(proven):
+    register(lambda x, **_: reference.gelu(x) * (1.1 if x.dtype == torch.float16 else 1))
+    x = torch.randn(3, 16)
+    ck.gelu(x)
+    ck.gelu(x.bfloat16())
+    with pytest.warns(RuntimeWarning, match="gelu, forward, float16, none"):
+        assert torch.equal(ck.gelu(x.half()), reference.gelu(x.half()))
+    chosen = {question.split(", ")[2]: verdict.chosen for question, verdict in answers().items()}
+    assert chosen == {"float32": "native", "bfloat16": "native", "float16": "reference"}
+
+
+def test_no_kernel_of_this_project_is_accused(proving):
+    x, weight, convs = torch.randn(2, 21, 8), torch.randn(8), []
+    for stride in (1, 2):
+        conv = nn.Conv2d(8, 8, 3, stride, 1, groups=8, bias=False)
+        convs.append(ck.ConvBatchNorm.from_modules(conv, nn.BatchNorm2d(8)))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            for gradient in (False, True):
+                x.requires_grad_(gradient)
+                ck.layer_norm(x, weight)
+                ck.add_layer_norm(x, x, weight, weight)
+                ck.layer_norm_gelu(x)
+                ck.gelu(x)
+                ck.bias_gelu(x, weight)
+                ck.attention(x[:, :, None], x[:, :, None], x[:, :, None])
+                ck.linear(x, weight.expand(5, 8))
+                for training in (False, True):
+                    ck.conv_projection(x, (4, 5), convs, training=training)
+    flaws = [trial.flaw for verdict in answers().values() for trial in verdict.trials.values()]
+    assert len(flaws) > 40
+    assert set(flaws) == {None}
+
+
+# What the caller sees of a first call ---------------------------------------------------------------------
+
+
+def test_a_second_call_of_the_kind_proves_nothing(proven):
+    calls = register(reference.gelu)
+    for rows in (17, 18, 30):
+        ck.gelu(torch.randn(rows, 16))
+    assert len(proven) == 1
+    tried = len(calls)
+    with new_process():
+        ck.gelu(torch.randn(17, 16))
+    assert len(calls) == tried + 1
+    ck.gelu(torch.randn(170, 16))
+    assert len(proven) == 2
+
+
+def test_backward_and_gradients_of_a_first_call(proven):
+    x = torch.randn(5, 16, requires_grad=True)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor)
+        return tensor
+
+    state = torch.get_rng_state()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = ck.gelu(x)
+    assert only_answer().chosen == "native"
+    assert len(seen) == 1
+    assert x.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    out.sum().backward()
+    right = x.detach().requires_grad_()
+    reference.gelu(right).sum().backward()
+    torch.testing.assert_close(x.grad, right.grad)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_call_within_a_checkpoint(proven, autocast):
+    x, weight = torch.randn(5, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+
+    def block(x):
+        return ck.layer_norm(ck.gelu(ck.linear(x, weight)))
+
+    def gradients():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = checkpoint(block, x, use_reentrant=False)
+        return torch.autograd.grad(out.float().square().sum(), (x, weight))
+
+    first = gradients()
+    assert len(proven) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+    assert len(proven) == 3
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_first_call_without_gradients(proven, context):
+    x = torch.randn(5, 16, requires_grad=True)
+    with context():
+        ck.gelu(x)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    ck.gelu(x)
+    assert [question.split(", ")[1] for question in proven] == ["forward", "forward+backward"]
+
+
+def test_counters_see_only_the_served_call(proving):
+    x, weight = torch.randn(4, 8), torch.randn(16, 8)
+    with FlopCounterMode(display=False) as first:
+        ck.linear(x, weight)
+    with FlopCounterMode(display=False) as second:
+        ck.linear(x, weight)
+    assert only_answer().trials.keys() == {"reference", "convolution"}
+    assert first.get_total_flops() == second.get_total_flops() == 2 * 4 * 8 * 16
+
+
+def test_a_first_call_dispatches_what_a_later_one_does(proven):
+    register(reference.gelu)
+    x = torch.randn(5, 16, requires_grad=True)
+    with recorded_operators() as first:
+        ck.gelu(x)
+    with recorded_operators() as second:
+        ck.gelu(x)
+    assert len(proven) == 1
+    assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func itself
+def test_function_transforms_and_forward_mode_take_pytorchs_own(proven):
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+
+    def transformed():
+        torch.testing.assert_close(torch.func.vmap(ck.gelu)(x), reference.gelu(x))
+        torch.func.grad(lambda t: ck.gelu(t).sum())(x)
+        torch.func.jvp(ck.gelu, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():
+            ck.gelu(torch.autograd.forward_ad.make_dual(x, x))
+
+    transformed()
+    assert (calls, proven) == ([], [])
+    assert "function transforms" in ck.fallbacks()["gelu", "native"]
+    ck.gelu(x)
+    ck.gelu(x.requires_grad_())
+    x = x.detach()
+    calls.clear()
+    transformed()
+    assert calls == []
+
+
+def test_subclasses_take_pytorchs_own(proven):
+    from torch._subclasses import FakeTensorMode
+
+    class Subclass(torch.Tensor):
+        pass
+
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+    for _ in range(2):
+        tried = len(calls)
+        assert torch.equal(ck.gelu(x.as_subclass(Subclass)), reference.gelu(x))
+        with FakeTensorMode() as mode:
+            assert ck.gelu(mode.from_tensor(x)).shape == x.shape
+        assert len(calls) == tried
+        ck.gelu(x)
+    assert len(proven) == 1
+
+
+def test_an_empty_tensor_is_served_and_not_proven(proven):
+    register(reference.gelu)
+    assert ck.gelu(torch.zeros(0, 16)).shape == (0, 16)
+    assert proven == []
+    assert ck.gelu(torch.tensor(1.0)).shape == ()
+    assert len(proven) == 1
+
+
+# Determinism, compilation and capture ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_take_a_verdict_that_is_remembered(proven):
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+    with deterministic():
+        ck.gelu(x)
+        assert len(proven) == 1
+        tried = len(calls)
+        with new_process():
+            ck.gelu(x)
+    assert (len(proven), len(calls)) == (1, tried + 1)
+
+
+def test_deterministic_algorithms_take_pytorchs_own_where_nothing_can_be_remembered(
+    proven, monkeypatch, tmp_path
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+    with deterministic(), new_process():
+        ck.gelu(x)
+    assert (calls, proven) == ([], [])
+    assert "verdicts cannot be remembered: " in ck.fallbacks()["gelu", "native"]
+    with new_process(), pytest.warns(RuntimeWarning, match="verdicts cannot be remembered there"):
+        ck.gelu(x)
+    assert len(proven) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_holds_the_remembered_choice(proven, backend):
+    def compiled():
+        torch.compiler.reset()
+        return torch.compile(lambda x: 2 * ck.gelu(x), fullgraph=True, backend=backend, dynamic=False)
+
+    register(lambda x, **_: x + 10)
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(compiled()(x), 2 * reference.gelu(x))
+    assert (
+        ck.fallbacks()["gelu", "native"] == "has no verdict, and nothing is proven while torch.compile traces"
+    )
+    remember_verdict("native", "gelu", x, approximate="none")
+    assert torch.equal(compiled()(x), 2 * (x + 10))
+    assert proven == []
+
+
+def test_compiled_code_with_dynamic_sizes_is_compiled_once_per_class(proven):
+    compilations = []
+
+    def noted(graph, inputs):
+        compilations.append(1)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: 2 * ck.gelu(x), fullgraph=True, backend=noted, dynamic=True)
+    for rows, count in ((5, 1), (6, 1), (15, 1), (17, 2), (60, 2), (5, 2)):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(compiled(x), 2 * reference.gelu(x))
+        assert len(compilations) == count, rows
+    assert proven == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_hold_pytorchs_own(proven, strict):
+    class Model(nn.Module):
+        def forward(self, x):
+            return ck.gelu(x)
+
+    x = torch.randn(5, 16)
+    calls = register(lambda x, **_: x + 10)
+    remember_verdict("native", "gelu", x, approximate="none")
+    batch = torch.export.Dim("batch", min=2, max=100_000)
+    program = torch.export.export(Model(), (x,), dynamic_shapes=({0: batch},), strict=strict)
+    for rows in (2, 5, 3000):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(program.module()(x), reference.gelu(x))
+    assert (calls, proven) == ([], [])
+
+
+def test_nothing_is_proven_while_a_graph_is_captured(proven, monkeypatch):
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+    capturing = [True]
+    monkeypatch.setattr(machine, "is_capturing", lambda x: capturing[0])
+    ck.gelu(x)
+    assert (calls, proven) == ([], [])
+    assert ck.fallbacks()["gelu", "native"].endswith("nothing is proven while a CUDA graph is captured")
+    capturing[0] = False
+    ck.gelu(x)
+    assert len(proven) == 1
+
+
+def test_the_choice_for_graphs_serves_in_graphs(proven, monkeypatch):
+    register(lambda x, **_: x + 10)
+    x = torch.randn(5, 16)
+    asked = backends.question("gelu", x, approximate="none")
+    verdict = verdicts.Verdict("reference", "native", {})
+    verdicts.store_for(CPU).remember({asked: verdict})
+    for capturing, expected in ((False, reference.gelu(x)), (True, x + 10), (False, reference.gelu(x))):
+        monkeypatch.setattr(machine, "is_capturing", lambda x, capturing=capturing: capturing)
+        assert torch.equal(ck.gelu(x), expected)
+
+
+# Settings -------------------------------------------------------------------------------------------------
+
+
+def test_without_proofs_pytorchs_own_serve(proven, monkeypatch):
+    calls = register(reference.gelu)
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+    ck.gelu(torch.randn(5, 16))
+    q = torch.randn(1, 4, 1, 8)
+    with recorded_operators() as operators:
+        ck.attention(q, q, q)
+    assert any("scaled_dot_product" in name for name in operators)
+    assert (calls, proven) == ([], [])
+    reason = "has no verdict, and CVT_KERNELS_PROVE=0 forbids to prove it at first use"
+    assert ck.fallbacks()["gelu", "native"] == ck.fallbacks()["attention", "native"] == reason
+
+
+def test_a_bad_setting_is_refused(proving, monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "yes")
+    with pytest.raises(ValueError, match="CVT_KERNELS_PROVE: got 'yes', expected 0 or 1"):
+        ck.gelu(torch.randn(5, 16))
+
+
+def test_verdicts_shipped_with_an_image(proven, monkeypatch, tmp_path):
+    register(reference.gelu)
+    x = torch.randn(5, 16)
+    ck.gelu(x)
+    shipped = tmp_path / "shipped.json"
+    verdicts.store_for(CPU).path.rename(shipped)
+    calls = register(reference.gelu)
+    monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(shipped))
+    monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+    with new_process():
+        ck.gelu(x)
+    assert (len(calls), len(proven)) == (1, 1)
+
+
+@pytest.mark.parametrize("chosen", ["triton", "float32", "something"])
+def test_a_verdict_for_what_cannot_serve_here(proven, chosen):
+    register(reference.gelu)
+    x = torch.randn(5, 16)
+    trial = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
+    verdict = verdicts.Verdict(chosen, chosen, {"native": trial})
+    verdicts.store_for(CPU).remember({backends.question("gelu", x, approximate="none"): verdict})
+    assert torch.equal(ck.gelu(x), reference.gelu(x))
+
+
+def test_another_number_of_threads_asks_again(proven):
+    register(reference.gelu)
+    x = torch.randn(5, 16)
+    threads = torch.get_num_threads()
+    try:
+        for number in (threads, threads + 1, threads, threads + 1):
+            torch.set_num_threads(number)
+            ck.gelu(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(proven) == 2
+
+
+def test_autocast_asks_again(proven):
+    register(reference.gelu)
+    x = torch.randn(5, 16)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            ck.gelu(x)
+    ck.gelu(x)
+    dtypes = ["float32 under autocast to bfloat16", "float32 under autocast to float16", "float32"]
+    assert [question.split(", ")[2] for question in proven] == dtypes
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), FloatingPointError("nothing finite")])
+def test_a_proof_that_fails_leaves_the_call_to_pytorch(proving, monkeypatch, error):
+    attempts = []
+
+    def fails(proof):
+        attempts.append(proof)
+        raise error
+
+    monkeypatch.setattr(proofs, "prove", fails)
+    register(reference.gelu)
+    x = torch.randn(5, 16)
+    for _ in range(3):
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert len(attempts) == 1
+    assert ck.fallbacks()["gelu", "native"] == f"could not be proven: {type(error).__name__}: {error}"
+    assert answers() == {}
+
+
+def test_hooks_on_saved_tensors_may_be_forbidden(proven):
+    register(reference.gelu)
+    x = torch.randn(5, 16, requires_grad=True)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert ck.fallbacks()["gelu", "native"] == "could not be proven: RuntimeError: not here"
+
+
+def test_a_call_that_pytorch_refuses_raises_its_error(proving):
+    def refuses(x, *, approximate):
+        raise RuntimeError("not for this")
+
+    backends.register("gelu", "reference", Implementation(refuses))
+    register(reference.gelu)
+    with pytest.raises(RuntimeError, match="not for this"):
+        ck.gelu(torch.randn(5, 16))
+
+
+# Several processes ----------------------------------------------------------------------------------------
+
+
+def run_ranks(code: str, **environment: str) -> list[str]:
+    """Runs code in two processes at once; returns what each has printed."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+            env={**os.environ, **environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], [err for _, err in outputs]
+    return [out for out, _ in outputs]
+
+
+def test_one_of_two_processes_proves_and_both_choose_the_same(proving, tmp_path):
+    code = """
+import os, time, torch, cvt_kernels as ck
+from cvt_kernels import backends, proofs, verdicts
+prove, proven = proofs.prove, []
+proofs.prove = lambda proof: proven.append(1) or time.sleep(0.2) or prove(proof)
+x = torch.randn(8, 256)
+rank, scratch = int(os.environ["RANK"]), os.environ["SCRATCH"]
+open(f"{scratch}/{rank}", "w").close()
+while not os.path.exists(f"{scratch}/{1 - rank}"):
+    time.sleep(0.001)
+ck.gelu(x)
+[verdict] = verdicts.store_for(x.device).questions().values()
+import json
+print(json.dumps([len(proven), verdict]))
+"""
+    results = [json.loads(out) for out in run_ranks(code, SCRATCH=str(tmp_path))]
+    assert sorted(proven for proven, _ in results) == [0, 1]
+    assert results[0][1] == results[1][1]
+
+
+GROUP = """
+import os, torch, torch.distributed as dist, cvt_kernels as ck
+from cvt_kernels import backends, reference
+from tests.checks import remember_verdict
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
+torch.manual_seed(rank)
+x = torch.randn((2, 5)[rank], 12, 8)
+def branch():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 1, 3, 3, generator=generator)
+    statistics = torch.zeros(8), torch.ones(8), torch.tensor(0)
+    return ck.ConvBatchNorm(weight, None, None, *statistics, padding=1, process_group=dist.group.WORLD)
+"""
+
+
+# Without the end of the interpreter, in which threads of gloo may still run.
+FINISH = """
+dist.barrier()
+dist.destroy_process_group()
+print({}, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [
+        (("native", "reference"), "reference"),
+        (("reference", "native"), "reference"),
+        (("native",) * 2, "native"),
+    ],
+)
+def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path, local, expected):
+    code = f"""{GROUP}
+os.environ["XDG_CACHE_HOME"] += str(rank)
+served = []
+def native(*args, **kwargs):
+    served.append("native")
+    return reference.conv_projection(*args, **kwargs)
+backends.register("conv_projection", "native", backends.Implementation(native))
+conv = branch()
+remember_verdict({local}[rank], "conv_projection", x, (3, 4), (conv,), training=True)
+for _ in range(3):
+    ck.conv_projection(x, (3, 4), [conv], training=True)
+{FINISH.format("served")}
+"""
+    served = str(["native"] * 3 if expected == "native" else []) + "\n"
+    assert run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks")) == [served] * 2
+
+
+def test_synchronized_training_is_proven_and_right(proving, tmp_path):
+    code = f"""{GROUP}
+from cvt_kernels import proofs
+prove, proven = proofs.prove, []
+proofs.prove = lambda proof: proven.append(1) or prove(proof)
+backends.register("conv_projection", "native", backends.Implementation(reference.conv_projection))
+ours, theirs = branch(), branch()
+for _ in range(2):
+    out = ck.conv_projection(x, (3, 4), [ours], training=True)[0]
+    same = reference.conv_projection(x, (3, 4), (theirs,), training=True)[0]
+    torch.testing.assert_close(out, same)
+torch.testing.assert_close(ours.running_var, theirs.running_var)
+assert ours.num_batches_tracked == 2
+one = torch.randn(1, 1, 8)  # a single value per channel in each process
+ck.conv_projection(one, (1, 1), [branch()], training=True)
+{FINISH.format("sum(proven)")}
+"""
+    counts = run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks"))
+    assert sum(map(int, counts)) >= 1
+
+
+# Costs ----------------------------------------------------------------------------------------------------
+
+
+def _extra_seconds(call, backend) -> float:
+    """Returns how much longer a call takes by verdict than by request, at best of many turns."""
+    best = {}
+    for _ in range(60):
+        for name in ("auto", backend):
+            with ck.use_backend(name):
+                start = time.perf_counter()
+                for _ in range(50):
+                    call()
+                seconds = (time.perf_counter() - start) / 50
+            best[name] = min(best.get(name, seconds), seconds)
+    return best["auto"] - best[backend]
+
+
+def test_a_call_with_a_verdict_costs_little(proving):
+    x, weight = torch.randn(1, 1, 8), torch.randn(8)
+    conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), weight, weight, weight, weight.abs(), padding=1)
+    q, squared = torch.randn(1, 1, 1, 8), torch.randn(8, 8)
+    calls = {
+        "layer_norm": ("native", lambda: ck.layer_norm(x, weight), (x, weight, None), {"eps": 1e-5}),
+        "gelu": ("native", lambda: ck.gelu(x), (x,), {"approximate": "none"}),
+        "attention": (
+            "native",
+            lambda: ck.attention(q, q, q),
+            (q, q, q),
+            {"scale": None, "bias": None, "dropout_p": 0.0},
+        ),
+        "linear": ("reference", lambda: ck.linear(x, squared), (x, squared, None), {}),
+        "conv_projection": (
+            "native",
+            lambda: ck.conv_projection(x, (1, 1), [conv], training=False),
+            (x, (1, 1), (conv,)),
+            {"training": False},
+        ),
+    }
+    for operator, (backend, call, args, kwargs) in calls.items():
+        remember_verdict(backend, operator, *args, **kwargs)
+        call()
+        assert backends._choice(operator, args[0], args[1:], kwargs).eager.backend == backend
+        assert _extra_seconds(call, backend) < 5e-6
+
+
+def test_ever_new_shapes_do_not_fill_the_memory(proven, monkeypatch):
+    monkeypatch.setattr(backends, "_MOST_CHOICES", 10)
+    calls = register(reference.gelu)
+    for rows in range(16, 60):
+        ck.gelu(torch.randn(rows, 16))
+        assert 0 < len(backends._choices) <= 10
+    assert len(proven) == 1
+    tried = len(calls)
+    ck.gelu(torch.randn(16, 16))
+    assert len(calls) == tried + 1
