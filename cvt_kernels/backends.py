@@ -122,7 +122,7 @@ def _imported(path: str) -> Callable[..., Any]:
 _AUTO = ("auto",)
 _operators: dict[str, Operator] = {}
 _implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
-_requested = tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").split(","))
+_requested = tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(","))
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
@@ -182,8 +182,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
     environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
-    a process starts with. An operator that has no kernels of this project, such as ``linear``, is not
-    concerned by requests for these alone.
+    a process starts with. An operator that has no kernels of this project, ``linear``, ignores a request
+    that names none of its backends.
 
     Raises:
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
@@ -273,7 +273,8 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
     if _requested != _AUTO or torch.compiler.is_compiling():
         return call(operator, x, *args, **kwargs)
     agreed = _agreed.setdefault(group, {})
-    key = operator, shared, x.dtype, x.device
+    gradient = _operators[operator].signature(x, *args, **kwargs)[0]
+    key = operator, shared, x.dtype, x.device, gradient, checks.autocast_dtype(x)
     if key not in agreed:
         if machine.is_capturing(x):
             return _first_able(operator, _operators[operator].defaults, x, *args, **kwargs)
@@ -431,14 +432,14 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         return _decision(operator, default, default, lasts=False)
     store = verdicts.store_for(x.device)
     asked = question(operator, x, *args, **kwargs)
-    verdict = store.get(asked)
+    verdict = _complete(store.get(asked), able)
     if verdict is None:
         lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
         if lasting is not None or passing is not None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
         try:
-            verdict = _prove(store, asked, operator, x, args, kwargs)
+            verdict = _prove(store, asked, able, operator, x, args, kwargs)
         except Warning:  # where warnings are errors
             raise
         except Exception as error:  # the call itself may be served all the same, or raises it again
@@ -450,6 +451,11 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
+
+
+def _complete(verdict: verdicts.Verdict | None, able: list[str]) -> verdicts.Verdict | None:
+    """Returns a verdict if it knows all backends that are able; a call before may have kept one away."""
+    return verdict if verdict is not None and all(name in verdict.trials for name in able) else None
 
 
 def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
@@ -572,6 +578,7 @@ _ALL = 2**40  # more than any call has
 def _prove(
     store: verdicts.Store,
     asked: str,
+    able: list[str],
     operator: str,
     x: Tensor,
     args: tuple[Any, ...],
@@ -581,11 +588,11 @@ def _prove(
     from . import proofs
 
     with store.proving():
-        verdict = store.get(asked)
+        verdict = _complete(store.get(asked), able)
         if verdict is not None:
             return verdict
         verdict = proofs.prove(proof_of(operator, x, *args, **kwargs))
-        store.remember({asked: verdict})
+        store.remember({asked: verdict}, replace=True)
     _warn_of_wrong_kernels(asked, verdict)
     return verdict
 

@@ -32,7 +32,7 @@ _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
-_SECONDS, _FEWEST, _MOST = 0.1, 3, 15  # how long to time the candidates of a call, and in how many rounds
+_SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
 

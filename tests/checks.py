@@ -98,7 +98,7 @@ def remember_verdict(backend: str, operator: str, *args: Any, **kwargs: Any) -> 
     """Stores the verdict that a backend serves calls with such arguments, those of the implementations."""
     question = backends.question(operator, *args, **kwargs)
     trial = verdicts.Trial(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
-    verdict = verdicts.Verdict(backend, backend, {backend: trial})
+    verdict = verdicts.Verdict(backend, backend, dict.fromkeys(backends.BACKENDS, trial))
     verdicts.store_for(args[0].device).remember({question: verdict}, replace=True)
     backends.forget()
 

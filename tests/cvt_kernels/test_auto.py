@@ -512,11 +512,26 @@ def test_the_choice_for_graphs_serves_in_graphs(proven, monkeypatch):
     register(lambda x, **_: x + 10)
     x = torch.randn(5, 16)
     asked = backends.question("gelu", x, approximate="none")
-    verdict = verdicts.Verdict("reference", "native", {})
+    trials = dict.fromkeys(("native", "reference"), verdicts.Trial(0.0, 0.0, 1e-6, None, None))
+    verdict = verdicts.Verdict("reference", "native", trials)
     verdicts.store_for(CPU).remember({asked: verdict})
     for capturing, expected in ((False, reference.gelu(x)), (True, x + 10), (False, reference.gelu(x))):
         monkeypatch.setattr(machine, "is_capturing", lambda x, capturing=capturing: capturing)
         assert torch.equal(ck.gelu(x), expected)
+
+
+def test_a_backend_that_the_verdict_does_not_know_is_proven_too(proven):
+    """A call before, which it could not serve, may have left it out."""
+    calls = register(reference.gelu)
+    x = torch.randn(5, 16)
+    asked = backends.question("gelu", x, approximate="none")
+    trial = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
+    verdicts.store_for(CPU).remember(
+        {asked: verdicts.Verdict("reference", "reference", {"reference": trial})}
+    )
+    ck.gelu(x)
+    assert (len(proven), len(calls) > 0) == (1, True)
+    assert set(verdicts.store_for(CPU).get(asked).trials) == {"native", "reference"}
 
 
 # Settings -------------------------------------------------------------------------------------------------
