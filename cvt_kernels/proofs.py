@@ -31,6 +31,7 @@ _POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
+_UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest other one
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
 
@@ -185,7 +186,7 @@ class Standard(NamedTuple):
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
-        nudged: The same for arguments that are off by a rounding in float32, which shows what rounding may do
+        nudged: The same for arguments that are off by roundings in float32, which shows what rounding may do
             to results, as where a statistic is of two values: the error of ``same`` may be small by luck.
     """
 
@@ -333,7 +334,7 @@ def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[s
     for (name, error), mine, truth in zip(errors, ours, exact, strict=True):
         rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
         cancels = not truth.numel() or truth.abs().max().item() <= _CANCELS * others
-        allowed = (rounding**0.5 if cancels else _UNITS * rounding) * others
+        allowed = (rounding**0.5 if cancels else _UNITS_OF_OTHERS * rounding) * others
         yield name, error._replace(allowed=error.allowed + allowed)
 
 
@@ -372,12 +373,12 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 
 def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a tensor in float64, each number off by up to a unit in the last place of float32."""
+    """Returns a tensor in float64, each number off by up to a few units in the last place of float32."""
     exact = _in_float64(tensor)
     if tensor.is_floating_point():
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
-        unit = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
-        exact.data.mul_(1 + unit * (2 * noise - 1))
+        most = _UNITS * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+        exact.data.mul_(1 + most * (2 * noise - 1))
     return exact
 
 
