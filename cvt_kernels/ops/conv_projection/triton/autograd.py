@@ -216,6 +216,9 @@ def why_unsupported(
     buffers = [id(conv.running_mean) for conv in convs if conv.running_mean is not None]
     if len(buffers) > len(set(buffers)):
         return "two branches share their running statistics"
+    updated = (t for conv in convs for t in (conv.running_mean, conv.running_var) if t is not None)
+    if not all(t.is_contiguous() for t in updated):
+        return "running statistics are not contiguous"
     if any(conv.process_group is not convs[0].process_group for conv in convs):
         return "the branches synchronize over different process groups"
     if convs[0].process_group is not None and torch.compiler.is_compiling():

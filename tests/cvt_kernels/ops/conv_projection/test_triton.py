@@ -435,9 +435,11 @@ def test_branches_that_one_launch_cannot_serve():
     shared = [convs[0], convs[1]._replace(running_mean=convs[0].running_mean)]
     groups = [convs[0], convs[1]._replace(process_group=torch.distributed.ProcessGroup(0, 2))]
     bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
+    strided = [convs[0], convs[1]._replace(running_mean=convs[1].running_mean.repeat_interleave(2)[::2])]
     for branches, training, reason in (
         (shared, True, "two branches share their running statistics"),
         (groups, True, "the branches synchronize over different process groups"),
+        (strided, True, "running statistics are not contiguous"),
         (bare, False, "some branches have running statistics and some have none"),
     ):
         with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
