@@ -103,8 +103,8 @@ class Operator(NamedTuple):
             gradient is wanted, then shapes and settings. It is taken at every call.
         shape_class: Given a signature, returns words for all calls that share a verdict: those with the same
             kernels and about the same economics.
-        sample: Given a call's arguments and a factor on the size, returns arguments of fewer images, which
-            suffice to check it and are not much larger than a cache.
+        sample: Given a factor and a call's arguments, returns arguments of fewer images: with the factor 1 as
+            few as suffice to check it, with 8 more than a CPU's caches hold.
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict.
     """
 
@@ -566,12 +566,11 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
             reference=_implementations[operator]["reference"].function,
             candidates={name: _implementations[operator][name].function for name in able},
             default=next(name for name in description.defaults if name in able),
-            whole=images(_ALL),
-            sample=images(_SAMPLE_ON_GPU if x.is_cuda else 1),
+            sample=images(64 if x.is_cuda else 1),
+            timed=images(_ALL if x.is_cuda else 8),  # a GPU is busy with a whole call only
         )
 
 
-_SAMPLE_ON_GPU = 16  # times as many elements as on a CPU: a GPU wants more to be busy
 _ALL = 2**40  # more than any call has
 
 

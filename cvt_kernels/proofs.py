@@ -8,10 +8,12 @@ memory that it is given or allocates holds NaN where nothing was written, and ha
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -85,21 +87,16 @@ class Proof(NamedTuple):
         reference: The operator in plain PyTorch: in float64 the oracle, in the call's dtypes the measure.
         candidates: By the name of their backend.
         default: The candidate that serves unless another wins by ``MARGIN``.
-        whole: A call of the kind, which is timed on a GPU.
-        sample: The same on fewer images, which is checked, and timed on a CPU.
+        sample: A call on few images, which is checked: float64 takes its time.
+        timed: The same on more images, which is timed.
     """
 
     question: str
     reference: Function
     candidates: Mapping[str, Function]
     default: str
-    whole: Call
     sample: Call
-
-    @property
-    def timed(self) -> Call:
-        """The call to be timed: a GPU is busy with a whole one only."""
-        return self.whole if self.whole.device.type == "cuda" else self.sample
+    timed: Call
 
 
 def prove(proof: Proof) -> Verdict:
@@ -178,23 +175,23 @@ class Results(NamedTuple):
     arguments: list[Tensor]
 
 
-class Standard(NamedTuple):
+@dataclass
+class Standard:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
+        reference: The operator in plain PyTorch.
         sample: The call, its tensors detached.
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
-        nudged: The same for arguments that are off by roundings in float32, which shows what rounding may do
-            to results, as where a statistic is of two values: the error of ``same`` may be small by luck.
     """
 
+    reference: Function
     sample: Call
     douts: list[Tensor]
     same: Results
     exact: Results
-    nudged: Results
 
     @classmethod
     def of(cls, reference: Function, sample: Call) -> Standard:
@@ -216,16 +213,24 @@ class Standard(NamedTuple):
 
     @classmethod
     def _run(cls, reference: Function, sample: Call) -> Standard:
-        generator = torch.Generator(sample.device).manual_seed(1)
-        outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
-        douts = [_randomized(torch.empty_like(out), generator) for out in outputs] if sample.gradient else []
+        douts = []
+        if sample.gradient:
+            generator = torch.Generator(sample.device).manual_seed(1)
+            outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
+            douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
         same = run(reference, sample.map(_copied), douts)
-        with torch.autocast(sample.device.type, enabled=False):
-            exact, nudged = (
-                run(reference, sample.map(convert), [dout.double() for dout in douts])
-                for convert in (_in_float64, lambda tensor: _nudged(tensor, generator))
-            )
-        return cls(sample, douts, same, exact, nudged)
+        return cls(reference, sample, douts, same, _run_in_float64(reference, sample.map(_in_float64), douts))
+
+    @functools.cached_property
+    def nudged(self) -> Results:
+        """The results in float64 for arguments that are off by roundings in float32.
+
+        They show what rounding may do to results, as where a statistic is of two values: the error of
+        ``same`` may be small by luck.
+        """
+        generator = torch.Generator(self.sample.device).manual_seed(2)
+        nudged = self.sample.map(lambda tensor: _nudged(tensor, generator))
+        return _run_in_float64(self.reference, nudged, self.douts)
 
     def _is_near_exact(self) -> bool:
         """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
@@ -243,6 +248,11 @@ def _is_near(result: Tensor, exact: Tensor) -> bool:
     largest = exact.abs().max().item() if exact.numel() else 0.0
     error = accuracy.compare(result, result, exact).ours
     return error <= torch.finfo(result.dtype).eps ** 0.5 * largest < math.inf
+
+
+def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
+    with torch.autocast(call.device.type, enabled=False):
+        return run(reference, call, [dout.double() for dout in douts])
 
 
 def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
@@ -291,35 +301,39 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _compare(results: Results, standard: Standard) -> Trial:
-    """Returns the trial of results: their largest error, relative to the allowed one, or the first flaw."""
-    same, exact, nudged, sample = standard.same, standard.exact, standard.nudged, standard.sample
+    """Returns the trial of results: their largest error, or the first one that is not allowed."""
     shapes = [(out.dtype, out.shape) for out in results.outputs]
-    expected = [(out.dtype, out.shape) for out in same.outputs]
+    expected = [(out.dtype, out.shape) for out in standard.same.outputs]
     if shapes != expected:
         return Trial(None, None, None, None, f"wrong: returns {shapes}, expected {expected}")
     errors = [
         *_errors("output", results.outputs, standard, "outputs"),
         *_gradient_errors(results.gradients, standard),
+        *_argument_errors(results.arguments, standard),
     ]
-    for i, given in enumerate(sample.tensors()):
-        after = results.arguments[i]
-        if torch.equal(same.arguments[i], given):
-            if not torch.equal(after, given):
-                return Trial(None, None, None, None, f"wrong: changes tensor {i} of its arguments")
-        elif not given.is_floating_point():
-            if not torch.equal(after, same.arguments[i]):
-                return Trial(None, None, None, None, f"wrong: leaves {after} in tensor {i} of its arguments")
-        else:
-            error = _error(after, same.arguments[i], exact.arguments[i], nudged.arguments[i])
-            # A sum with the old value is as coarse as that.
-            coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
-            errors.append((f"argument {i}, new value", error._replace(allowed=error.allowed + coarseness)))
     failed = [pair for pair in errors if not pair[1].passed]
     name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
     if not failed:
         return Trial(worst.ours, worst.allowed, None, None, None)
     flaw = f"wrong: {name} is off by {worst.ours:.1e}, allowed are {worst.allowed:.1e}"
     return Trial(worst.ours, worst.allowed, None, None, flaw)
+
+
+def _argument_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[str, accuracy.Error]]:
+    """Yields the errors of what a run left in its arguments, where that is not what the reference left."""
+    for i, (given, mine, same) in enumerate(
+        zip(standard.sample.tensors(), ours, standard.same.arguments, strict=True)
+    ):
+        if torch.equal(mine, same):
+            continue
+        if torch.equal(given, same) or not given.is_floating_point():
+            error = accuracy.compare(mine.double(), same.double(), same.double(), factor=0.0, units=0.0)
+        else:
+            error = _error(mine, standard, "arguments", i)
+            # A sum with the old value is as coarse as that.
+            coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
+            error = error._replace(allowed=error.allowed + coarseness)
+        yield f"tensor {i} of the arguments, after the call,", error
 
 
 def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[str, accuracy.Error]]:
@@ -342,21 +356,24 @@ def _errors(
     name: str, ours: list[Tensor], standard: Standard, kind: str, factor: float = accuracy.VALUE_FACTOR
 ) -> Iterator[tuple[str, accuracy.Error]]:
     """Yields the errors of all results of a kind, a field of :class:`Results`, each with its name."""
-    same, exact, nudged = (getattr(each, kind) for each in (standard.same, standard.exact, standard.nudged))
     for i, mine in enumerate(ours):
-        error = _error(mine, same[i], exact[i], nudged[i], factor)
+        error = _error(mine, standard, kind, i, factor)
         yield f"{name} {i}" if len(ours) > 1 else name, error
 
 
 def _error(
-    mine: Tensor, same: Tensor, exact: Tensor, nudged: Tensor, factor: float = accuracy.VALUE_FACTOR
+    mine: Tensor, standard: Standard, kind: str, i: int, factor: float = accuracy.VALUE_FACTOR
 ) -> accuracy.Error:
+    same, exact = getattr(standard.same, kind)[i], getattr(standard.exact, kind)[i]
     units = max(_UNITS, accuracy.usual_units(mine.numel()))
     if mine.dtype == torch.float64:
         units = _UNITS_OF_FLOAT64
     error = accuracy.compare(mine, same, exact, factor=factor, units=units)
-    by_rounding = accuracy.compare(mine, nudged.to(mine.dtype), exact, factor=factor, units=units).allowed
-    return error._replace(allowed=by_rounding) if error.allowed < by_rounding < math.inf else error
+    if error.passed:
+        return error
+    nudged = getattr(standard.nudged, kind)[i].to(mine.dtype)
+    by_rounding = accuracy.compare(mine, nudged, exact, factor=factor, units=units)
+    return max(error, by_rounding, key=lambda each: each.allowed if each.allowed < math.inf else 0.0)
 
 
 def _flat(outputs: Any) -> list[Tensor]:

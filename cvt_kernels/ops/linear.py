@@ -21,7 +21,7 @@ from .. import backends, checks
 from .registration import images_within, register_reference, size_class
 
 _CHUNK = 1024  # rows that are converted at a time, which bounds the memory beside the result
-_SAMPLE = 2**28  # products of two numbers
+_SAMPLE = 2**25  # products of two numbers
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

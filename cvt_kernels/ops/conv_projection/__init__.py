@@ -15,7 +15,7 @@ from ..registration import images_within, register_native, register_reference, r
 
 _SHAPE = "(batch, tokens, channels)"
 
-_SAMPLE = 2**21  # elements
+_SAMPLE = 2**18  # elements
 
 
 def _signature(

@@ -17,7 +17,7 @@ from ..registration import images_within, register_native, register_reference, s
 GELU_VARIANTS = ("none", "tanh", "quick")
 
 _MAX_CUDA_CHANNELS = 8192
-_SAMPLE = 2**21  # elements
+_SAMPLE = 2**18  # elements
 
 
 def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
