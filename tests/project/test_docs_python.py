@@ -59,9 +59,8 @@ def test_the_operators_page_names_every_backend():
 
 def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
     page = (DOCS / "verdicts.md").read_text(encoding="utf-8")
-    q, k = (torch.empty(8, tokens, 2, 64, dtype=torch.bfloat16) for tokens in (512, 128))
-    question = backends.question("attention", q, k, k, scale=None, bias=None, dropout_p=0.0)
-    assert f"\n{question}\n" in page
+    x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
+    assert f"\n{backends.question('linear', x, weight, None)}\n" in page
 
 
 def test_the_installation_page_names_every_environment_variable():
