@@ -625,6 +625,7 @@ def test_the_host_counts_outside_of_graphs_only():
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
     wrong = trial(None, flaw="wrong: all of it")
     assert proofs.choose({"native": trial(5.0), "reference": wrong}, "reference").chosen == "native"
+    assert proofs.choose({"sdpa": wrong, "reference": trial(None)}, "sdpa").chosen == "reference"  # not timed
     assert proofs.choose({"native": wrong, "reference": wrong}, "reference").chosen == "reference"
     assert proofs.choose({}, "reference").chosen == "reference"
 

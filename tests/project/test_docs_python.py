@@ -51,13 +51,16 @@ def test_operators_page(capsys):
     assert names["seen"].distance.shape == (2, 3, 1)
 
 
-def test_the_operators_page_names_every_backend_and_shows_a_question():
+def test_the_operators_page_names_every_backend():
     page = (DOCS / "operators.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^\|([^|]*)\|", page, flags=re.MULTILINE))
     assert set(re.findall(r"`([a-z0-9]+)`", rows)) == set(backends.BACKENDS)
-    q, k = (torch.empty(8, tokens, 2, 64, dtype=torch.bfloat16) for tokens in (512, 128))
-    question = backends.question("attention", q, k, k, scale=None, bias=None, dropout_p=0.0)
-    assert f"\n{question}\n" in page
+
+
+def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
+    page = (DOCS / "verdicts.md").read_text(encoding="utf-8")
+    x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
+    assert f"\n{backends.question('linear', x, weight, None)}\n" in page
 
 
 def test_the_installation_page_names_every_environment_variable():
