@@ -215,7 +215,7 @@ def test_statistics_that_are_not_updated_are_found():
         return reference.conv_projection(x, grid, copies, training=training)
 
     standard = standard_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
-    assert "new value is off by" in proofs.check(function, standard).flaw
+    assert "of the arguments, after the call, is off by" in proofs.check(function, standard).flaw
 
 
 def test_a_kernel_that_is_wrong_in_one_dtype_only():
