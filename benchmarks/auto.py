@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.auto FILE``. Each call runs once before, which proves the kernels if this machine has
 no verdict yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
-judged by the median of the rounds' own ratios; one that looks slow is measured again, longer, at the end,
-since other work on the machine passes and a wrong choice stays. The exit status is 1 if one remains slow.
+judged by the median of the rounds' own ratios. A call that looks slow is measured again at the end, for
+longer: a disturbance by other programs is over by then, a wrong choice is not. The exit status is 1 if one
+remains slow.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from cvt_kernels.tables import aligned
 from . import suites
 
 SCHEMA, VERSION = "benchmarks auto", 1
-#: A call is slow if its ratio, PyTorch's seconds over ours, is less. A proof takes differences of up to 5 %
-#: for noise (``proofs.MARGIN``); as much again is left to the sizes that share a verdict.
+#: A call is slow if PyTorch's time divided by ours is below this. A proof takes differences of up to 5 % for
+#: noise (``proofs.MARGIN``); as much again is left to the sizes that share a verdict.
 TOLERANCE = 0.9
 #: Seconds that a call may lose all the same: the public functions check their arguments and look the verdict
 #: up, which takes 6 to 12 µs (measured; at batch 1 there are calls of 60 µs).
@@ -75,11 +76,45 @@ class Call(NamedTuple):
         return functools.partial(suites.results, call, self.leaves, self.douts)
 
 
+class Case(NamedTuple):
+    """A row to be measured.
+
+    Attributes:
+        setting: Its settings.
+        name: The rest of its name beside the operator's: the stage, and what else tells it from others.
+        make: Makes the call of a setting.
+    """
+
+    setting: Setting
+    name: str
+    make: Callable[[Setting], Call]
+
+
+class Measurement(NamedTuple):
+    """The times of a call, as they are in its row of the report.
+
+    Attributes:
+        chosen: The backend that served under ``auto``; several with `` and `` between them.
+        seconds: ``auto`` and PyTorch's own backends → the median seconds of the call.
+        best_of_pytorch: The fastest one of PyTorch's own backends.
+        ratio: The median of its seconds divided by those of ``auto``, round by round.
+        quartiles: The lower and the upper quartile of these ratios.
+        rounds: Number of rounds.
+    """
+
+    chosen: str
+    seconds: dict[str, float]
+    best_of_pytorch: str
+    ratio: float
+    quartiles: tuple[float, float]
+    rounds: int
+
+
 # Calls ----------------------------------------------------------------------------------------------------
 
 
 def settings() -> list[Setting]:
-    """Lists the settings, what says most first in case time runs out."""
+    """Lists the settings, the most informative first, since time may run out."""
     dtypes = suites.dtypes()[:1] if suites.CUDA else [torch.float32, torch.bfloat16]
     batches = (suites.batch(), 1)
     forward = [Setting(dtype, images, False) for images in batches for dtype in dtypes]
@@ -144,13 +179,8 @@ def linear(stage: str, layer: str, setting: Setting) -> Call:
 # Measuring ------------------------------------------------------------------------------------------------
 
 
-def measured(call: Call, seconds: float) -> dict[str, Any]:
-    """Times a call under ``auto`` and by PyTorch's own backends, for about ``seconds``.
-
-    Returns:
-        What ``auto`` chose, the median seconds of each contender, which of PyTorch's is the fastest, and the
-        median and the quartiles of its seconds over those of ``auto``.
-    """
+def measured(call: Call, seconds: float) -> Measurement:
+    """Times a call under ``auto`` and by PyTorch's own backends, for about ``seconds``."""
     with torch.inference_mode(call.douts is None):
         ours = call.runner(getattr(ck, call.operator))
         chosen = suites.backends_serving(ours).get(call.operator, ["reference"])
@@ -162,14 +192,14 @@ def measured(call: Call, seconds: float) -> dict[str, Any]:
     medians = dict(zip(others, map(statistics.median, theirs), strict=True))
     best = min(medians, key=medians.__getitem__)
     share = ratio(times, theirs[list(others).index(best)])
-    return {
-        "chosen": " and ".join(chosen),
-        "seconds": {"auto": statistics.median(times), **medians},
-        "best_of_pytorch": best,
-        "ratio": share.median,
-        "quartiles": [share.low, share.high],
-        "rounds": rounds,
-    }
+    return Measurement(
+        chosen=" and ".join(chosen),
+        seconds={"auto": statistics.median(times), **medians},
+        best_of_pytorch=best,
+        ratio=share.median,
+        quartiles=(share.low, share.high),
+        rounds=rounds,
+    )
 
 
 def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
@@ -195,14 +225,24 @@ def is_slow(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Measures, writes what is done so far after each call, and prints the calls with the worst ratios."""
+    """Measures all calls, the slow ones twice, and prints those with the worst ratios."""
     parser = suites.script_parser("auto", __doc__)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for everything (default: 1800)")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     suites.TINY = options.tiny
-    todo = [(setting, name, make) for setting, (name, make) in itertools.product(settings(), list(makers()))]
-    report: dict[str, Any] = {
+    cases = [Case(setting, name, make) for setting in settings() for name, make in makers()]
+    report = empty_report(len(cases))
+    write_report = functools.partial(write, report, options.path)
+    measure_all(cases, report["rows"], deadline, write_report)
+    remeasure_slow(cases, report["rows"], deadline, write_report)
+    print_worst(report)
+    return 1 if any(map(is_slow, report["rows"])) and not suites.TINY else 0
+
+
+def empty_report(calls: int) -> dict[str, Any]:
+    """Returns the report on a number of calls, before the first is measured."""
+    return {
         "schema": SCHEMA,
         "version": VERSION,
         "device": suites.device_name(),
@@ -212,24 +252,52 @@ def main() -> int:
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
         "dispatch_seconds": DISPATCH,
-        "calls": len(todo),
+        "calls": calls,
         "rows": [],
     }
-    budget = 0.1 if suites.CUDA else SECONDS
-    rows = report["rows"]
-    for setting, name, make in todo:
+
+
+def measure_all(
+    cases: Sequence[Case], rows: list[dict[str, Any]], deadline: float, write_report: Callable[[], None]
+) -> None:
+    """Measures cases until the deadline, and writes the report after each.
+
+    Args:
+        cases: The cases.
+        rows: Takes a row for each case that is measured.
+        deadline: Time of ``time.monotonic`` after which no measurement begins.
+        write_report: Writes the report, which has the rows.
+    """
+    for setting, name, make in cases:
         if time.monotonic() > deadline:
             break
         call = make(setting)
-        rows.append(described(call, name, setting) | measured(call, budget))
-        write(report, options.path)
-    for row, (setting, _, make) in zip(rows, todo, strict=False):
+        rows.append(described(call, name, setting) | measured(call, seconds_per_call())._asdict())
+        write_report()
+
+
+def remeasure_slow(
+    cases: Sequence[Case], rows: list[dict[str, Any]], deadline: float, write_report: Callable[[], None]
+) -> None:
+    """Measures again, for longer, the calls that look slow; their rows keep the first ratio too.
+
+    Args:
+        cases: As of :func:`measure_all`, like the other arguments.
+        rows: The rows of the first of these cases.
+        deadline: As of :func:`measure_all`.
+        write_report: As of :func:`measure_all`.
+    """
+    for row, case in zip(rows, cases, strict=False):
         if is_slow(row) and time.monotonic() < deadline:
             first = row["ratio"]
-            row |= measured(make(setting), 4 * budget) | {"first_ratio": first}
-            write(report, options.path)
-    print_worst(report)
-    return 1 if any(map(is_slow, rows)) and not suites.TINY else 0
+            row |= measured(case.make(case.setting), 4 * seconds_per_call())._asdict()
+            row["first_ratio"] = first
+            write_report()
+
+
+def seconds_per_call() -> float:
+    """Returns the seconds that the measurement of a call may take."""
+    return 0.1 if suites.CUDA else SECONDS
 
 
 def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:

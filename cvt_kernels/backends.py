@@ -644,7 +644,7 @@ def chosen_backends(operator: str, device_type: str, *, gradient: bool | None = 
         able = (name for name in names if _may_serve(operator, name, device_type, gradient))
         return dict.fromkeys(itertools.islice(able, 1), 0)
     asked_for = f"{operator}, " if gradient is None else f"{operator}, {_direction(gradient)}, "
-    answers = verdicts.store_for(torch.device(device_type)).questions().items()
+    answers = verdicts.store_for(torch.device(device_type)).verdicts().items()
     counts = collections.Counter(verdict.chosen for asked, verdict in answers if asked.startswith(asked_for))
     return dict(counts.most_common())
 

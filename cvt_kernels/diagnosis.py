@@ -35,7 +35,7 @@ def doctor() -> str:
         f"native   {facts.native}",
         f"backend  {', '.join(backends.requested_backends())} requested",
         f"proving  {_proving()}",
-        *(f"verdicts {_memory(name, store)}" for name, store in stores.items()),
+        *(f"verdicts {_verdicts_line(name, store)}" for name, store in stores.items()),
         *(f"verdicts {line}" for line in _shipped(list(stores.values()))),
     ]
     for device_type in device_types:
@@ -72,16 +72,19 @@ def _section(heading: str, lines: Iterator[str]) -> list[str]:
 def _proving() -> str:
     if verdicts.proving_enabled():
         return "on: auto checks and times the backends at the first call of each kind"
-    return "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own"
+    return "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own operator"
 
 
-def _memory(device_type: str, store: verdicts.Store) -> str:
-    """Tells how many verdicts there are for a type of device, and where new ones are remembered."""
-    known = f"{device_type}: {len(store.questions())} known"
-    reason = store.why_not_remembered()
+def _verdicts_line(device_type: str, store: verdicts.Store) -> str:
+    """Tells how many verdicts are known for a type of device, how many of them are cached, and where."""
+    known, cached = len(store.verdicts()), len(store.cached_verdicts())
+    counts = f"{device_type}: {known} known"
+    if known:
+        counts += f", {cached or 'none'} of them in the cache"
+    reason = store.why_not_remembered(may_write=False)
     if reason is None:
-        return f"{known}, remembered in {store.path}"
-    return f"{known}, new ones hold for one process only: {reason}"
+        return f"{counts}; new ones go to {store.path}"
+    return f"{counts}; new ones hold for one process only: {reason}"
 
 
 def _shipped(stores: list[verdicts.Store]) -> Iterator[str]:
@@ -96,7 +99,7 @@ def _shipped(stores: list[verdicts.Store]) -> Iterator[str]:
 
 def _faults(device_type: str, store: verdicts.Store) -> Iterator[str]:
     """Lists the kernels of this project that were wrong or failed, each with its question and flaw."""
-    for question, verdict in sorted(store.questions().items()):
+    for question, verdict in sorted(store.verdicts().items()):
         for backend in backends.OURS:
             trial = verdict.trials.get(backend)
             if trial is not None and trial.flaw is not None:
@@ -115,7 +118,7 @@ def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
         }
         available = [name for name, reason in reasons.items() if reason is None]
         is_broken = _BROKEN in reasons.values()
-        rows.append((operator, ", ".join(available), _serving(operator, device_type, available, is_broken)))
+        rows.append((operator, ", ".join(available), _served_by(operator, device_type, available, is_broken)))
     return rows
 
 
@@ -128,7 +131,7 @@ def _implemented(operator: str) -> list[str]:
     return names
 
 
-def _serving(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:
+def _served_by(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:
     """Returns the backends that serve an operator, with the numbers of their verdicts."""
     if backends.requested_backends() != ("auto",):
         try:
@@ -141,7 +144,7 @@ def _serving(operator: str, device_type: str, available: list[str], is_broken: b
         return available[0]
     counts = backends.chosen_backends(operator, device_type)
     ordered = sorted(counts, key=lambda name: -counts[name])
-    unproven = "not proven yet" if verdicts.proving_enabled() else "PyTorch's own"
+    unproven = "not proven yet" if verdicts.proving_enabled() else "PyTorch's own operator"
     return ", ".join(f"{name} {counts[name]}" for name in ordered) or unproven
 
 

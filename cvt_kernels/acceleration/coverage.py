@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -35,18 +36,54 @@ class BlockCoverage(NamedTuple):
     reason: str | None
 
 
+class Calls(NamedTuple):
+    """The calls that a block makes now.
+
+    Attributes:
+        device_type: The type of its device.
+        gradient: Whether they are with gradients.
+    """
+
+    device_type: str
+    gradient: bool
+
+
 class Coverage(list[BlockCoverage]):
-    """The rows of :func:`coverage`; as a string, an aligned table."""
+    """The rows of :func:`coverage`; as a string, a table of them and the backends of their operators.
+
+    Attributes:
+        served: The calls of the fused blocks → operator → the backends that serve them, each with its number
+            of verdicts (0 where it serves without one).
+    """
+
+    def __init__(
+        self, rows: Iterable[BlockCoverage], served: Mapping[Calls, Mapping[str, Mapping[str, int]]]
+    ):
+        super().__init__(rows)
+        self.served = served
 
     def __str__(self) -> str:
-        rows = [("block", "class", "fused", "operators and their backends, or why not")]
+        table = [("block", "class", "fused", "operators, or why not")]
         for row in self:
-            served = ", ".join(f"{operator} {backend}" for operator, backend in row.backends.items())
-            rows.append(
-                (row.path, row.class_name, "yes" if row.fused else "no", row.reason or served or "linear")
-            )
+            operators = ", ".join(row.backends) or "–"
+            table.append((row.path, row.class_name, "yes" if row.fused else "no", row.reason or operators))
+        lines = [*aligned(table), ""]
+        for calls, by_operator in self.served.items():
+            direction = "forward+backward" if calls.gradient else "forward"
+            lines.append(f"served on {calls.device_type}, {direction}, by")
+            lines += [f"  {operator}: {_described(counts)}" for operator, counts in by_operator.items()]
+            lines.append("")
         fused = sum(row.fused for row in self)
-        return "\n".join([*aligned(rows), "", f"{fused} of {len(self)} blocks fused"])
+        return "\n".join([*lines, f"{fused} of {len(self)} blocks fused"])
+
+
+def _described(counts: Mapping[str, int]) -> str:
+    """Returns backends with their numbers of verdicts: ``native (9 kinds of call), reference (3)``."""
+    numbers = [f"{count}" if count else "" for count in counts.values()]
+    if numbers[0]:
+        numbers[0] += " kind of call" if numbers[0] == "1" else " kinds of call"
+    pairs = zip(counts, numbers, strict=True)
+    return ", ".join(f"{name} ({number})" if number else name for name, number in pairs)
 
 
 def coverage(model: nn.Module) -> Coverage:
@@ -62,30 +99,44 @@ def coverage(model: nn.Module) -> Coverage:
         TypeError: ``model`` is not a module.
         ValueError: It has no block that could be supported.
     """
-    return Coverage(_cover(path, block, entry) for path, block, entry in find_blocks(model))
+    rows = []
+    served: dict[Calls, dict[str, dict[str, int]]] = {}
+    for path, block, entry in find_blocks(model):
+        reason = _why_not_fused(block, entry)
+        calls = _calls_of(block)
+        operators = entry.operators(block, calls.device_type) if reason is None else ()
+        for operator in operators:
+            by_operator = served.setdefault(calls, {})
+            if operator not in by_operator:
+                by_operator[operator] = _backends(operator, calls)
+        names = {operator: " or ".join(served[calls][operator]) for operator in operators}
+        rows.append(BlockCoverage(path, type(block).__name__, reason is None, names, reason))
+    return Coverage(rows, served)
 
 
-def _cover(path: str, block: nn.Module, entry: BlockEntry) -> BlockCoverage:
+def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
     reason = why_mismatched(block, entry)
     if reason is None and entry.forward is not None:
         reason = why_not_now(block, entry) if is_fused(block) else "accelerate() has not been called"
     if reason is None and "forward" in vars(block):
         reason = "its forward has been replaced in this object"
-    served: dict[str, str] = {}
-    if reason is None:
-        # A quantized or flattened block may have no parameter of its own.
-        tensors = itertools.chain(block.parameters(), block.buffers())
-        device_type = next((t.device.type for t in tensors), "cpu")
-        gradient = block.training and any(parameter.requires_grad for parameter in block.parameters())
-        for operator in entry.operators(block, device_type):
-            served[operator] = _backends(operator, device_type, gradient)
-    return BlockCoverage(path, type(block).__name__, reason is None, served, reason)
+    return reason
 
 
-def _backends(operator: str, device_type: str, gradient: bool) -> str:
-    names = backends.chosen_backends(operator, device_type, gradient=gradient)
-    if names:
-        return " or ".join(names)
+def _calls_of(block: nn.Module) -> Calls:
+    # A quantized or flattened block may have no parameter of its own.
+    tensors = itertools.chain(block.parameters(), block.buffers())
+    device_type = next((t.device.type for t in tensors), "cpu")
+    gradient = block.training and any(parameter.requires_grad for parameter in block.parameters())
+    return Calls(device_type, gradient)
+
+
+def _backends(operator: str, calls: Calls) -> dict[str, int]:
+    """Returns the backends that serve an operator, each with its number of verdicts; or why none does."""
+    counts = backends.chosen_backends(operator, calls.device_type, gradient=calls.gradient)
+    if counts:
+        return counts
     if backends.requested_backends() != ("auto",):
-        return "none"
-    return backends.backend_without_verdict(operator, device_type, gradient=gradient) or "not proven yet"
+        return {"none": 0}
+    name = backends.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
+    return {name or "not proven yet": 0}

@@ -55,7 +55,7 @@ def new_process():
 
 
 def answers(device=CPU) -> dict[str, verdicts.Verdict]:
-    return verdicts.store_for(device).questions()
+    return verdicts.store_for(device).verdicts()
 
 
 def only_answer() -> verdicts.Verdict:
@@ -676,7 +676,7 @@ open(f"{scratch}/{rank}", "w").close()
 while not os.path.exists(f"{scratch}/{1 - rank}"):
     time.sleep(0.001)
 ck.gelu(x)
-[verdict] = verdicts.store_for(x.device).questions().values()
+[verdict] = verdicts.store_for(x.device).verdicts().values()
 import json
 print(json.dumps([len(proven), verdict]))
 """

@@ -48,7 +48,7 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     report = ck.doctor()
     rows = table(report)
     assert set(rows) == set(backends.OPERATORS)
-    assert rows["gelu"] == ("native, reference", "PyTorch's own")
+    assert rows["gelu"] == ("native, reference", "PyTorch's own operator")
     assert rows["linear"][0] == "convolution, float32, reference"
     assert "triton" not in rows["attention"][0]
     lacking = section(report, "not available here")
@@ -69,7 +69,9 @@ def test_doctor_counts_the_verdicts_of_every_backend(proving):
     assert fact(report, "proving") == [
         "on: auto checks and times the backends at the first call of each kind"
     ]
-    assert fact(report, "verdicts") == [f"cpu: 3 known, remembered in {verdicts.store_for(CPU).path}"]
+    assert fact(report, "verdicts") == [
+        f"cpu: 3 known, 3 of them in the cache; new ones go to {verdicts.store_for(CPU).path}"
+    ]
     assert str(proving) in report
 
 
@@ -91,8 +93,10 @@ def test_doctor_shows_requests():
 
 
 def test_doctor_proves_nothing(proving):
-    ck.doctor()
-    assert not verdicts.store_for(CPU).questions()
+    report = ck.doctor()
+    assert fact(report, "verdicts") == [f"cpu: 0 known; new ones go to {verdicts.store_for(CPU).path}"]
+    assert not proving.exists()  # it makes no folders either
+    assert not verdicts.store_for(CPU).verdicts()
     code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.proofs' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
@@ -108,7 +112,7 @@ def test_doctor_tells_what_was_passed_over():
 
 def test_doctor_says_that_nothing_is_proven():
     assert fact(ck.doctor(), "proving") == [
-        "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own"
+        "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own operator"
     ]
 
 
@@ -122,7 +126,7 @@ def test_doctor_says_why_verdicts_cannot_be_remembered(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     [line] = fact(ck.doctor(), "verdicts")
-    assert line.startswith("cpu: 0 known, new ones hold for one process only: ")
+    assert line.startswith("cpu: 0 known; new ones hold for one process only: ")
     assert line.endswith("Not a directory")
 
 
@@ -140,10 +144,12 @@ def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "_stores", {})
     report = ck.doctor()
     known, *shipped = fact(report, "verdicts")
-    assert known.startswith("cpu: 1 known, ")
+    assert known == f"cpu: 1 known, none of them in the cache; new ones go to {verdicts.store_for(CPU).path}"
     assert shipped[0] == f"{good}: 1 of them, read only"
-    assert shipped[1].startswith(f"{foreign}: ignored: it is of another machine: torch is '1.0'")
-    assert shipped[2].startswith(f"{missing}: ignored: ")
+    assert shipped[1].startswith(
+        f"{foreign}: ignored: it was made for another machine or installation: torch: 1.0 in the file, "
+    )
+    assert shipped[2] == f"{missing}: ignored: No such file or directory"
     assert table(report)["gelu"][1] == "reference 1"
 
 
@@ -176,7 +182,10 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
     lacking = section(report, "not available here")
     assert "(gelu)" in lacking[lacking.index("native: built without CUDA") + 1 :]
     assert not any("attention" in line for line in lacking)
-    assert [line.split(",")[0] for line in fact(report, "verdicts")] == ["cpu: 0 known", "cuda: 1 known"]
+    assert [line.split("; ")[0] for line in fact(report, "verdicts")] == [
+        "cpu: 0 known",
+        "cuda: 1 known, 1 of them in the cache",
+    ]
     assert "Triton compiles its kernel" in report
 
 

@@ -1,9 +1,10 @@
-"""Tests of cvt_kernels/verdicts.py: files, merges, damage, locks, and what a machine's key depends on."""
+"""Tests of cvt_kernels/verdicts: files, merges, damage, locks, and what a machine's key depends on."""
 
 import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from cvt_kernels import machine, verdicts
-from cvt_kernels.verdicts import Store, Trial, Verdict
+from cvt_kernels.verdicts import Store, Trial, Verdict, files
+from cvt_kernels.verdicts import key as machine_key
 from tests.checks import run_python
 
 KEY = {"device": "cpu", "torch": "2.11", "threads": 2}
@@ -120,12 +122,12 @@ def without(content, *names):
 def test_round_trip_between_stores():
     store = Store(KEY)
     assert store.get("q") is None
-    assert store.questions() == {}
+    assert store.verdicts() == {}
     store.remember({"q": VERDICT})
     assert store.get("q") == VERDICT
     again = Store(KEY)
     assert again.get("q") == VERDICT
-    assert again.questions() == {"q": VERDICT}
+    assert again.verdicts() == {"q": VERDICT}
     assert isinstance(again.get("q").trials["triton"], Trial)
 
 
@@ -174,7 +176,7 @@ def test_stores_merge():
     assert first.get("q") is second.get("p") is None
     first.remember({"q": VERDICT})
     second.remember({"p": OTHER})
-    assert second.questions() == Store(KEY).questions() == {"q": VERDICT, "p": OTHER}
+    assert second.verdicts() == Store(KEY).verdicts() == {"q": VERDICT, "p": OTHER}
     assert first.get("p") is None  # has not read again
     with first.proving():
         assert first.get("p") == OTHER
@@ -187,13 +189,13 @@ def test_an_existing_verdict_stays_unless_replaced():
     second.remember({"q": OTHER, "p": OTHER})
     assert second.get("q") == Store(KEY).get("q") == VERDICT
     second.remember({"q": OTHER}, replace=True)
-    assert second.questions() == Store(KEY).questions() == {"q": OTHER, "p": OTHER}
+    assert second.verdicts() == Store(KEY).verdicts() == {"q": OTHER, "p": OTHER}
 
 
 def test_nothing_new_is_not_written(monkeypatch):
     store = Store(KEY)
     store.remember({"q": VERDICT})
-    monkeypatch.setattr(verdicts, "_write_file", lambda *arguments: pytest.fail("written"))
+    monkeypatch.setattr(files, "write", lambda *arguments: pytest.fail("written"))
     store.remember({"q": OTHER})
     store.remember({})
     assert store.get("q") == VERDICT
@@ -211,10 +213,10 @@ def test_unknown_fields_are_kept_out():
 
 GOOD_TEXT = json.dumps(content_with())
 DAMAGED = {
-    "empty": ("", "Expecting value"),
+    "empty": ("", "it is not JSON: Expecting value"),
     "truncated": (GOOD_TEXT[: len(GOOD_TEXT) // 2], "line 1"),
     "followed": (GOOD_TEXT + "}", "Extra data"),
-    "deep": ("[" * 100_000, "recursion|depth"),
+    "deep": ("[" * 100_000, "it is not JSON: .*(recursion|depth)"),
     "list": ([], "file: got .*, expected dict"),
     "null": ("null", "file: got None"),
     "schema": (content_with(schema="recipe"), "schema: got 'recipe', expected 'cvt-kernels verdicts'"),
@@ -252,14 +254,14 @@ def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, reason
     assert str(store.path) in str(caught[0].message)
     assert Store(KEY).get("q") is None  # no second warning, which would be an error
     store.remember({"p": OTHER})
-    assert Store(KEY).questions() == {"p": OTHER}
+    assert Store(KEY).verdicts() == {"p": OTHER}
 
 
 def test_a_file_that_is_not_text_is_damaged():
     store = Store(KEY)
     store.path.parent.mkdir(parents=True)
     store.path.write_bytes(b"\xff\xfe\x00")
-    with pytest.warns(RuntimeWarning, match="utf-8"):
+    with pytest.warns(RuntimeWarning, match="it is not text: .*utf-8"):
         assert store.get("q") is None
 
 
@@ -275,14 +277,14 @@ def test_a_folder_in_the_place_of_the_file_is_no_file():
 
 def test_a_foreign_file_is_ignored_with_one_warning_that_names_the_differences():
     store = Store(KEY)
-    write(store.path, content_with(machine={**KEY, "torch": "2.10", "extra": "x"}))
-    with pytest.warns(RuntimeWarning, match="another machine") as caught:
+    write(store.path, content_with(machine={**KEY, "torch": "2.10", "extra": "x", "threads": 1}))
+    with pytest.warns(RuntimeWarning, match="it was made for another machine or installation: ") as caught:
         assert store.get("q") is None
     assert len(caught) == 1
-    message = str(caught[0].message)
-    assert "torch is '2.10' (here '2.11')" in message
-    assert "extra is 'x' (here None)" in message
-    assert "threads" not in message
+    assert str(caught[0].message).endswith(
+        ": extra: x in the file, none here; threads: 1 in the file, 2 here; "
+        "torch: 2.10 in the file, 2.11 here"
+    )
     assert Store(KEY).get("q") is None
 
 
@@ -304,7 +306,7 @@ def read_only(monkeypatch, tmp_path):
     def refuse(*arguments, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
-    monkeypatch.setattr(verdicts.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", refuse)
     monkeypatch.setattr(Path, "write_text", refuse)
 
 
@@ -312,7 +314,7 @@ def full_disk(monkeypatch, tmp_path):
     def refuse(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(verdicts.os, "replace", refuse)
+    monkeypatch.setattr(files.os, "replace", refuse)
 
 
 @pytest.mark.parametrize("prevent", [file_as_cache, proc_as_cache, read_only, full_disk])
@@ -330,7 +332,7 @@ def test_verdicts_that_cannot_be_written_stay_in_the_process_with_one_warning(mo
     assert "XDG_CACHE_HOME" in message
     assert "CVT_KERNELS_VERDICTS" in message
     store.remember({"q": OTHER, "p": OTHER})
-    assert store.questions() == {"q": VERDICT, "p": OTHER}
+    assert store.verdicts() == {"q": VERDICT, "p": OTHER}
     store.remember({"q": OTHER}, replace=True)
     assert store.get("q") == OTHER
     Store({**KEY, "threads": 1}).remember({"q": VERDICT})  # no second warning
@@ -346,7 +348,45 @@ def test_why_not_remembered(monkeypatch, tmp_path):
     assert str(tmp_path / "file") in Store(KEY).why_not_remembered()
 
 
-def test_what_was_kept_is_written_when_it_can_be(monkeypatch, tmp_path):
+def test_why_not_remembered_is_tried_once(monkeypatch, tmp_path):
+    store = Store(KEY)
+    with monkeypatch.context() as context:
+        read_only(context, tmp_path)
+        assert "Read-only" in store.why_not_remembered()
+    assert "Read-only" in store.why_not_remembered()
+    store.remember({"q": VERDICT})  # tries again
+    monkeypatch.setattr(files, "why_not_writable", lambda folder: pytest.fail("tried again"))
+    assert store.why_not_remembered() is None
+    store.remember({"p": OTHER})
+    with store.proving():
+        pass
+    with monkeypatch.context() as context:
+        full_disk(context, tmp_path)
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            store.remember({"r": OTHER})
+    assert "No space left" in store.why_not_remembered()
+    assert "No space left" in store.why_not_remembered(may_write=False)
+
+
+def test_why_not_remembered_by_the_permissions_alone(monkeypatch, tmp_path):
+    assert Store(KEY).why_not_remembered(may_write=False) is None
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert Store(KEY).why_not_remembered(may_write=False) == f"{tmp_path}: Permission denied"
+    file_as_cache(monkeypatch, tmp_path)
+    assert Store(KEY).why_not_remembered(may_write=False) == f"{tmp_path / 'file'}: Not a directory"
+
+
+def test_the_folder_may_be_removed_meanwhile():
+    store = Store(KEY)
+    store.remember({"q": VERDICT})
+    shutil.rmtree(store.path.parents[1])
+    with store.proving():
+        store.remember({"p": OTHER})
+    assert Store(KEY).verdicts() == {"p": OTHER}
+
+
+def test_what_could_not_be_written_is_written_when_it_can_be(monkeypatch, tmp_path):
     store = Store(KEY)
     with monkeypatch.context() as context:
         full_disk(context, tmp_path)
@@ -354,7 +394,7 @@ def test_what_was_kept_is_written_when_it_can_be(monkeypatch, tmp_path):
             store.remember({"q": VERDICT})
         assert not [path for path in store.path.parent.iterdir() if path.name.startswith(".")]
     store.remember({"p": OTHER})
-    assert Store(KEY).questions() == {"q": VERDICT, "p": OTHER}
+    assert Store(KEY).verdicts() == {"q": VERDICT, "p": OTHER}
 
 
 def test_cache_directory(monkeypatch, tmp_path):
@@ -396,11 +436,12 @@ def test_shipped_verdicts_win_and_their_file_is_never_written(monkeypatch, tmp_p
     before = path.read_bytes(), path.stat().st_mtime_ns
     store = Store(KEY)
     shipped = VERDICT._replace(trials={"native": GOOD})
-    assert store.questions() == {"q": shipped, "p": OTHER}
+    assert store.verdicts() == {"q": shipped, "p": OTHER}
     store.remember({"q": OTHER, "r": OTHER}, replace=True)
-    assert store.questions() == {"q": shipped, "p": OTHER, "r": OTHER}
+    assert store.verdicts() == {"q": shipped, "p": OTHER, "r": OTHER}
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert "r" in json.loads(store.path.read_text())["verdicts"]
+    assert store.cached_verdicts() == Store(KEY).cached_verdicts() == {"q": OTHER, "p": OTHER, "r": OTHER}
 
 
 def test_several_shipped_files(monkeypatch, tmp_path):
@@ -420,7 +461,7 @@ def test_several_shipped_files(monkeypatch, tmp_path):
     [
         (None, "No such file"),
         ("{", "Expecting"),
-        (content_with(machine={**KEY, "threads": 1}), r"threads is 1 \(here 2\)"),
+        (content_with(machine={**KEY, "threads": 1}), "threads: 1 in the file, 2 here"),
     ],
     ids=["missing", "damaged", "foreign"],
 )
@@ -432,7 +473,9 @@ def test_a_shipped_file_that_cannot_serve_gives_one_warning(monkeypatch, tmp_pat
     with pytest.warns(RuntimeWarning, match=reason) as caught:
         assert store.get("q").chosen == "native"
     assert len(caught) == 1
-    assert f"CVT_KERNELS_VERDICTS: {bad}" in str(caught[0].message)
+    message = str(caught[0].message)
+    assert message.startswith(f"CVT_KERNELS_VERDICTS: {bad}: this file of verdicts is ignored: ")
+    assert message.count(str(bad)) == 1
     assert Store(KEY).get("q").chosen == "native"
 
 
@@ -442,6 +485,34 @@ def test_shipped_verdicts_serve_where_nothing_can_be_written(monkeypatch, tmp_pa
     store = Store(KEY)
     with store.proving():
         assert store.get("q").chosen == "native"
+
+
+# Warnings -------------------------------------------------------------------------------------------------
+
+
+def test_warnings_point_to_the_caller_of_the_package():
+    write(Store(KEY).path, "{")
+    with pytest.warns(RuntimeWarning) as caught:
+        Store(KEY).get("q")
+    verdicts._warned.clear()
+    with pytest.warns(RuntimeWarning) as by_contextlib, Store(KEY).proving():
+        pass
+    assert {each[0].filename for each in (caught, by_contextlib)} == {__file__}
+
+
+@pytest.mark.parametrize(
+    "name", ["cvt_kernels", "cvt_kernels.backends", "torch.nn.modules.module", "contextlib"]
+)
+def test_frames_between_the_package_and_its_caller_are_passed(name):
+    frames = {"__name__": name, "stacklevel_of_caller": verdicts.stacklevel_of_caller}
+    exec("def inner(): return stacklevel_of_caller()\ndef outer(): return inner()", frames)
+    assert (frames["inner"](), frames["outer"]()) == (2, 3)
+
+
+def test_the_caller_may_be_the_innermost_frame():
+    frames = {"__name__": "cvt_kernels_of_others", "stacklevel_of_caller": verdicts.stacklevel_of_caller}
+    exec("def inner(): return stacklevel_of_caller()", frames)
+    assert frames["inner"]() == 1
 
 
 # Processes and threads ------------------------------------------------------------------------------------
@@ -460,7 +531,7 @@ def test_two_processes_lose_nothing_in_50_rounds_each(start):
         time.sleep(0.001)
     assert [child.returncode for child in children] == [0, 0]
     assert reads > 10
-    assert set(Store(KEY).questions()) == {f"{name} {i}" for name in "ab" for i in range(50)}
+    assert set(Store(KEY).verdicts()) == {f"{name} {i}" for name in "ab" for i in range(50)}
     assert not [file for file in path.parent.iterdir() if file.name.startswith(f".{path.name}")]
 
 
@@ -508,8 +579,8 @@ def test_proving_goes_on_without_the_lock_in_the_end(monkeypatch, holder):
 def test_writing_goes_on_without_the_lock_in_the_end(monkeypatch, start):
     monkeypatch.setattr(verdicts, "_WRITING_SECONDS", 0.3)
     child = start(
-        "from cvt_kernels.verdicts import _held\n"
-        "with store.proving(), _held(store.path.with_suffix('.writing'), 9):\n"
+        "from cvt_kernels.verdicts.locks import held\n"
+        "with store.proving(), held(store.path.with_suffix('.writing'), 9):\n"
         "    print(1, flush=True); time.sleep(60)"
     )
     say_go(child)
@@ -549,7 +620,7 @@ def test_one_thread_at_a_time_proves():
     for thread in threads:
         thread.join()
     assert most == [1] * 8
-    assert set(Store(KEY).questions()) == {str(index) for index in range(8)}
+    assert set(Store(KEY).verdicts()) == {str(index) for index in range(8)}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -600,7 +671,7 @@ def test_proving_enabled_refuses_other_values(monkeypatch):
 @pytest.fixture
 def _forgotten():
     """Lets the test compute the costly parts of the key again, and forgets them after it."""
-    caches = verdicts._installation, verdicts._cpu_facts, verdicts._gpu_facts
+    caches = machine_key._installation, machine_key._cpu_facts, machine_key._gpu_facts
     for cache in caches:
         cache.cache_clear()
     yield
@@ -618,7 +689,7 @@ def test_key_of_the_cpu(monkeypatch):
     assert key["CVT_KERNELS_CPU"] == "plain"
     assert key["threads"] == torch.get_num_threads()
     assert key["name"] == machine.cpu_name()
-    assert (key["extension"] == "not built") == (verdicts._extension_file() is None)
+    assert (key["extension"] == "not built") == (machine_key._extension_file() is None)
     assert verdicts.machine_key(CPU) == key
 
 
@@ -626,11 +697,11 @@ def test_key_of_the_cpu(monkeypatch):
 def test_key_changes_with_a_source_file_and_with_the_extension(monkeypatch, tmp_path):
     source, extension = tmp_path / "kernel.py", tmp_path / "_C.so"
     source.write_text("a = 1")
-    monkeypatch.setattr(verdicts, "_source_files", lambda: [source])
-    monkeypatch.setattr(verdicts, "_extension_file", lambda: extension if extension.exists() else None)
+    monkeypatch.setattr(machine_key, "_source_files", lambda: [source])
+    monkeypatch.setattr(machine_key, "_extension_file", lambda: extension if extension.exists() else None)
 
     def key():
-        verdicts._installation.cache_clear()
+        machine_key._installation.cache_clear()
         return verdicts.machine_key(CPU)
 
     first = key()
@@ -648,9 +719,16 @@ def test_key_changes_with_a_source_file_and_with_the_extension(monkeypatch, tmp_
 
 
 def test_sources_of_the_key():
-    names = {path.relative_to(Path(verdicts.__file__).parent).as_posix() for path in verdicts._source_files()}
-    assert {"reference.py", "ops/linear.py", "ops/attention/triton/forward.py"} <= names
-    assert "verdicts.py" not in names
+    package = Path(machine.__file__).parent
+    names = {path.relative_to(package).as_posix() for path in machine_key._source_files()}
+    assert {
+        "accuracy.py",
+        "proofs.py",
+        "reference.py",
+        "ops/linear.py",
+        "ops/attention/triton/forward.py",
+    } <= names
+    assert not any("verdicts" in name for name in names)
 
 
 @pytest.mark.usefixtures("_forgotten")
@@ -683,7 +761,7 @@ def test_version_of_the_driver(monkeypatch, line):
         Path, "read_text", lambda path, encoding: f"{line}\nGCC version:  gcc version 12.3.0\n"
     )
     monkeypatch.setattr(machine, "cuda_driver_version", lambda: 13000)
-    assert verdicts._nvidia_driver() == "550.54.15, CUDA 13.0"
+    assert machine_key._nvidia_driver() == "550.54.15, CUDA 13.0"
 
 
 @pytest.mark.gpu
@@ -711,7 +789,7 @@ def test_a_hit_needs_no_file(monkeypatch):
     store = Store(KEY)
     store.remember({"q": VERDICT})
     assert store.get("q") == VERDICT
-    monkeypatch.setattr(verdicts, "_read_file", lambda *arguments: pytest.fail("read"))
+    monkeypatch.setattr(files, "read", lambda *arguments, **options: pytest.fail("read"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.get("q") == VERDICT

@@ -621,12 +621,54 @@ def test_coverage_prints_an_aligned_table():
     model = ck.accelerate(microsoft())
     model.stage1.blocks[0].attn.conv_proj_k.bn.register_forward_hook(lambda *_: None)
     lines = str(ck.coverage(model)).splitlines()
-    assert lines[0].split()[:4] == ["block", "class", "fused", "operators"]
-    for start in (lines[0].index(word) for word in ("class", "fused", "operators")):
-        assert all(line[start - 2 : start] == "  " and line[start] != " " for line in lines[:-2])
+    table = lines[: lines.index("")]
+    assert table[0].split()[:4] == ["block", "class", "fused", "operators,"]
+    for start in (table[0].index(word) for word in ("class", "fused", "operators")):
+        assert all(line[start - 2 : start] == "  " and line[start] != " " for line in table)
+    assert table[2].split() == ["stage0.blocks.0", "Block", "yes", "layer_norm,", "add_layer_norm"]
+    assert len(table) == 1 + 15
     assert lines[-1] == "14 of 15 blocks fused"
-    (no,) = [line for line in lines if " no " in line]
+    (no,) = [line for line in table if " no " in line]
     assert " ".join(no.split()) == "stage1.blocks.0.attn Attention no conv_proj_k.bn has forward hooks"
+
+
+def backends_printed(model):
+    """Returns what ``coverage`` prints below its table, but the last line."""
+    _, *parts, _ = str(ck.coverage(model)).split("\n\n")
+    return [part.splitlines() for part in parts]
+
+
+def test_coverage_prints_the_backends_of_every_operator_once(proving):
+    model = ck.accelerate(microsoft()).eval()
+    for tokens in (16, 64, 256):
+        remember_attention("native", tokens)
+    remember_attention("sdpa", 4096)
+    remember_attention("native", 16, requires_grad=True)
+    with ck.use_backend("auto"):
+        [(heading, *lines)] = backends_printed(model)
+        assert heading == "served on cpu, forward, by"
+        assert "  attention: native (3 kinds of call), sdpa (1)" in lines
+        assert len(lines) == len({line.split(":")[0] for line in lines}) == 5
+        if not not_built():
+            assert "  layer_norm: not proven yet" in lines
+        model.stage2.train()
+        both = {heading: lines for heading, *lines in backends_printed(model)}
+    assert list(both) == ["served on cpu, forward, by", "served on cpu, forward+backward, by"]
+    assert "  attention: native (1 kind of call)" in both["served on cpu, forward+backward, by"]
+    with ck.use_backend("reference"):
+        [(_, *lines), _] = backends_printed(model)
+    assert "  attention: reference" in lines
+
+
+def test_coverage_prints_a_dash_for_a_block_that_calls_linear_alone():
+    lines = str(ck.coverage(ck.accelerate(huggingface()))).splitlines()
+    rows = [line.split() for line in lines if "CvtSelfOutput" in line or "CvtOutput" in line]
+    assert rows
+    assert all(row[2:] == ["yes", "–"] for row in rows)
+
+
+def test_coverage_without_a_fused_block_prints_the_table_alone():
+    assert backends_printed(microsoft()) == []
 
 
 def test_our_own_blocks_are_fused_as_they_are():

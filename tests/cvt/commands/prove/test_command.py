@@ -176,7 +176,7 @@ def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
     finally:
         for left in processes_of_group(process.pid):
             os.kill(left, signal.SIGKILL)
-    assert verdicts.store_for(CPU).questions()
+    assert verdicts.store_for(CPU).verdicts()
 
 
 @pytest.mark.parametrize(

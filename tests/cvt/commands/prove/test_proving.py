@@ -96,7 +96,7 @@ def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
         (result,) = proving.prove_all([gelu_question(1)], worker, store)
     assert (result.verdict, result.why_not_proven) == (None, reason)
     assert not result.is_good
-    assert store.questions() == {}
+    assert store.verdicts() == {}
 
 
 def test_a_process_that_does_not_start():

@@ -1,0 +1,266 @@
+"""Verdicts: which backend serves which calls on this machine, and their store on disk.
+
+A *question* is a plain string that names an operator and a class of its calls; a :class:`Verdict` answers it
+for one machine. The verdicts of a machine are one JSON file in the user's cache directory, named by a digest
+of everything that they depend on (:func:`machine_key`). Processes share it: each reads it once, and merges
+what it has proven into it under a lock. ``CVT_KERNELS_VERDICTS`` names files that are read but never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from . import files
+from .answers import Trial, Verdict
+from .caller import stacklevel_of_caller
+from .key import digest, machine_key
+from .locks import held
+
+__all__ = (
+    "Store",
+    "Trial",
+    "Verdict",
+    "cache_directory",
+    "machine_key",
+    "proving_enabled",
+    "stacklevel_of_caller",
+    "store_for",
+)
+
+#: Seconds that a process waits while another one proves, and while another one writes.
+_PROVING_SECONDS, _WRITING_SECONDS = 300.0, 10.0
+
+
+# Settings -------------------------------------------------------------------------------------------------
+
+
+def proving_enabled() -> bool:
+    """Returns whether kernels may be proven at first use: unless ``CVT_KERNELS_PROVE`` is 0.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    requested = os.environ.get("CVT_KERNELS_PROVE") or "1"
+    if requested not in ("0", "1"):
+        raise ValueError(f"CVT_KERNELS_PROVE: got {requested!r}, expected 0 or 1")
+    return requested == "1"
+
+
+def cache_directory() -> Path:
+    """Returns the folder of this package in the user's cache directory; it need not exist.
+
+    The cache directory is ``XDG_CACHE_HOME``, or else ``~/.cache``. Without a home directory it is one that
+    cannot be made, so that nothing is written where nobody looks for it.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # to be ignored, by the specification of XDG
+        cache = Path(os.path.expanduser("~"), ".cache")
+    if not cache.is_absolute():
+        cache = Path(os.path.abspath(os.devnull))
+    return cache / "cvt_kernels"
+
+
+# The store ------------------------------------------------------------------------------------------------
+
+#: Guards what follows, and the fields of every store.
+_guard = threading.RLock()
+_stores: dict[tuple[torch.device, int], Store] = {}
+_warned: set[str] = set()
+
+
+def _renew_guard() -> None:
+    """Makes the guard free in a forked process: the thread that held it is not there."""
+    global _guard
+    _guard = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_renew_guard)
+
+
+def store_for(device: torch.device) -> Store:
+    """Returns the store of a device: the same object in a process as long as its key is the same."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    device_and_threads = device, torch.get_num_threads()
+    return _stores.get(device_and_threads) or _new_store(device_and_threads)
+
+
+def _new_store(device_and_threads: tuple[torch.device, int]) -> Store:
+    with _guard:
+        key = machine_key(device_and_threads[0])
+        same = next((store for store in _stores.values() if store.key == key), None)
+        return _stores.setdefault(device_and_threads, same or Store(key))
+
+
+class Store:
+    """The verdicts of one machine key.
+
+    Those of the files in ``CVT_KERNELS_VERDICTS`` win over those of the cache, and of several such files the
+    earlier one wins. A file that is damaged or was made for another machine is ignored, with one warning per
+    process.
+
+    Attributes:
+        key: The key, as :func:`machine_key` returns it.
+        path: The file in the cache.
+    """
+
+    def __init__(self, key: Mapping[str, object]):
+        self.key = dict(key)
+        self.path = cache_directory() / "verdicts" / f"{digest(key)}.json"
+        names = os.environ.get("CVT_KERNELS_VERDICTS", "").split(os.pathsep)
+        self._shipped_paths = [Path(name) for name in names if name]
+        self._shipped: dict[str, Verdict] | None = None
+        self._cached: dict[str, Verdict] = {}  # are in the cache's file, as it was last read or written
+        self._unwritten: dict[str, Verdict] = {}  # could not be written
+        self._is_tried = False  # whether the next field holds
+        self._why_not_written: str | None = None
+        # Replaced and never changed, so that get() needs no lock; None before the files have been read.
+        self._known: dict[str, Verdict] | None = None
+
+    def get(self, question: str) -> Verdict | None:
+        """Returns the verdict on a question; None if there is none."""
+        known = self._known
+        if known is None:
+            known = self._read()
+        return known.get(question)
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Returns every verdict by its question."""
+        return dict(self._read() if self._known is None else self._known)
+
+    def cached_verdicts(self) -> dict[str, Verdict]:
+        """Returns the verdicts that are in the file of the cache, by their questions."""
+        if self._known is None:
+            self._read()
+        return dict(self._cached)
+
+    def shipped_files(self) -> dict[Path, int | str]:
+        """Returns the files of ``CVT_KERNELS_VERDICTS``: path → number of its verdicts, or why it is ignored.
+
+        The verdicts of another type of device do not count.
+        """
+        contents = {path: files.read(path, self.key) for path in self._shipped_paths}
+        return {path: found if isinstance(found, str) else len(found) for path, found in contents.items()}
+
+    def remember(self, verdicts: Mapping[str, Verdict], *, replace: bool = False) -> None:
+        """Merges verdicts into the file of the cache.
+
+        Where it cannot be written they are kept in this process, and one warning per process says so.
+
+        Args:
+            verdicts: Question → verdict. Numbers that are not finite become None, and such an error is also a
+                flaw.
+            replace: Whether they replace those that are already known; otherwise those stay.
+        """
+        new = {question: files.storable(verdict) for question, verdict in verdicts.items()}
+        with _guard:
+            if self._why_not_written is not None:
+                self._try_to_write()  # it may have become possible
+            if self._why_not_written is None:
+                self._merge(new, replace)
+            if self._why_not_written is None:
+                return
+            known = {**self._read_cache(), **self._unwritten}
+            self._unwritten |= {
+                question: new[question] for question in new if replace or question not in known
+            }
+            self._read()
+        _warn_once(
+            "not remembered",
+            f"{self.path}: verdicts cannot be remembered there, so that each process proves its kernels "
+            f"again: {self._why_not_written}. Let XDG_CACHE_HOME name a directory that can be written, or "
+            "CVT_KERNELS_VERDICTS a file of verdicts",
+        )
+
+    def why_not_remembered(self, *, may_write: bool = True) -> str | None:
+        """Says why verdicts cannot be written here; None if they can.
+
+        The answer is kept until verdicts are written, or cannot be.
+
+        Args:
+            may_write: Whether to make the folder and a file in it, in order to find out. Otherwise the
+                permissions answer, as long as nothing has been written.
+        """
+        with _guard:
+            if not self._is_tried and not may_write:
+                return files.why_not_permitted(self.path.parent)
+            if not self._is_tried:
+                self._try_to_write()
+            return self._why_not_written
+
+    def _try_to_write(self) -> None:
+        self._is_tried, self._why_not_written = True, files.why_not_writable(self.path.parent)
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Lets one thread of one process at a time prove kernels for this key, within a block.
+
+        The block begins with what others have proven meanwhile, and may be nested. It goes on without the
+        lock after 300 s, and at once where nothing can be written.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.why_not_remembered() is None:
+                stack.enter_context(held(self.path.with_suffix(".proving"), _PROVING_SECONDS))
+            self._read()
+            yield
+
+    def _read(self) -> dict[str, Verdict]:
+        """Reads the cache's file again, and the others the first time; returns all that is known then."""
+        with _guard:
+            return self._combine(self._read_cache())
+
+    def _read_cache(self) -> dict[str, Verdict]:
+        return _read_or_warn(self.path, self.key, is_shipped=False)
+
+    def _combine(self, cached: dict[str, Verdict]) -> dict[str, Verdict]:
+        if self._shipped is None:
+            self._shipped = {}
+            for path in reversed(self._shipped_paths):
+                self._shipped |= _read_or_warn(path, self.key, is_shipped=True)
+        self._cached = cached
+        self._known = {**cached, **self._unwritten, **self._shipped}
+        return self._known
+
+    def _merge(self, new: dict[str, Verdict], replace: bool) -> None:
+        """Merges verdicts into the file, and notes why if it cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # If the lock does not come in time, the file stays whole all the same: a verdict may be lost.
+            with held(self.path.with_suffix(".writing"), _WRITING_SECONDS):
+                cached = self._read_cache()
+                old = {**cached, **self._unwritten}
+                merged = {**old, **new} if replace else {**new, **old}
+                if merged != cached:
+                    files.write(self.path, self.key, merged)
+        except OSError as error:
+            self._is_tried, self._why_not_written = True, files.reason(error)
+            return
+        self._is_tried, self._why_not_written = True, None
+        self._unwritten = {}
+        self._combine(merged)
+
+
+def _read_or_warn(path: Path, key: Mapping[str, object], *, is_shipped: bool) -> dict[str, Verdict]:
+    """Reads the verdicts of a file; none, with a warning, if it cannot be used."""
+    found = files.read(path, key, may_be_missing=not is_shipped)
+    if not isinstance(found, str):
+        return found
+    source = "CVT_KERNELS_VERDICTS: " if is_shipped else ""
+    _warn_once(str(path), f"{source}{path}: this file of verdicts is ignored: {found}")
+    return {}
+
+
+def _warn_once(subject: str, message: str) -> None:
+    with _guard:
+        if subject in _warned:
+            return
+        _warned.add(subject)
+    warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_caller())

@@ -1,0 +1,44 @@
+"""Answers to questions: verdicts, and the trials of candidates that they are made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Trial(NamedTuple):
+    """The result of one candidate.
+
+    Attributes:
+        error: Its largest error against float64; None if it gave no number.
+        allowed: The largest error that is allowed.
+        seconds: Device time of a call, with a cold L2; None if it was not timed.
+        host_seconds: Time that the host takes to start a call; None on a CPU.
+        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``takes longer than … s``
+            or ``kills the process (…)``; None if it can.
+    """
+
+    error: float | None
+    allowed: float | None
+    seconds: float | None
+    host_seconds: float | None
+    flaw: str | None
+
+    @property
+    def call_seconds(self) -> float | None:
+        """The seconds that a call takes at best: those of the device or of the host, whichever are more."""
+        return None if self.seconds is None else max(self.seconds, self.host_seconds or 0.0)
+
+
+class Verdict(NamedTuple):
+    """The answer to one question.
+
+    Attributes:
+        chosen: The backend that serves.
+        chosen_in_graphs: The backend that serves in CUDA graphs and under ``torch.compile``, where the host
+            costs nothing.
+        trials: Backend → its result.
+    """
+
+    chosen: str
+    chosen_in_graphs: str
+    trials: dict[str, Trial]

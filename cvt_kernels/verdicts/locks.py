@@ -1,0 +1,30 @@
+"""Locks of files between processes and threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+
+@functools.cache
+def _lock(path: Path) -> BaseFileLock:
+    """Returns the only lock object of a file, in which each thread counts how often it holds it."""
+    from filelock import FileLock
+
+    return FileLock(path)
+
+
+@contextlib.contextmanager
+def held(path: Path, seconds: float) -> Iterator[None]:
+    """Holds a file's lock within a block, or goes on without it where it cannot be had in time."""
+    with contextlib.ExitStack() as stack:
+        # OSError includes filelock.Timeout.
+        with contextlib.suppress(OSError, NotImplementedError):
+            stack.enter_context(_lock(path).acquire(timeout=seconds))
+        yield
