@@ -47,8 +47,8 @@ class Trial(NamedTuple):
         allowed: The largest error that is allowed.
         seconds: Device time of a call, with a cold L2; None if it was not timed.
         host_seconds: Time that the host takes to start a call; None on a CPU.
-        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``takes longer than … s``
-            or ``kills the process (…)``; None if it can.
+        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``hangs: …`` or
+            ``dies: …``; None if it can.
     """
 
     error: float | None
@@ -289,7 +289,7 @@ class Store:
                 flaw.
             replace: Whether they replace those that are already known; otherwise those stay.
         """
-        new = {question: _storable(verdict) for question, verdict in verdicts.items()}
+        new = {question: storable(verdict) for question, verdict in verdicts.items()}
         with _guard:
             reason = self.why_not_remembered()
             if reason is None:
@@ -391,7 +391,7 @@ def _warn_once(subject: str, message: str) -> None:
 # The file -------------------------------------------------------------------------------------------------
 
 
-def _storable(verdict: Verdict) -> Verdict:
+def storable(verdict: Verdict) -> Verdict:
     """Returns a verdict as its file has it: without NaN and infinity, which JSON does not have."""
     return verdict._replace(trials={name: _storable_trial(trial) for name, trial in verdict.trials.items()})
 

@@ -120,7 +120,7 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
     [warning] = caught
     text = str(warning.message)
     assert text.startswith(
-        "gelu, forward, float32, none, 16+ elements, 16 channels: the kernel of backend 'na"
+        "gelu, forward, float32, exact, 16+ elements, 16 channels: the kernel of backend 'na"
     )
     assert f"is at fault ({flaw}" in text
     assert "reference serves instead. Please report this line with the output of `cvt doctor`" in text
