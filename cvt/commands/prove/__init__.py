@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
         help="prove every kernel that a model needs on this machine against float64, time it, and remember "
         "which backend serves",
         description="Proves every kernel that a model needs on this machine, and times it beside PyTorch's "
-        "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The verdicts "
-        "are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
+        "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The "
+        "verdicts are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
         "cvt_kernels/verdicts/; auto then takes the fastest backend. With Triton, the kernels are compiled "
         "into its cache meanwhile. Exit codes: 0: everything is proven; 1: a kernel of this project has a "
         "flaw, or a question could not be proven; 2: it could not begin.",

@@ -57,9 +57,9 @@ def test_a_block_for_each_operator_direction_and_dtype():
     ]
     assert report.table(results) == [
         "attention, forward, float32 (times in µs)",
-        "case                                                     native  sdpa  error / allowed  chosen",
-        "4+ images × heads of 64 channels, 512+ queries, 128+ keys   1000  2000              0.5  native",
-        "1+ images × heads of 64 channels, 512+ queries, 128+ keys   1000  2000              0.5  native",
+        "case                                                       native  sdpa  error / allowed  chosen",
+        "4+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  native",
+        "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  native",
         "",
         "gelu, forward+backward, float32 → bfloat16 (times in µs)",
         "case                            native  reference  error / allowed  chosen",
