@@ -95,12 +95,18 @@ def resolve_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_cuda = name.partition(":")[0] == "cuda"
+    if is_cuda and not torch.backends.cuda.is_built():
+        raise ValueError(f"--device: got {name!r}, but this torch ({torch.__version__}) has no CUDA")
     try:
         device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, AssertionError, ImportError) as error:
+        if is_cuda:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--device: got {name!r}, but torch says: {reason}") from error
+        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N") from error
     if device.type == "meta":
-        raise ValueError("--device meta: computes nothing")
+        raise ValueError("--device: got 'meta', which computes nothing; expected cpu, cuda or cuda:N")
     return device
 
 

@@ -13,8 +13,8 @@ class Trial(NamedTuple):
         allowed: The largest error that is allowed.
         seconds: Device time of a call, with a cold L2; None if it was not timed.
         host_seconds: Time that the host takes to start a call; None on a CPU.
-        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``takes longer than … s``
-            or ``kills the process (…)``; None if it can.
+        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``hangs: …`` or
+            ``dies: …``; None if it can.
     """
 
     error: float | None

@@ -120,7 +120,7 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
     [warning] = caught
     text = str(warning.message)
     assert text.startswith(
-        "gelu, forward, float32, none, 16+ elements, 16 channels: the kernel of backend 'na"
+        "gelu, forward, float32, exact, 16+ elements, 16 channels: the kernel of backend 'na"
     )
     assert f"is at fault ({flaw}" in text
     assert "reference serves instead. Please report this line with the output of `cvt doctor`" in text
@@ -240,7 +240,7 @@ def test_a_kernel_that_is_wrong_in_float16_serves_other_dtypes(proven):
     x = torch.randn(3, 16)
     ck.gelu(x)
     ck.gelu(x.bfloat16())
-    with pytest.warns(RuntimeWarning, match="gelu, forward, float16, none"):
+    with pytest.warns(RuntimeWarning, match="gelu, forward, float16, exact"):
         assert torch.equal(ck.gelu(x.half()), reference.gelu(x.half()))
     chosen = {question.split(", ")[2]: verdict.chosen for question, verdict in answers().items()}
     assert chosen == {"float32": "native", "bfloat16": "native", "float16": "reference"}

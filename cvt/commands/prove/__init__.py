@@ -16,10 +16,12 @@ def add_parser(commands: Any) -> None:
         "prove",
         help="prove every kernel that a model needs on this machine against float64, time it, and remember "
         "which backend serves",
-        description="Proves every kernel that a model needs on this machine, each in a process that may hang "
-        "or crash, and times it beside PyTorch's own; auto then takes the fastest. With Triton, the kernels "
-        "are compiled into its cache meanwhile. Exit code 1: a kernel of this project has a flaw, or a "
-        "question could not be proven.",
+        description="Proves every kernel that a model needs on this machine, and times it beside PyTorch's "
+        "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The "
+        "verdicts are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
+        "cvt_kernels/verdicts/; auto then takes the fastest backend. With Triton, the kernels are compiled "
+        "into its cache meanwhile. Exit codes: 0: everything is proven; 1: a kernel of this project has a "
+        "flaw, or a question could not be proven; 2: it could not begin.",
     )
     parser.add_argument("--model", choices=tuple(PRESETS), default="cvt_13", help="default: cvt_13")
     parser.add_argument(
@@ -32,19 +34,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batch-size", nargs="+", type=positive_int, help="default: 1 and 8, on a GPU 1 and 256"
     )
-    parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")
+    parser.add_argument(
+        "--image-size",
+        type=positive_int,
+        help="side of the square images in pixels (default: 224, for cvt_w24 384)",
+    )
     parser.add_argument(
         "--train",
         action="store_true",
-        help="a training step too, in 16 bits under autocast (default: the forward of inference alone)",
+        help="prove a training step too; 16-bit dtypes then mean autocast",
     )
     parser.add_argument(
         "--seconds",
         type=positive_int,
         default=60,
-        help="a kernel that takes longer, its compilation included, hangs (default: 60)",
+        help="seconds that a kernel may take, compilation included; after that its process is ended and it "
+        "counts as hanging (default: 60)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write every result")
+    parser.add_argument("--json", metavar="FILE", help="write every result to FILE as JSON")
     add_device_argument(parser)
     parser.set_defaults(run=_prove)
 

@@ -97,7 +97,7 @@ def collect(workload: Workload, device: torch.device) -> list[Question]:
     collector = _Collector()
     for dtype in (DTYPES[name] for name in workload.dtypes):
         for batch_size in workload.batch_sizes:
-            for train in (False, True)[: 1 + workload.train]:
+            for train in (False, True) if workload.train else (False,):
                 collector.run(workload, device, dtype, batch_size, train=train)
     return sorted(collector.questions.values(), key=lambda each: backends.OPERATORS.index(each.operator))
 
@@ -126,9 +126,11 @@ class _Collector:
             self._autocasting(device),
         ):
             model.to_empty(device=device)
-            # A first embedding without our channels-last images, as in Hugging Face's and Microsoft's models.
-            first_norm = model.get_submodule("stage0.patch_embed.norm")
-            first_norm.register_forward_pre_hook(self._record_strided_layer_norm)
+            # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
+            # stage 0 are strided, and for a single image those of every stage.
+            for name, module in model.named_modules():
+                if name.endswith("patch_embed.norm"):
+                    module.register_forward_pre_hook(self._record_strided_layer_norm)
             for module in model.modules() if device.type == "cpu" else ():
                 if isinstance(module, Linear):
                     module.register_forward_pre_hook(self._record_linear)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cvt_kernels import __version__, backends
 from cvt_kernels.tables import aligned
 from cvt_kernels.verdicts import Store, Trial, Verdict
+from cvt_kernels.verdicts.files import storable
 
 from .proving import Result
 from .questions import Workload
@@ -18,26 +18,46 @@ from .questions import Workload
 SCHEMA, VERSION = "cvt prove", 1
 
 
+class _Kind(NamedTuple):
+    """The calls that share a block of the table."""
+
+    operator: str
+    direction: str
+    dtype: str
+
+
 def table(results: Sequence[Result]) -> list[str]:
-    """Returns the lines of a table with a line for each question.
+    """Returns the lines of a table: a block for each operator, direction and dtype, a line for each question.
 
     A backend's column has the microseconds of a call, or in one word why it cannot serve. The error is the
     largest of our kernels'.
     """
+    blocks: dict[_Kind, list[Result]] = {}
+    for result in results:
+        kind, _ = _kind_and_case(result.question)
+        blocks.setdefault(kind, []).append(result)
+    lines: list[str] = []
+    for kind, block in blocks.items():
+        lines += [""] * bool(lines) + [f"{', '.join(kind)} (times in µs)", *_rows(block)]
+    return lines
+
+
+def _rows(results: Sequence[Result]) -> list[str]:
+    """Returns the lines of a block, with the columns of the backends that were tried for it."""
     names = [name for name in backends.BACKENDS if any(name in _trials(result) for result in results)]
-    times = [f"{name} µs" for name in names]
-    heading = ["operator", "pass", "dtype", "case", *times, "error / allowed", "chosen"]
-    rows = [[*_words(result.question), *_cells(result, names)] for result in results]
-    return aligned([heading, *rows], right=range(4, 5 + len(names)))
+    heading = ["case", *names, "error / allowed", "chosen"]
+    rows = [[_kind_and_case(result.question)[1], *_cells(result, names)] for result in results]
+    return aligned([heading, *rows], right=range(1, 2 + len(names)))
 
 
-def _words(question: str) -> list[str]:
-    """Returns the operator, the pass, the dtype and the case of a question.
+def _kind_and_case(question: str) -> tuple[_Kind, str]:
+    """Returns the two parts of a question.
 
     The case is without the geometry of convolutions, which is the same throughout a model.
     """
     operator, direction, dtype, case = question.split(", ", 3)
-    return [operator, direction, dtype.replace(" under autocast to ", " → "), case.split(", kernel/")[0]]
+    kind = _Kind(operator, direction, dtype.replace(" under autocast to ", " → "))
+    return kind, case.split(", kernel/")[0]
 
 
 def _cells(result: Result, names: Sequence[str]) -> list[str]:
@@ -48,23 +68,19 @@ def _cells(result: Result, names: Sequence[str]) -> list[str]:
     return [*(_cell(trials.get(name)) for name in names), error, _chosen(result.verdict)]
 
 
+def _cell(trial: Trial | None) -> str:
+    if trial is None:
+        return "–"
+    if trial.flaw is not None:
+        return trial.flaw.partition(":")[0]
+    return "right" if trial.call_seconds is None else f"{1e6 * trial.call_seconds:.0f}"
+
+
 def _chosen(verdict: Verdict | None) -> str:
     if verdict is None:
         return "not proven"
     in_graphs = verdict.chosen_in_graphs
     return verdict.chosen if in_graphs == verdict.chosen else f"{verdict.chosen}, {in_graphs} in graphs"
-
-
-def _cell(trial: Trial | None) -> str:
-    if trial is None:
-        return "–"
-    if trial.flaw is not None:
-        return _FLAWS.get(trial.flaw.split()[0], "fails")
-    return "right" if trial.call_seconds is None else f"{1e6 * trial.call_seconds:.0f}"
-
-
-#: The first word of a flaw, and what the table says.
-_FLAWS = {"wrong:": "wrong", "takes": "hangs", "kills": "dies"}
 
 
 def _trials(result: Result) -> dict[str, Trial]:
@@ -112,22 +128,16 @@ def as_json(results: Sequence[Result], workload: Workload, store: Store) -> dict
         "workload": workload._asdict(),
         "remembered_in": str(store.path) if reason is None else None,
         "why_not_remembered": reason,
-        "questions": [
-            {
-                "question": result.question,
-                "chosen": result.verdict.chosen if result.verdict else None,
-                "chosen_in_graphs": result.verdict.chosen_in_graphs if result.verdict else None,
-                "why_not_proven": result.why_not_proven,
-                "trials": {name: _finite(trial) for name, trial in _trials(result).items()},
-            }
-            for result in results
-        ],
+        "questions": [_question_as_json(result) for result in results],
     }
 
 
-def _finite(trial: Trial) -> dict[str, Any]:
-    """Returns the fields of a trial, with None for numbers that JSON does not have."""
+def _question_as_json(result: Result) -> dict[str, Any]:
+    verdict = None if result.verdict is None else storable(result.verdict)
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in trial._asdict().items()
+        "question": result.question,
+        "chosen": verdict.chosen if verdict else None,
+        "chosen_in_graphs": verdict.chosen_in_graphs if verdict else None,
+        "why_not_proven": result.why_not_proven,
+        "trials": {name: trial._asdict() for name, trial in verdict.trials.items()} if verdict else {},
     }

@@ -27,7 +27,10 @@ Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """The process could not do what it was asked; it is another one from now on. The message says why."""
+    """The process could not do what it was asked; it is another one from now on.
+
+    The message is a flaw, as :class:`~cvt_kernels.verdicts.Trial` has it.
+    """
 
 
 class NotEnoughMemory(Failure):
@@ -70,7 +73,7 @@ class Worker:
         Raises:
             Failure: It fails, hangs or kills the process.
         """
-        candidates = self._call("prepare", question)
+        candidates = self._run("prepare", question)
         self._prepared = question.text
         return candidates
 
@@ -81,7 +84,7 @@ class Worker:
             NotEnoughMemory: There is not enough.
         """
         try:
-            trial = self._call_prepared(question, "check", name)
+            trial = self._prepare_and_run(question, "check", name)
         except NotEnoughMemory:
             raise
         except Failure as failure:
@@ -96,7 +99,7 @@ class Worker:
         Raises:
             Failure: One of them fails, hangs or kills the process.
         """
-        return self._call_prepared(question, "time", trials, patience=len(trials))
+        return self._prepare_and_run(question, "time", trials, patience=len(trials))
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
@@ -108,16 +111,17 @@ class Worker:
             self._connection.close()
             self._connection = None
 
-    def _call_prepared(self, question: Question, command: str, argument: Any, patience: int = 1) -> Any:
+    def _prepare_and_run(self, question: Question, command: str, argument: Any, patience: int = 1) -> Any:
+        """Runs a command about a question, which the process prepares first if it is new to it."""
         if self._prepared != question.text:
             self.candidates(question)
-        return self._call(command, argument, patience=patience)
+        return self._run(command, argument, patience=patience)
 
-    def _call(self, command: str, argument: Any, patience: int = 1) -> Any:
-        """Returns the answer to a command; without one, the process has ended."""
+    def _run(self, command: str, argument: Any, patience: int = 1) -> Any:
+        """Runs a command in the process, and returns its result; the process ends if there is none."""
         pipe = self._connection or self._start()
         try:
-            answer = self._exchange(pipe, (command, argument), self._seconds * patience)
+            answer = self._send_and_receive(pipe, (command, argument), self._seconds * patience)
             if answer.failure is not None:
                 raise answer.failure
         except BaseException:
@@ -125,7 +129,7 @@ class Worker:
             raise
         return answer.value
 
-    def _exchange(self, pipe: Connection, message: tuple[str, Any] | None, seconds: float) -> _Answer:
+    def _send_and_receive(self, pipe: Connection, message: tuple[str, Any] | None, seconds: float) -> _Answer:
         """Sends a message, if there is one, and waits for an answer; Failure if none comes."""
         try:
             if message is not None:
@@ -134,8 +138,8 @@ class Worker:
                 return pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(_END_SECONDS)
-            raise Failure(f"kills the process ({_ending(self._process.exitcode)})") from None
-        raise Failure(f"takes longer than {seconds:g} s")
+            raise Failure(f"dies: {_words_of_exit(self._process.exitcode)}") from None
+        raise Failure(f"hangs: takes longer than {seconds:g} s")
 
     def _start(self) -> Connection:
         """Starts a process, which must soon say that it is there.
@@ -153,10 +157,10 @@ class Worker:
             self._process, self._connection = process, ours
         theirs.close()
         try:
-            self._exchange(ours, None, _START_SECONDS)
+            self._send_and_receive(ours, None, _START_SECONDS)
         except Failure as failure:
             self.end()
-            raise OSError(f"the process that proves kernels does not start: {failure}") from None
+            raise OSError(f"the process that proves kernels does not start ({failure})") from None
         except BaseException:
             self.end()
             raise
@@ -183,7 +187,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _ending(code: int | None) -> str:
+def _words_of_exit(code: int | None) -> str:
     if code is None:
         return "it does not end"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -205,7 +209,7 @@ def serve(pipe: Connection, device: torch.device, threads: int, setup: Setup | N
     with contextlib.suppress(EOFError):
         while True:
             command, argument = pipe.recv()
-            pipe.send(server.answer(command, argument))
+            pipe.send(server.run(command, argument))
 
 
 def _end_with_parent() -> None:
@@ -225,15 +229,14 @@ class _Server:
         self._standard: proofs.Standard
         self._autocast: torch.dtype | None = None
 
-    def answer(self, command: str, argument: Any) -> _Answer:
+    def run(self, command: str, argument: Any) -> _Answer:
         """Runs the method of a command's name."""
-        run: Callable[[Any], Any] = getattr(self, command)
+        method: Callable[[Any], Any] = getattr(self, command)
         try:
-            return _Answer(run(argument))
-        except torch.OutOfMemoryError as error:
-            return _Answer(None, NotEnoughMemory(_first_line(error)))
+            return _Answer(method(argument))
         except Exception as error:
-            return _Answer(None, Failure(f"fails: {type(error).__name__}: {_first_line(error)}"))
+            kind = NotEnoughMemory if proofs.is_out_of_memory(error) else Failure
+            return _Answer(None, kind(f"fails: {proofs.describe_error(error)}"))
 
     def prepare(self, question: Question) -> Candidates:
         self._autocast = question.autocast
@@ -261,7 +264,3 @@ class _Server:
         casts = torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
         with casts, proofs.undisturbed(self._device):
             yield
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]

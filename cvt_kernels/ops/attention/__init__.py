@@ -48,8 +48,8 @@ def _shape_class(
     gradient: bool, shape: Sequence[int], keys: int, contiguous: bool, plain: bool, drops: bool
 ) -> str:
     batch, queries, heads, channels = shape
-    words = f"{size_class(batch * heads)} heads of {channels} channels, {size_class(queries, 2)} queries"
-    words += f", {size_class(keys, 2)} keys"
+    words = f"{size_class(batch * heads)} images × heads of {channels} channels"
+    words += f", {size_class(queries, 2)} queries, {size_class(keys, 2)} keys"
     return words + ("" if contiguous else ", strided") + ("" if plain else ", bias")
 
 

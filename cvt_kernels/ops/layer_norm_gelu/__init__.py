@@ -38,8 +38,9 @@ def _signature(
 
 def _shape_class(gradient: bool, shape: Sequence[int], contiguous: bool, approximate: str) -> str:
     channels = shape[-1] if shape else 1
-    strided = "" if contiguous else ", strided"
-    return f"{approximate}, {size_class(math.prod(shape))} elements, {channels} channels{strided}"
+    words = {"identity": "", "none": "exact, "}.get(approximate, f"{approximate}, ")
+    words += f"{size_class(math.prod(shape))} elements, {channels} channels"
+    return words + ("" if contiguous else ", strided")
 
 
 def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> tuple[Any, dict[str, Any]]:

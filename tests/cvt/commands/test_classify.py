@@ -84,15 +84,17 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
     assert "none.pth does not exist" in fails(photos[0], checkpoint=tmp_path / "none.pth")
     assert "does not fit this model" in fails(photos[0], "--model", "cvt_21")
     assert "it looks like cvt_13" in fails(photos[0], "--model", "cvt_21")
-    assert "error: --device nonsense: " in fails(photos[0], "--device", "nonsense")
+    assert "error: --device: got 'nonsense', expected cpu, cuda or cuda:N" in fails(
+        photos[0], "--device", "nonsense"
+    )
     assert "--top: got '0', expected a positive integer" in fails(photos[0], "--top", 0)
     assert "invalid choice: 'cvt_99'" in fails(photos[0], "--model", "cvt_99")
-    assert "--device meta: computes nothing" in fails(photos[0], "--device", "meta")
+    assert "--device: got 'meta', which computes nothing" in fails(photos[0], "--device", "meta")
     broken = {name: t / 0 if name == "norm.weight" else t for name, t in weights[1].state_dict().items()}
     torch.save(broken, tmp_path / "broken.pth")
     assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
     if not torch.cuda.is_available():
-        assert "--device cuda: " in fails(photos[0], "--device", "cuda")
+        assert "--device: got 'cuda', but " in fails(photos[0], "--device", "cuda")
 
 
 def test_an_unavailable_backend_is_one_line(capsys, weights, photos, monkeypatch):

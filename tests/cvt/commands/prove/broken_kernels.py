@@ -130,6 +130,13 @@ def register_kernel_without_memory():
     backends.register("gelu", "triton", backends.Implementation(function))
 
 
+def register_kernel_without_host_memory():
+    def function(x, *, approximate):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
+
+    backends.register("gelu", "triton", backends.Implementation(function))
+
+
 def register_wrong_gelu():
     """Registers a GELU that is wrong in any shape."""
     backends.register("gelu", "triton", backends.Implementation(lambda x, **_: wrong_element(x)))

@@ -39,12 +39,12 @@ def worker():
         (3, "wrong: output is off by nan, "),
         (4, "wrong: writes outside of its tensors"),
         (5, "fails: RuntimeError: has no such kernel"),
-        (6, "takes longer than 5 s"),
-        (7, "kills the process (signal 9)"),
-        (8, "kills the process (signal 11)"),
-        (9, "kills the process (exit code 3)"),
-        (12, "takes longer than 5 s"),
-        (13, "kills the process (signal 6)"),
+        (6, "hangs: takes longer than 5 s"),
+        (7, "dies: signal 9"),
+        (8, "dies: signal 11"),
+        (9, "dies: exit code 3"),
+        (12, "hangs: takes longer than 5 s"),
+        (13, "dies: signal 6"),
     ],
     ids=lambda value: broken_kernels.KERNELS[value].__name__ if isinstance(value, int) else "",
 )
@@ -78,7 +78,7 @@ def test_a_slow_kernel_is_right_but_not_chosen(worker):
 
 def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(worker):
     result = proving.prove(attention_question(), worker)
-    assert result.flaws == {"sdpa": "kills the process (exit code 4)"}
+    assert result.flaws == {"sdpa": "dies: exit code 4"}
     assert result.verdict.chosen in ("native", "reference")
     assert result.is_good
 
@@ -86,8 +86,9 @@ def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(worker):
 @pytest.mark.parametrize(
     ("setup", "reason"),
     [
-        (broken_kernels.register_reference_that_hangs, "the preparation takes longer than 5 s"),
+        (broken_kernels.register_reference_that_hangs, "the preparation hangs: takes longer than 5 s"),
         (broken_kernels.register_kernel_without_memory, "there is not enough memory"),
+        (broken_kernels.register_kernel_without_host_memory, "there is not enough memory"),
     ],
 )
 def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
@@ -102,7 +103,7 @@ def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
 def test_a_process_that_does_not_start():
     with (
         Worker(CPU, 5, broken_kernels.die) as worker,
-        pytest.raises(OSError, match=r"does not start: kills the process \(exit code 5\)"),
+        pytest.raises(OSError, match=r"does not start \(dies: exit code 5\)"),
     ):
         worker.candidates(gelu_question(1))
 
