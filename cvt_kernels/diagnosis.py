@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import backends, machine, verdicts
+from . import backends, dispatch, machine, verdicts
 from .tables import aligned
 
 _BROKEN = "the extension does not load, see above"
@@ -44,7 +44,7 @@ def doctor() -> str:
         lines += ["", *_AT_FIRST_USE_ON_A_GPU]
     lines += _section("not available here:", _unavailable(device_types))
     lines += _section(
-        "at fault on this machine, and not used; please report these lines:",
+        "failed their check on this machine, and not used; please report these lines:",
         (line for name, store in stores.items() for line in _faults(name, store)),
     )
     lines += _section(
@@ -135,14 +135,14 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
     """Returns the backends that serve an operator, with the numbers of their verdicts."""
     if backends.requested_backends() != ("auto",):
         try:
-            return next(iter(backends.chosen_backends(operator, device_type)), "none")
+            return next(iter(dispatch.chosen_backends(operator, device_type)), "none")
         except machine.ExtensionError:
             return "none"
     if is_broken:
         return "none"
     if len(available) == 1:  # there is nothing to choose
         return available[0]
-    counts = backends.chosen_backends(operator, device_type)
+    counts = dispatch.chosen_backends(operator, device_type)
     ordered = sorted(counts, key=lambda name: -counts[name])
     unproven = "not proven yet" if verdicts.proving_enabled() else "PyTorch's own operator"
     return ", ".join(f"{name} {counts[name]}" for name in ordered) or unproven

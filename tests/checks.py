@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import accuracy, backends, reference, verdicts
+from cvt_kernels import accuracy, backends, dispatch, reference, verdicts
 
 
 def assert_accurate(
@@ -96,7 +96,7 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
 
 def remember_verdict(backend: str, operator: str, *args: Any, **kwargs: Any) -> None:
     """Stores the verdict that a backend serves calls with such arguments, those of the implementations."""
-    question = backends.question(operator, *args, **kwargs)
+    question = dispatch.question(operator, *args, **kwargs)
     trial = verdicts.Trial(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
     verdict = verdicts.Verdict(backend, backend, dict.fromkeys(backends.BACKENDS, trial))
     verdicts.store_for(args[0].device).remember({question: verdict}, replace=True)

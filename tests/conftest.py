@@ -51,13 +51,13 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     torch.manual_seed(0)
     monkeypatch.setattr(backends, "_requested", ("auto",))
     monkeypatch.setattr(backends, "_fallbacks", {})
-    monkeypatch.setattr(backends, "_choices", {})
-    monkeypatch.setattr(backends, "_agreed", {})
+    monkeypatch.setattr(backends, "choices", {})
+    monkeypatch.setattr(backends, "agreements", {})
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_warned", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
-    registry = {name: dict(by_backend) for name, by_backend in backends._implementations.items()}
-    monkeypatch.setattr(backends, "_implementations", registry)
+    registry = {name: dict(by_backend) for name, by_backend in backends.implementations.items()}
+    monkeypatch.setattr(backends, "implementations", registry)
     yield
     backends._ask_why_unavailable.cache_clear()
 

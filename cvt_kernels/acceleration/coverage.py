@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .. import backends
+from .. import backends, dispatch
 from ..tables import aligned
 from .entries import BlockEntry
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
@@ -133,10 +133,10 @@ def _calls_of(block: nn.Module) -> Calls:
 
 def _backends(operator: str, calls: Calls) -> dict[str, int]:
     """Returns the backends that serve an operator, each with its number of verdicts; or why none does."""
-    counts = backends.chosen_backends(operator, calls.device_type, gradient=calls.gradient)
+    counts = dispatch.chosen_backends(operator, calls.device_type, gradient=calls.gradient)
     if counts:
         return counts
     if backends.requested_backends() != ("auto",):
         return {"none": 0}
-    name = backends.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
+    name = dispatch.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
     return {name or "not proven yet": 0}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .. import backends, checks
+from .. import checks, dispatch
 from ..ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
 from ..ops.linear import linear
 
@@ -63,7 +63,7 @@ def gelu_operator(module: Any, device_type: str) -> str:
     """Returns the operator that :func:`linear_gelu` calls behind the linear layer ``module``."""
     plain = _is_plain_linear(module) and module.bias is not None
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
-    return "bias_gelu" if plain and backends.may_be_ours("bias_gelu", device_type) else "gelu"
+    return "bias_gelu" if plain and dispatch.may_be_ours("bias_gelu", device_type) else "gelu"
 
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import backends, checks
+from .. import backends, checks, dispatch
 from .registration import images_within, register_reference, size_class
 
 _CHUNK = 1024  # rows that are converted at a time, which bounds the memory beside the result
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         BackendUnavailable: The requested backend cannot serve the call.
     """
     if _has_choice(x, weight, bias):
-        return backends.call("linear", x, weight, bias)
+        return dispatch.call("linear", x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -82,7 +82,7 @@ def _why_convolution_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None)
 
 def _why_float32_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return "is meant for 16-bit numbers"
+        return "serves 16-bit tensors only"
     if checks.wants_gradient(x, weight, bias):
         return "has no gradients"
     return "autocast would convert the float32 numbers again" if checks.autocast_enabled(x) else None

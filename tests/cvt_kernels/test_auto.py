@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, proofs, reference, verdicts
+from cvt_kernels import backends, dispatch, machine, proofs, reference, verdicts
 from cvt_kernels.backends import Implementation
 from tests.checks import recorded_operators, remember_verdict, run_python
 
@@ -119,11 +119,10 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
         assert torch.equal(ck.gelu(x), expected)
     [warning] = caught
     text = str(warning.message)
-    assert text.startswith(
-        "gelu, forward, float32, exact, 16+ elements, 16 channels: the kernel of backend 'na"
-    )
-    assert f"is at fault ({flaw}" in text
-    assert "reference serves instead. Please report this line with the output of `cvt doctor`" in text
+    assert text.startswith("cvt_kernels: the kernel of backend 'native' failed its check on this machine")
+    assert f"(gelu, forward, float32, exact, 16+ elements, 16 channels): {flaw}" in text
+    assert "reference serves instead, so that results are right. Please report this line" in text
+    assert warning.filename == __file__
     assert ck.fallbacks()["gelu", "native"].startswith(flaw)
     tried = len(calls)
     assert torch.equal(ck.gelu(x), expected)
@@ -139,7 +138,7 @@ def test_the_next_candidate_serves_the_very_call(proven):
     register(_one_wrong, "triton")
     calls = register(reference.gelu, "native")
     x = torch.randn(3, 16)
-    with pytest.warns(RuntimeWarning, match=r"backend 'triton' is not used .*; native serves instead"):
+    with pytest.warns(RuntimeWarning, match=r"backend 'triton' failed its check .* native serves instead"):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
     assert only_answer().chosen == "native"
     served = len(calls)
@@ -511,7 +510,7 @@ def test_nothing_is_proven_while_a_graph_is_captured(proven, monkeypatch):
 def test_the_choice_for_graphs_serves_in_graphs(proven, monkeypatch):
     register(lambda x, **_: x + 10)
     x = torch.randn(5, 16)
-    asked = backends.question("gelu", x, approximate="none")
+    asked = dispatch.question("gelu", x, approximate="none")
     trials = dict.fromkeys(("native", "reference"), verdicts.Trial(0.0, 0.0, 1e-6, None, None))
     verdict = verdicts.Verdict("reference", "native", trials)
     verdicts.store_for(CPU).remember({asked: verdict})
@@ -524,7 +523,7 @@ def test_a_backend_that_the_verdict_does_not_know_is_proven_too(proven):
     """A call before, which it could not serve, may have left it out."""
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
-    asked = backends.question("gelu", x, approximate="none")
+    asked = dispatch.question("gelu", x, approximate="none")
     trial = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
     verdicts.store_for(CPU).remember(
         {asked: verdicts.Verdict("reference", "reference", {"reference": trial})}
@@ -546,7 +545,7 @@ def test_without_proofs_pytorchs_own_serve(proven, monkeypatch):
         ck.attention(q, q, q)
     assert any("scaled_dot_product" in name for name in operators)
     assert (calls, proven) == ([], [])
-    reason = "has no verdict, and CVT_KERNELS_PROVE=0 forbids to prove it at first use"
+    reason = "has no verdict, and CVT_KERNELS_PROVE=0 forbids proving it at first use"
     assert ck.fallbacks()["gelu", "native"] == ck.fallbacks()["attention", "native"] == reason
 
 
@@ -576,7 +575,7 @@ def test_a_verdict_for_what_cannot_serve_here(proven, chosen):
     x = torch.randn(5, 16)
     trial = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
     verdict = verdicts.Verdict(chosen, chosen, {"native": trial})
-    verdicts.store_for(CPU).remember({backends.question("gelu", x, approximate="none"): verdict})
+    verdicts.store_for(CPU).remember({dispatch.question("gelu", x, approximate="none"): verdict})
     assert torch.equal(ck.gelu(x), reference.gelu(x))
 
 
@@ -798,16 +797,16 @@ def test_a_call_with_a_verdict_costs_little(proving):
     for operator, (backend, call, args, kwargs) in calls.items():
         remember_verdict(backend, operator, *args, **kwargs)
         call()
-        assert backends._choice(operator, args[0], args[1:], kwargs).eager.backend == backend
+        assert dispatch._choice(operator, args[0], args[1:], kwargs).eager.backend == backend
         assert _extra_seconds(call, backend) < 5e-6
 
 
 def test_ever_new_shapes_do_not_fill_the_memory(proven, monkeypatch):
-    monkeypatch.setattr(backends, "_MOST_CHOICES", 10)
+    monkeypatch.setattr(dispatch, "_MOST_CHOICES", 10)
     calls = register(reference.gelu)
     for rows in range(16, 60):
         ck.gelu(torch.randn(rows, 16))
-        assert 0 < len(backends._choices) <= 10
+        assert 0 < len(backends.choices) <= 10
     assert len(proven) == 1
     tried = len(calls)
     ck.gelu(torch.randn(16, 16))

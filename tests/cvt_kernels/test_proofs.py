@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, proofs, reference
+from cvt_kernels import backends, dispatch, proofs, reference
 from cvt_kernels.backends import Implementation
 from tests.checks import recorded_operators
 
@@ -45,7 +45,7 @@ def branches(channels=6, strides=(1, 2, 2), *, dtype=torch.float32, shared=False
 
 def flaws(operator, *args, **kwargs) -> dict[str, str | None]:
     """Checks every backend that can serve a call of an implementation; returns their flaws."""
-    proof = backends.proof_of(operator, *args, **kwargs)
+    proof = dispatch.proof_of(operator, *args, **kwargs)
     with proofs.undisturbed(proof.sample.device):
         standard = proofs.Standard.of(proof.reference, proof.sample)
         return {name: proofs.check(each, standard).flaw for name, each in proof.candidates.items()}
@@ -493,7 +493,7 @@ def test_copies_in_guarded_memory(layout, dtype):
 
 
 def prove(operator, *args, **kwargs):
-    return proofs.prove(backends.proof_of(operator, *args, **kwargs))
+    return proofs.prove(dispatch.proof_of(operator, *args, **kwargs))
 
 
 def test_arguments_statistics_gradients_and_random_numbers_stay():
@@ -537,7 +537,7 @@ def test_modes_and_hooks_see_nothing():
         raise AssertionError("the proof was seen")
 
     x = torch.randn(4, 8, requires_grad=True)
-    proof = backends.proof_of("gelu", x, approximate="none")
+    proof = dispatch.proof_of("gelu", x, approximate="none")
     with recorded_operators() as operators, torch.autograd.graph.saved_tensors_hooks(seen, seen), _Refuses():
         proofs.prove(proof)
     assert operators == []
@@ -596,7 +596,7 @@ def test_a_branch_without_gradients():
 
 def test_no_call_of_a_proof_exchanges_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
-    proof = backends.proof_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
+    proof = dispatch.proof_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
     for call in (proof.sample, proof.timed):
         assert call.args[0].shape[0] == 3
         assert all(conv.process_group is None for conv in call.args[2])

@@ -9,7 +9,7 @@ import torch
 import cvt_kernels as ck
 from cvt import create_model, save_huggingface
 from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt_kernels import backends, dispatch
 from tests.checks import python_blocks, run_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_the_operators_page_names_every_backend():
 def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
     page = (DOCS / "verdicts.md").read_text(encoding="utf-8")
     x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
-    assert f"\n{backends.question('linear', x, weight, None)}\n" in page
+    assert f"\n{dispatch.question('linear', x, weight, None)}\n" in page
 
 
 def test_the_installation_page_names_every_environment_variable():

@@ -25,6 +25,7 @@ FLOORS = (
     {"cvt_kernels.verdicts"},
     {"cvt_kernels.proofs"},
     {"cvt_kernels.backends"},
+    {"cvt_kernels.dispatch"},
     {"cvt_kernels.ops"},
     {"cvt_kernels.acceleration"},
     {"cvt_kernels.diagnosis"},

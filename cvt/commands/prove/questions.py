@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import backends
+from cvt_kernels import backends, dispatch
 
 from ...config import DTYPES
 from ...factory import create_model
@@ -176,7 +176,7 @@ class _Collector:
             self._record("linear", (x, weight, bias), {})
 
     def _record(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        text = backends.question(operator, *args, **kwargs)
+        text = dispatch.question(operator, *args, **kwargs)
         if text not in self.questions:
             args, kwargs = pytree.tree_map_only(Tensor, TensorLike.of, (args, kwargs))
             self.questions[text] = Question(text, operator, args, kwargs, self._autocast)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends, dispatch, proofs
 from cvt_kernels.verdicts import Trial
 
 from .questions import Question
@@ -242,7 +242,7 @@ class _Server:
         self._autocast = question.autocast
         args, kwargs = question.make_arguments(self._device)
         with self._undisturbed():
-            self._proof = proof = backends.proof_of(question.operator, *args, **kwargs)
+            self._proof = proof = dispatch.proof_of(question.operator, *args, **kwargs)
             if len(proof.candidates) > 1:
                 self._standard = proofs.Standard.of(proof.reference, proof.sample)
         return Candidates(list(proof.candidates), proof.default)

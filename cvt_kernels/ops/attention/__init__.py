@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks
+from ... import backends, checks, dispatch
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
@@ -106,7 +106,7 @@ def attention(
     time. They serve heads of up to 128 channels, without dropout.
     """
     check_attention(q, k, v, scale, bias, dropout_p)
-    return backends.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+    return dispatch.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
 
 
 def check_attention(

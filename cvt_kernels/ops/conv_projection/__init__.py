@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import backends, checks
+from ... import backends, checks, dispatch
 from ...reference import ConvBatchNorm
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
@@ -97,8 +97,8 @@ def conv_projection(
     group = next((conv.process_group for conv in convs if conv.process_group is not None), None)
     if training and group is not None:
         shared = x.shape[2], _geometry(convs)
-        return backends.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
-    return backends.call("conv_projection", x, grid, convs, training=training)
+        return dispatch.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
+    return dispatch.call("conv_projection", x, grid, convs, training=training)
 
 
 def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:

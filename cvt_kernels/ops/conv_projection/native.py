@@ -47,7 +47,7 @@ def why_unsupported(
     if training or any(conv.running_mean is None for conv in convs):
         return "normalizes by running statistics only, not by those of the batch"
     if checks.wants_gradient(x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))):
-        return "has no gradients; in evaluation, torch.no_grad() does without"
+        return "has no gradients on a CPU; call it under torch.no_grad() for inference"
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"

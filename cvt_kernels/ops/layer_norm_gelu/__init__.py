@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backends, checks
+from ... import backends, checks, dispatch
 from ..registration import images_within, register_native, register_reference, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
@@ -84,7 +84,7 @@ def layer_norm(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     _check_layer_norm(x, weight, bias, eps)
-    return backends.call("layer_norm", x, weight, bias, eps=eps)
+    return dispatch.call("layer_norm", x, weight, bias, eps=eps)
 
 
 def add_layer_norm(
@@ -116,7 +116,7 @@ def add_layer_norm(
     checks.check_float_tensor("residual", residual, "of the shape of x")
     checks.check_shape("residual", residual, tuple(x.shape), "as x")
     checks.check_like("residual", residual, "x", x)
-    return backends.call("add_layer_norm", x, residual, weight, bias, eps=eps)
+    return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -137,7 +137,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """
     checks.check_float_tensor("x", x, "of any shape")
     _check_approximate(approximate)
-    return backends.call("gelu", x, approximate=approximate)
+    return dispatch.call("gelu", x, approximate=approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
@@ -159,7 +159,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     _check_last_dim(x)
     _check_vector("bias", bias, x)
     _check_approximate(approximate)
-    return backends.call("bias_gelu", x, bias, approximate=approximate)
+    return dispatch.call("bias_gelu", x, bias, approximate=approximate)
 
 
 def layer_norm_gelu(
@@ -189,7 +189,7 @@ def layer_norm_gelu(
     """
     _check_layer_norm(x, weight, bias, eps)
     _check_approximate(approximate)
-    return backends.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
+    return dispatch.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
 
 
 def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:

@@ -43,7 +43,7 @@ def test_doctor_command_and_a_reader_that_leaves_early(tmp_path):
     assert wrong.returncode == 2
     assert wrong.stdout == ""
     assert wrong.stderr.startswith(
-        "cvt doctor: error: CVT_KERNELS_BACKEND: got 'x', expected auto or some of"
+        "cvt doctor: error: CVT_KERNELS_BACKEND: got 'x', expected auto alone or some of"
     )
     assert wrong.stderr.count("\n") == 1
     read, write = os.pipe()

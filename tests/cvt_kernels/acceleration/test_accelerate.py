@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends, dispatch, proofs
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built, record_all_calls, record_calls, remember_verdict
 from tests.conftest import DATA
@@ -584,7 +584,7 @@ def test_coverage_knows_which_backends_have_no_gradients(backend, operator, forw
         pytest.skip("there are no native kernels here")
     for gradient in (False, True):
         with ck.use_backend(backend):
-            served = backends.chosen_backends(operator, "cpu", gradient=gradient)
+            served = dispatch.chosen_backends(operator, "cpu", gradient=gradient)
         assert list(served) == ([] if gradient and forward_only else [backend])
 
 

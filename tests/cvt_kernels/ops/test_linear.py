@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends, dispatch, proofs
 from tests.checks import assert_accurate, remember_verdict
 from tests.upstream import huggingface
 
@@ -95,7 +95,7 @@ def test_strided_x(name, dtype):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_every_form_passes_its_proof(shape, dtype, gradient):
     x, weight, bias = make(shape, 24, dtype)
-    proof = backends.proof_of("linear", x, weight.requires_grad_(gradient), bias)
+    proof = dispatch.proof_of("linear", x, weight.requires_grad_(gradient), bias)
     forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
     assert set(proof.candidates) == {*forms, "reference"}
     standard = proofs.Standard.of(proof.reference, proof.sample)
@@ -112,7 +112,7 @@ def test_calls_that_a_form_refuses():
     autocast = torch.autocast("cpu", torch.float16)
     for name, tensors, context, reason in (
         ("convolution", (x.double(), weight.double()), contextlib.nullcontext(), "no advantage in float64"),
-        ("float32", (x, weight, bias), contextlib.nullcontext(), "is meant for 16-bit numbers"),
+        ("float32", (x, weight, bias), contextlib.nullcontext(), "serves 16-bit tensors only"),
         ("float32", (half[0].requires_grad_(), *half[1:]), contextlib.nullcontext(), "has no gradients"),
         ("float32", (half[0].detach(), *half[1:]), autocast, "autocast would convert the float32 numbers"),
     ):
@@ -223,7 +223,7 @@ def test_a_first_call_proves_the_forms_and_later_ones_do_not(proving):
         assert calls == [chosen]
     assert_accurate(first, F.linear(x, weight, bias), exact)
     assert torch.equal(torch.get_rng_state(), state)
-    assert backends.chosen_backends("linear", "cpu") == {chosen: 1}
+    assert dispatch.chosen_backends("linear", "cpu") == {chosen: 1}
     assert list(proving.rglob("*.json"))
 
 

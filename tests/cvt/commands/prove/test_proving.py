@@ -6,7 +6,7 @@ import torch
 from cvt.commands.prove import proving
 from cvt.commands.prove.questions import Question, TensorLike
 from cvt.commands.prove.worker import Worker
-from cvt_kernels import backends, verdicts
+from cvt_kernels import dispatch, verdicts
 from tests.cvt.commands.prove import broken_kernels
 
 CPU = torch.device("cpu")
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 def gelu_question(channels, *, gradient=False):
     x = torch.empty(2, 4, channels, requires_grad=gradient)
-    text = backends.question("gelu", x, approximate="none")
+    text = dispatch.question("gelu", x, approximate="none")
     return Question(text, "gelu", (TensorLike.of(x),), {"approximate": "none"}, None)
 
 
 def attention_question():
     q, k = torch.empty(1, 8, 1, 4), torch.empty(1, 4, 1, 4)
     settings = {"scale": None, "bias": None, "dropout_p": 0.0}
-    text = backends.question("attention", q, k, k, **settings)
+    text = dispatch.question("attention", q, k, k, **settings)
     return Question(text, "attention", tuple(map(TensorLike.of, (q, k, k))), settings, None)
 
 

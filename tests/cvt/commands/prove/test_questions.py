@@ -6,7 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.commands.prove.questions import TensorLike, Workload, collect
-from cvt_kernels import backends, reference
+from cvt_kernels import backends, dispatch, reference
 from tests.upstream import huggingface, microsoft
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def asked_by(model, images):
 
     def recording(operator, backend, implementation):
         def call(*args, **kwargs):
-            asked.add(backends.question(operator, *args, **kwargs))
+            asked.add(dispatch.question(operator, *args, **kwargs))
             return getattr(reference, operator)(*args, **kwargs)
 
         return backends.Implementation(call)
@@ -90,7 +90,7 @@ def test_questions_are_those_of_the_model_on_a_gpu():
 def test_arguments_are_made_as_they_were():
     for question in collect(Workload("cvt_13", 32, [2], ["float32"], train=True), CPU):
         args, kwargs = question.make_arguments(CPU)
-        assert backends.question(question.operator, *args, **kwargs) == question.text
+        assert dispatch.question(question.operator, *args, **kwargs) == question.text
         again, _ = question.make_arguments(CPU)
         assert torch.equal(args[0], again[0])
 

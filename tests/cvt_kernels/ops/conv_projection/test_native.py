@@ -231,7 +231,7 @@ def test_refusals():
     assert_unavailable(batch, branch, training=True)
     assert_unavailable(batch, branch._replace(running_mean=None, running_var=None))
     assert_unavailable("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
-    gradients = "has no gradients; in evaluation, torch.no_grad() does without"
+    gradients = "has no gradients on a CPU; call it under torch.no_grad() for inference"
     with torch.enable_grad():
         assert_unavailable(gradients, branch, x.clone().requires_grad_())
         for field in ("weight", "bn_weight", "bn_bias"):
