@@ -203,7 +203,10 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
 def _check_backends(names: tuple[str, ...], argument: str) -> None:
     if names == _AUTO:
         return
-    if not names or any(name not in BACKENDS for name in names):
+    unknown = not names
+    for name in names:  # a loop, which takes less time than a generator: it is run at every call
+        unknown = unknown or name not in BACKENDS
+    if unknown:
         came, expected = ", ".join(map(str, names)), ", ".join(BACKENDS)
         raise ValueError(f"{argument}: got {came!r}, expected auto alone or some of {expected}")
 

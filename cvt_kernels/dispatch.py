@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from . import backends, checks, machine, verdicts
@@ -127,22 +128,24 @@ class _Choice(NamedTuple):
     in_graphs: _Served
 
 
+# These are asked at every call: the first is quicker than to ask for a device by its name, and for the second
+# there is no public way.
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
 _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
-    device_type = "cuda" if x.is_cuda else "cpu"  # x.device.type makes a new string every time
     key = (
         operator,
         backends.operators[operator].signature(x, *args, **kwargs),
         type(x),
         x.dtype,
         x.device,
-        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
         torch.get_num_threads(),
         _level_of_transforms(),
-        checks.forward_mode_enabled(),
+        getattr(forward_ad, "_current_level", 0),
     )
     try:
         choice = backends.choices.get(key)

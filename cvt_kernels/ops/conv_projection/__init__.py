@@ -32,7 +32,7 @@ def _signature(
 
 
 def _geometry(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
-    return tuple([(conv.weight.shape[3], conv.stride, conv.padding, conv.dilation) for conv in convs])
+    return tuple([(conv.weight.size(3), conv.stride, conv.padding, conv.dilation) for conv in convs])
 
 
 def _shape_class(
