@@ -10,10 +10,11 @@ export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap -
 
 .PHONY: demo test bench gpu results lint clean
 
-# The main job on two real photographs: parity and speed against Hugging Face's model, then classification.
+# The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
+# machine takes since then; classification.
 demo: $(INSTALLED)
-	$(BIN)/cvt doctor
 	$(BIN)/cvt bench --save-weights build/demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
+	$(BIN)/cvt doctor
 	$(BIN)/cvt classify $(PHOTOS) --checkpoint $(if $(CHECKPOINT),'$(CHECKPOINT)',build/demo)
 
 # Everything CI runs.
@@ -21,8 +22,8 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) benchmarks --benchmark-disable -q
 
-# On a machine with an NVIDIA GPU: build, prove, test, measure and profile, in 9 minutes. It takes $(PYTHON) as it is, with
-# torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.
+# On a machine with an NVIDIA GPU: build, prove, test, measure and profile, planned for 9 minutes. It takes $(PYTHON) as it
+# is, with torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.
 RESULTS ?= benchmarks/results
 gpu:
 	$(PYTHON) benchmarks/run.py --results '$(RESULTS)' $(if $(TUNE),--tune)
