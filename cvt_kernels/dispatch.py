@@ -63,8 +63,10 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
     """
-    if not backends.is_auto() or torch.compiler.is_compiling():
+    if not backends.is_auto():
         return call(operator, x, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _first_able(operator, backends.operators[operator].defaults, x, *args, **kwargs)
     agreed = backends.agreements.setdefault(group, {})
     gradient = backends.operators[operator].signature(x, *args, **kwargs)[0]
     key = operator, shared, x.dtype, x.device, gradient, checks.autocast_dtype(x)
@@ -143,6 +145,7 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         x.dtype,
         x.device,
         checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
+        torch.backends.cuda.matmul.fp32_precision if x.is_cuda else None,
         torch.get_num_threads(),
         _level_of_transforms(),
         getattr(forward_ad, "_current_level", 0),
@@ -178,30 +181,31 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         return _decision(operator, default, default, lasts=False)
     store = verdicts.store_for(x.device)
     asked = question(operator, x, *args, **kwargs)
-    verdict = _complete(store.get(asked), able)
-    if verdict is None:
+    verdict = store.get(asked)
+    if verdict is None or not _knows(verdict, able):
         lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
-        if lasting is not None or passing is not None:
+        if lasting is None and passing is None:
+            try:
+                verdict = _prove(store, asked, able, operator, x, args, kwargs)
+            except Warning:  # where warnings are errors
+                raise
+            except Exception as error:  # the call itself may be served all the same, or raises it again
+                from . import proofs
+
+                reason = f"could not be proven: {proofs.describe_error(error)}"
+                _note_passed_over(operator, able, default, reason)
+                return _decision(operator, default, default)
+        elif verdict is None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
-        try:
-            verdict = _prove(store, asked, able, operator, x, args, kwargs)
-        except Warning:  # where warnings are errors
-            raise
-        except Exception as error:  # the call itself may be served all the same, or raises it again
-            from . import proofs
-
-            reason = f"could not be proven: {proofs.describe_error(error)}"
-            _note_passed_over(operator, able, default, reason)
-            return _decision(operator, default, default)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
 
 
-def _complete(verdict: verdicts.Verdict | None, able: list[str]) -> verdicts.Verdict | None:
-    """Returns a verdict if it knows all backends that are able; a call before may have kept one away."""
-    return verdict if verdict is not None and all(name in verdict.trials for name in able) else None
+def _knows(verdict: verdicts.Verdict | None, able: list[str]) -> bool:
+    """Says whether a verdict is of all backends that are able; a call before may have kept one away."""
+    return verdict is not None and all(name in verdict.trials for name in able)
 
 
 def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
@@ -245,6 +249,9 @@ def _question(
     numbers = checks.dtype_name(dtype)
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if device.type == "cuda" and dtype == torch.float32 and precision not in ("ieee", "none"):
+        numbers += f" multiplied in {precision}"
     return f"{operator}, {_direction(gradient)}, {numbers}, {shape_class}"
 
 
@@ -290,6 +297,8 @@ def _why_not_provable_now(x: Tensor) -> str | None:
 
 def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
+    if torch.jit.is_tracing():
+        return "nothing is proven while torch.jit.trace records"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"
@@ -335,12 +344,12 @@ def _prove(
     """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
     from . import proofs
 
-    with store.proving():
-        verdict = _complete(store.get(asked), able)
-        if verdict is not None:
-            return verdict
+    with store.proving(lambda: _knows(store.get(asked), able)):
+        known = store.get(asked)
+        if known is not None and _knows(known, able):
+            return known
         verdict = proofs.prove(proof_of(operator, x, *args, **kwargs))
-        store.remember({asked: verdict}, replace=True)
+        store.remember({asked: verdict}, replace=known is not None)
     _warn_of_wrong_kernels(asked, verdict)
     return verdict
 

@@ -1,8 +1,8 @@
 """The clock, the memory and the ceilings of a machine: the one way in which this project measures.
 
-Several functions are compared by the wall clock, in turns. A single function is timed on a GPU by events,
-with L2 flushed before each run, so that neither the host nor a warm cache is measured. Memory is what
-PyTorch's allocator held. The ceilings are the rates that a large copy and a large matrix product reach.
+Several functions are compared in turns: whole steps by the wall clock, single operators with caches flushed
+before each run and, on a GPU, by events, so that neither the host nor a warm cache is measured. Memory is
+what PyTorch's allocator held. The ceilings are the rates that a large copy and a large matrix product reach.
 """
 
 from __future__ import annotations
@@ -130,12 +130,13 @@ def cold_seconds_in_turns(
     times = [ColdTimes([], []) for _ in functions]
     for function in functions:
         function()
-    start = now(device)
+    start = time.perf_counter()
     while (rounds := len(times[0].device)) < most:
         limit = seconds * (_PATIENCE if any(map(_is_disturbed, times)) else 1)
-        if rounds >= fewest and now(device) - start >= limit:
+        if rounds >= fewest and time.perf_counter() - start >= limit:
             break
-        for function, taken in zip(functions, times, strict=True):
+        turns = list(zip(functions, times, strict=True))
+        for function, taken in turns if rounds % 2 == 0 else reversed(turns):
             _run_cold(function, device, taken)
     return times
 
@@ -177,8 +178,16 @@ def _flush_buffer(kind: str, number: int) -> torch.Tensor:
     size = number * 2**22
     if kind == "cuda":
         size = max(4 * torch.cuda.get_device_properties(number).L2_cache_size, 2**28)
+    device = torch.device("cuda", number) if kind == "cuda" else "cpu"
     with torch.inference_mode(False):  # a tensor of that mode could not be written outside of it
-        return torch.empty(size, dtype=torch.uint8, device=torch.device(kind, number))
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Gives back the memory that cold timing has taken on a device, as it may be large on a GPU."""
+    _flush_buffer.cache_clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:

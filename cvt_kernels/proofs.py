@@ -113,7 +113,9 @@ def prove(proof: Proof) -> Verdict:
         standard = Standard.of(proof.reference, proof.sample)
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        return choose({**trials, **time_in_turns(sound, proof.timed, trials)}, proof.default)
+        timed = time_in_turns(sound, proof.timed, trials)
+        measure.release_memory(proof.sample.device)
+        return choose({**trials, **timed}, proof.default)
 
 
 @contextlib.contextmanager
@@ -283,14 +285,30 @@ def check(function: Function, standard: Standard) -> Trial:
     try:
         with guarded_memory() as memory:
             results = run(function, standard.sample.map(memory.copy), standard.douts)
-            measure.synchronize(standard.sample.device)
+            _wait_for_stream(standard.sample.device)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or not _is_usable(standard.sample.device):
             raise
         return Trial(None, None, None, None, f"fails: {describe_error(error)}")
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
     return _compare(results, standard)
+
+
+def _wait_for_stream(device: torch.device) -> None:
+    """Waits for the work of the current stream: others may wait for processes that wait for this proof."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _is_usable(device: torch.device) -> bool:
+    """Says whether a device still computes: after an illegal access a GPU does not, for the whole process."""
+    try:
+        torch.zeros(1, device=device).add_(1)
+        _wait_for_stream(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def describe_error(error: Exception) -> str:
@@ -300,7 +318,9 @@ def describe_error(error: Exception) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Says whether an error means that there is not enough memory; that of a host has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED"))
 
 
 def _compare(results: Results, standard: Standard) -> Trial:
@@ -541,17 +561,30 @@ def time_in_turns(
     """Times candidates that passed, L2-cold and in turns.
 
     Returns:
-        Their trials with the seconds of the fastest run; a single candidate is not timed.
+        Their trials with the seconds of the fastest run, or with a flaw if a candidate fails, which may
+        happen to a large call only; a single candidate is not timed.
     """
     if len(candidates) < 2:
         return {}
     call = call.detached().map(_timeable)
-    functions = [_timed(function, call) for function in candidates.values()]
-    measured = measure.cold_seconds_in_turns(functions, call.device, _SECONDS, fewest=_FEWEST, most=_MOST)
-    return {
-        name: trials[name]._replace(seconds=min(times.device), host_seconds=min(times.host, default=None))
-        for name, times in zip(candidates, measured, strict=True)
-    }
+    results, runners = {}, {}
+    for name, function in candidates.items():
+        try:
+            runners[name] = _timed(function, call)
+            runners[name]()
+            _wait_for_stream(call.device)
+        except Exception as error:
+            if is_out_of_memory(error) or not _is_usable(call.device):
+                raise
+            runners.pop(name, None)
+            results[name] = trials[name]._replace(flaw=f"fails: {describe_error(error)}")
+    measured = measure.cold_seconds_in_turns(
+        list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
+    )
+    for name, times in zip(runners, measured, strict=True):
+        host_seconds = min(times.host, default=None)
+        results[name] = trials[name]._replace(seconds=min(times.device), host_seconds=host_seconds)
+    return results
 
 
 def _timed(function: Function, call: Call) -> Callable[[], Any]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -34,8 +35,9 @@ __all__ = (
     "store_for",
 )
 
-#: Seconds that a process waits while another one proves, and while another one writes.
-_PROVING_SECONDS, _WRITING_SECONDS = 300.0, 10.0
+#: Seconds that a process waits while another one proves, and while another one writes; and how often it looks
+#: meanwhile whether its own question has been answered.
+_PROVING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
 
 
 # Settings -------------------------------------------------------------------------------------------------
@@ -200,15 +202,23 @@ class Store:
         self._is_tried, self._why_not_written = True, files.why_not_writable(self.path.parent)
 
     @contextlib.contextmanager
-    def proving(self) -> Iterator[None]:
+    def proving(self, is_answered: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Lets one thread of one process at a time prove kernels for this key, within a block.
 
         The block begins with what others have proven meanwhile, and may be nested. It goes on without the
-        lock after 300 s, and at once where nothing can be written.
+        lock after 300 s, at once where nothing can be written, and as soon as there is nothing left to prove:
+        the process that proves may itself wait for this one, in an exchange of data.
+
+        Args:
+            is_answered: Says whether what is known suffices; asked whenever the files have been read again.
         """
         with contextlib.ExitStack() as stack:
             if self.why_not_remembered() is None:
-                stack.enter_context(held(self.path.with_suffix(".proving"), _PROVING_SECONDS))
+                path, until = self.path.with_suffix(".proving"), time.monotonic() + _PROVING_SECONDS
+                while not stack.enter_context(held(path, _TURN_SECONDS)) and time.monotonic() < until:
+                    self._read()
+                    if is_answered():
+                        break
             self._read()
             yield
 

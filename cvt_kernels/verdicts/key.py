@@ -33,14 +33,14 @@ def _installation() -> dict[str, object]:
         "torch": str(torch.__version__),
         "triton": f"{triton}, interpreted" if machine.INTERPRETING else triton,
         "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version() if torch.version.cuda else None,
     }
 
 
 def _source_files() -> list[Path]:
-    """Returns the sources that decide what a kernel computes and whether it passes."""
+    """Returns the sources that decide what a kernel computes, whether it passes and how it is timed."""
     package = Path(__file__).parents[1]
-    judges = [package / name for name in ("accuracy.py", "proofs.py", "reference.py")]
-    return [*sorted((package / "ops").rglob("*.py")), *(path for path in judges if path.is_file())]
+    return [*sorted((package / "ops").rglob("*.py")), *sorted(package.glob("*.py"))]
 
 
 def _extension_file() -> Path | None:
@@ -72,6 +72,7 @@ def _gpu_facts(index: int) -> dict[str, object]:
         "device": "cuda",
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
         "driver": _nvidia_driver(),
     }
 

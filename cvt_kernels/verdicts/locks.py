@@ -21,10 +21,19 @@ def _lock(path: Path) -> BaseFileLock:
 
 
 @contextlib.contextmanager
-def held(path: Path, seconds: float) -> Iterator[None]:
-    """Holds a file's lock within a block, or goes on without it where it cannot be had in time."""
+def held(path: Path, seconds: float) -> Iterator[bool]:
+    """Holds a file's lock within a block, or goes on without it where it cannot be had in time.
+
+    Its value is False if the time was up, True if the lock is held or cannot be had at all.
+    """
+    from filelock import Timeout
+
     with contextlib.ExitStack() as stack:
-        # OSError includes filelock.Timeout.
-        with contextlib.suppress(OSError, NotImplementedError):
+        in_time = True
+        try:
             stack.enter_context(_lock(path).acquire(timeout=seconds))
-        yield
+        except Timeout:
+            in_time = False
+        except (OSError, NotImplementedError):
+            pass
+        yield in_time

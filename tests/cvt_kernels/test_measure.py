@@ -114,8 +114,8 @@ def test_cold_runs_take_turns_and_begin_with_empty_caches(clock, flushed):
     functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
     times = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=2, most=9)
     assert times == [measure.ColdTimes([1.0, 3.0], []), measure.ColdTimes([2.0, 4.0], [])]
-    round_of_both = ["flush", "a", "flush", "b"]
-    assert flushed == ["a", "b", *round_of_both, *round_of_both]  # the first of each warms up
+    forth, back = ["flush", "a", "flush", "b"], ["flush", "b", "flush", "a"]
+    assert flushed == ["a", "b", *forth, *back]  # the first of each warms up
 
 
 @pytest.mark.usefixtures("flushed")

@@ -734,7 +734,7 @@ def test_sources_of_the_key():
 @pytest.mark.usefixtures("_forgotten")
 def test_key_of_a_gpu(monkeypatch):
     class Properties:
-        name, major, minor = "NVIDIA H200", 9, 0
+        name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -744,6 +744,7 @@ def test_key_of_a_gpu(monkeypatch):
     assert key == json.loads(json.dumps(key))
     assert (key["device"], key["name"], key["capability"]) == ("cuda", "NVIDIA H200", "9.0")
     assert key["driver"].endswith(", CUDA 12.8")
+    assert key["multiprocessors"] == 132
     assert "threads" not in key
     # Equal GPUs share a store, whatever their index and the number of threads.
     assert verdicts.store_for(one) is verdicts.store_for(two) is not verdicts.store_for(CPU)

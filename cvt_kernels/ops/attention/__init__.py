@@ -41,16 +41,22 @@ def _signature(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(q, k, v, bias)
-    return gradient, q.shape, k.shape[1], q.is_contiguous(), bias is None, dropout_p > 0
+    form = None if bias is None else (tuple(n == 1 for n in bias.shape), bias.requires_grad)
+    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    return gradient, q.shape, k.shape[1], contiguous, form, dropout_p > 0
 
 
 def _shape_class(
-    gradient: bool, shape: Sequence[int], keys: int, contiguous: bool, plain: bool, drops: bool
+    gradient: bool, shape: Sequence[int], keys: int, contiguous: bool, bias: Any, drops: bool
 ) -> str:
     batch, queries, heads, channels = shape
     words = f"{size_class(batch * heads)} images × heads of {channels} channels"
     words += f", {size_class(queries, 2)} queries, {size_class(keys, 2)} keys"
-    return words + ("" if contiguous else ", strided") + ("" if plain else ", bias")
+    if bias is not None:
+        ones, has_gradient = bias
+        form = "×".join("1" if one else "n" for one in ones)
+        words += f", {'learned' if has_gradient else 'fixed'} bias of {form}"
+    return words + ("" if contiguous else ", strided") + (", dropout" if drops else "")
 
 
 def _sample(

@@ -28,7 +28,10 @@ def _signature(
         else ()
     )
     statistics = training or convs[0].running_mean is None
-    return checks.wants_gradient(x, *parameters), x.shape, grid, statistics, _geometry(convs)
+    scale = convs[0].bn_weight
+    mixed = scale is not None and scale.dtype != x.dtype
+    gradient = checks.wants_gradient(x, *parameters)
+    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, _geometry(convs)
 
 
 def _geometry(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
@@ -39,7 +42,9 @@ def _shape_class(
     gradient: bool,
     shape: Sequence[int],
     grid: tuple[int, int],
+    contiguous: bool,
     statistics: bool,
+    mixed: bool,
     geometry: Sequence[tuple[int, ...]],
 ) -> str:
     batch, tokens, channels = shape
@@ -47,7 +52,9 @@ def _shape_class(
     class_token = "" if tokens == pixels else " and a class token"
     branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
     words = f"{size_class(batch)} images of {size_class(pixels, 2)} pixels{class_token}, {channels} channels"
-    return f"{words}, kernel/stride/padding/dilation {branches}{', batch statistics' if statistics else ''}"
+    words += f", kernel/stride/padding/dilation {branches}"
+    words += (", batch statistics" if statistics else "") + (", BatchNorm of another dtype" if mixed else "")
+    return words + ("" if contiguous else ", strided")
 
 
 def _sample(

@@ -33,14 +33,15 @@ def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str
 def _signature(
     x: Tensor, *tensors: Tensor | None, eps: float = 0.0, approximate: str = "identity"
 ) -> tuple[Any, ...]:
-    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate
+    bare = len(tensors) > 1 and (tensors[-1] is None or tensors[-2] is None)
+    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate, bare
 
 
-def _shape_class(gradient: bool, shape: Sequence[int], contiguous: bool, approximate: str) -> str:
+def _shape_class(gradient: bool, shape: Sequence[int], contiguous: bool, approximate: str, bare: bool) -> str:
     channels = shape[-1] if shape else 1
     words = {"identity": "", "none": "exact, "}.get(approximate, f"{approximate}, ")
     words += f"{size_class(math.prod(shape))} elements, {channels} channels"
-    return words + ("" if contiguous else ", strided")
+    return words + (", without weight or bias" if bare else "") + ("" if contiguous else ", strided")
 
 
 def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> tuple[Any, dict[str, Any]]:
