@@ -376,7 +376,7 @@ def test_dispatch_is_not_taken_for_a_wrong_choice():
     assert auto.is_slow(row(1.2e-3, 1e-3))
     assert not auto.is_slow(row(1.05e-3, 1e-3))
     assert not auto.is_slow(row(30e-6, 20e-6))
-    assert auto.is_slow(row(40e-6, 20e-6))
+    assert auto.is_slow(row(50e-6, 20e-6))
 
 
 # Tuning ---------------------------------------------------------------------------------------------------

@@ -610,9 +610,9 @@ def trial(seconds, host_seconds=None, flaw=None):
 
 
 def test_the_fastest_is_chosen_if_it_wins_clearly():
-    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.04)}, "reference")
+    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.09)}, "reference")
     assert verdict.chosen == verdict.chosen_in_graphs == "reference"
-    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.06)}, "reference")
+    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.11)}, "reference")
     assert verdict.chosen == verdict.chosen_in_graphs == "native"
 
 

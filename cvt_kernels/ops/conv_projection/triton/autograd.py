@@ -240,20 +240,25 @@ def conv_projection(
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
     betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
-    weights, gammas, betas = ([t.contiguous() for t in tensors] for tensors in (weights, gammas, betas))
+    weights, gammas, betas = _contiguous(weights), _contiguous(gammas), _contiguous(betas)
     batch_stats, synchronized = training or convs[0].running_mean is None, None
     if batch_stats:
         with torch.no_grad():
             means, variances, synchronized = _statistics(x, geometry, weights, convs, training)
     else:
-        means = [t.contiguous() for conv in convs if (t := conv.running_mean) is not None]
-        variances = [t.contiguous() for conv in convs if (t := conv.running_var) is not None]
+        means = _contiguous([conv.running_mean for conv in convs])
+        variances = _contiguous([conv.running_var for conv in convs])
     if torch.compiler.is_compiling():
         constants = _pack_geometry(geometry), list(geometry.epss)
         return tuple(_forward_op(x, weights, gammas, betas, means, variances, *constants, batch_stats))
     return _ConvProjection.apply(
         x, geometry, batch_stats, synchronized, *weights, *gammas, *betas, *means, *variances
     )
+
+
+def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns tensors as the kernels read them: all given, and one number after the other."""
+    return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
 def _statistics(
