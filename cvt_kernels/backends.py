@@ -93,7 +93,7 @@ class Operator(NamedTuple):
         shape_class: Given a signature, returns words for all calls that share a verdict: those with the same
             kernels and about the same economics.
         sample: Given a factor and a call's arguments, returns arguments of fewer images: with the factor 1 as
-            few as suffice to check it on a CPU, with 8 more than a CPU's caches hold, and so on.
+            few as suffice to check it on a CPU, with 32 about as many as change its speed there, and so on.
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict.
     """
 

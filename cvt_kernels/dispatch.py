@@ -325,7 +325,7 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
             candidates={name: backends.implementations[operator][name].function for name in able},
             default=next(name for name in description.defaults if name in able),
             sample=images(64 if x.is_cuda else 1),
-            timed=images(_ALL if x.is_cuda else 8),  # a GPU is busy with a whole call only
+            timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
         )
 
 
