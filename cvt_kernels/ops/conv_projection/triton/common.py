@@ -60,6 +60,25 @@ class RegionConfig(LaunchConfig):
     region_cols: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class WalkConfig:
+    """The configuration of a walk.
+
+    Attributes:
+        pairs: The most pairs of columns of a program; one warp has each.
+        channels: Channels of a program: for 2-byte dtypes, half as many for others.
+        registers: The most that a thread may take.
+        resident_warps: Warps that a multiprocessor holds at once.
+    """
+
+    pairs: int
+    channels: int
+    registers: int
+    resident_warps: int
+
+
+Config = LaunchConfig | WalkConfig
+
 # By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector
 # per thread. 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same
 # registers. A thread takes up to 255 registers, most for the weights of its channels, so a multiprocessor
@@ -68,11 +87,13 @@ class RegionConfig(LaunchConfig):
 # timed on a GPU yet.
 
 
-def _configs(region_rows: int) -> dict[str, LaunchConfig]:
+def _configs(region_rows: int) -> dict[str, Config]:
     two_rows = RegionConfig(
         pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4
     )
+    walk = WalkConfig(pairs=4, channels=64, registers=128, resident_warps=16)
     return {
+        **dict.fromkeys(("walk_fwd", "walk_stats", "walk_bwd_sums"), walk),
         **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
         **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
         **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),
@@ -81,10 +102,10 @@ def _configs(region_rows: int) -> dict[str, LaunchConfig]:
 
 
 CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80])
+_overrides: Overrides[Config] = Overrides(CONFIGS[80])
 
 
-def configuration(kernel: str, capability: int) -> LaunchConfig:
+def configuration(kernel: str, capability: int) -> Config:
     """Returns a kernel's configuration for 2-byte dtypes.
 
     It is that of the newest listed chip that is no newer than this one, or of the oldest.
@@ -95,7 +116,7 @@ def configuration(kernel: str, capability: int) -> LaunchConfig:
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:

@@ -31,6 +31,9 @@ from .common import (
     tile_positions,
 )
 
+from .walk import is_walk
+from .walk_forward import walk_forward
+
 # The outputs ----------------------------------------------------------------------------------------------
 
 
@@ -90,6 +93,9 @@ def projection_forward(
     batch, _, channels = x.shape
     tokens = class_tokens(x, geometry)
     outs = [x.new_empty(batch, h * w + tokens, channels) for h, w in geometry.output_grids]
+    if is_walk(geometry):
+        walk_forward(x, geometry, weights, gammas, betas, means, variances, outs)
+        return outs
     plan = LaunchPlan.of("fwd", x, geometry)
     machine.launch(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,

@@ -1,0 +1,428 @@
+"""The device functions and launch plans of a walk: 3×3 convolutions that read each row of the input once.
+
+A program walks down a strip of rows, two at a time. A lane has two adjacent columns and, of 16-bit elements, two
+adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its own, two the
+halo), converts them once and adds them to every output that they reach, in all branches: the weights of all
+branches stay in registers, and so does the sum of the output row that the next two rows complete.
+
+A walk serves branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; other convolutions have the
+general kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from .common import Geometry, WalkConfig, configuration
+
+# Launch plans ---------------------------------------------------------------------------------------------
+
+#: Branches whose weights fit in registers together.
+MAX_BRANCHES = 3
+
+
+class WalkTile(NamedTuple):
+    """The constants of a walk's lanes: ``WALK`` in the kernels.
+
+    Attributes:
+        pairs: P, pairs of columns of a program; one warp has each.
+        channels: BC, channels of a program.
+        is_packed: Whether two channels are read and written as one number of 32 bits.
+        element: Triton's dtype of the activations.
+        accumulator: Triton's dtype of sums.
+    """
+
+    pairs: int
+    channels: int
+    is_packed: bool
+    element: Any
+    accumulator: Any
+
+
+class WalkPlan(NamedTuple):
+    """The plan of a launch of walks.
+
+    Attributes:
+        options: Triton's options of the launch.
+        programs: Size of the first axis of the launch.
+        regions: Parts of the batch that each have a sum of their own: strip, block of columns, group of images.
+        arguments: The arguments that every such kernel takes: sizes and constants.
+    """
+
+    options: dict[str, int]
+    programs: int
+    regions: int
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
+        """Returns the plan of a kernel for tokens ``x`` (B, T, C).
+
+        Args:
+            kernel: Its name in ``CONFIGS``.
+            x: The tokens, or their gradient.
+            geometry: One that :func:`is_walk` accepts.
+            others: The other tensors that it reads or writes two channels at a time.
+        """
+        chip = machine.chip(x.device)
+        config = configuration(kernel, chip.capability)
+        assert isinstance(config, WalkConfig), kernel
+        is_packed = (
+            x.element_size() == 2
+            and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
+            and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *others))
+        )
+        return _plan(config, x.shape, x.dtype, is_packed, geometry, chip)
+
+
+def is_walk(geometry: Geometry) -> bool:
+    """Returns whether a walk serves all branches of a geometry."""
+    return (
+        len(geometry.strides) <= MAX_BRANCHES
+        and set(geometry.kernel_sizes) == {3}
+        and set(geometry.paddings) == {1}
+        and set(geometry.dilations) == {1}
+        and set(geometry.strides) <= {1, 2}
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    config: WalkConfig, shape: torch.Size, dtype: torch.dtype, is_packed: bool, geometry: Geometry,
+    chip: machine.Chip,
+) -> WalkPlan:  # fmt: skip
+    batch, tokens, channels = shape
+    height, width = geometry.grid
+    block = config.channels if dtype.itemsize == 2 else config.channels // 2
+    channel_blocks = -(-channels // block)
+    pairs = _pairs(-(-width // 2), config.pairs)
+    col_blocks = -(-width // (2 * pairs))
+    resident = chip.multiprocessors * (config.resident_warps // pairs)
+    row_pairs, images = _walk_length(batch, channel_blocks * col_blocks, -(-height // 2), resident)
+    strips = -(-height // (2 * row_pairs))
+    groups = -(-batch // images)
+    regions = groups * strips * col_blocks
+    tile = WalkTile(
+        pairs=pairs,
+        channels=block,
+        is_packed=is_packed,
+        element=_ELEMENTS[dtype],
+        accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
+    )
+    arguments = {
+        "batch": batch,
+        "groups": groups,
+        "height": height,
+        "width": width,
+        "strips": strips,
+        "strip_rows": 2 * row_pairs,
+        "col_blocks": col_blocks,
+        "CHANNELS": channels,
+        "CLASS_TOKEN": tokens - height * width,
+        "STRIDES": geometry.strides,
+        "WALK": tile,
+    }
+    options = {"num_warps": pairs, "maxnreg": config.registers}
+    return WalkPlan(options, regions * channel_blocks, regions, arguments)
+
+
+def _walk_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
+    """Returns how many pairs of rows a strip has, and how many images a program walks down.
+
+    Long walks share the loading of the weights, short ones leave no multiprocessor idle in the last round of
+    programs. In units of one pair of rows, the weights take about 2, and the start of a strip 1/2.
+
+    Args:
+        batch: Images.
+        blocks: Blocks of channels and columns of an image.
+        row_pairs: Pairs of rows of an image.
+        resident: Programs that run at once.
+    """
+
+    def rounds_of_work(lengths: tuple[int, int]) -> float:
+        length, images = lengths
+        programs = -(-batch // images) * blocks * -(-row_pairs // length)
+        return -(-programs // resident) * (2 + images * (0.5 + length))
+
+    lengths = sorted({-(-row_pairs // strips) for strips in range(1, row_pairs + 1)})
+    return min(itertools.product(lengths, range(1, min(batch, 8) + 1)), key=rounds_of_work)
+
+
+_ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def _pairs(needed: int, most: int) -> int:
+    """Returns the power of two up to ``most`` whose multiple covers ``needed`` with the least waste."""
+    candidates = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return min(reversed(candidates), key=lambda pairs: -(-needed // pairs) * pairs)
+
+
+# Places and rows ------------------------------------------------------------------------------------------
+#
+# A unit is what a lane reads at once: two packed channels, or one. Tiles are [P, BC], raw tiles [P, units].
+
+
+class WalkPlace(NamedTuple):
+    """The part of the work that is a program's; kernels build it with :func:`locate_walk`.
+
+    Attributes:
+        region: Its number among the parts that have a sum of their own.
+        first_image: Its first image, an int64; the others follow at a distance of ``groups``.
+        images: Its number of images.
+        first_row, end_row: Its rows of the input; ``first_row`` is even.
+        col: The first column [P, 1] of each pair, even.
+        c, c_mask: Its channels [1, BC], and which of them exist.
+        unit, unit_mask: Its units [1, units], and which of them exist.
+    """
+
+    region: Any
+    first_image: Any
+    images: Any
+    first_row: Any
+    end_row: Any
+    col: Any
+    c: Any
+    c_mask: Any
+    unit: Any
+    unit_mask: Any
+
+
+@triton.jit
+def locate_walk(
+    batch, groups, height, strips, strip_rows, col_blocks, CHANNELS: tl.constexpr, WALK: tl.constexpr
+):
+    """Returns this program's :class:`WalkPlace`; channel blocks are neighbors, then column blocks."""
+    BC: tl.constexpr = WALK.channels
+    SIZE: tl.constexpr = 2 if WALK.is_packed else 1
+    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
+    block = tl.program_id(0) % BLOCKS
+    region = tl.program_id(0) // BLOCKS
+    first_image = region // (col_blocks * strips)
+    first_row = region // col_blocks % strips * strip_rows
+    c = block * BC + tl.arange(0, BC)[None, :]
+    unit = block * (BC // SIZE) + tl.arange(0, BC // SIZE)[None, :]
+    return WalkPlace(
+        region=region,
+        first_image=first_image.to(tl.int64),
+        images=tl.cdiv(batch - first_image, groups),
+        first_row=first_row,
+        end_row=tl.minimum(first_row + strip_rows, height),
+        col=(region % col_blocks * WALK.pairs + tl.arange(0, WALK.pairs)[:, None]) * 2,
+        c=c,
+        c_mask=c < CHANNELS,
+        unit=unit,
+        unit_mask=unit * SIZE < CHANNELS,
+    )
+
+
+@triton.jit
+def units(ptr, WALK: tl.constexpr):
+    """Returns a pointer to channels as one to units."""
+    if WALK.is_packed:
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    return ptr
+
+
+@triton.jit
+def column_masks(col, end, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns which elements exist at COUNT columns from ``col`` + FIRST on, of ``end`` columns, as a tuple."""
+    masks = ()
+    for n in tl.static_range(FIRST, FIRST + COUNT):
+        masks = masks + ((col + n >= 0) & (col + n < end) & mask,)
+    return masks
+
+
+@triton.jit
+def load_row(row_ptr, lane, masks, is_row, STEP: tl.constexpr):
+    """Returns the raw tiles of adjacent columns of a row as a tuple, zeros where there are none.
+
+    ``row_ptr`` is that of the first of these columns, STEP apart, for the lane at offset 0.
+    """
+    row = ()
+    for n in tl.static_range(len(masks)):
+        row = row + (tl.load(row_ptr + n * STEP + lane, mask=masks[n] & is_row, other=0),)
+    return row
+
+
+@triton.jit
+def widen(raw, WALK: tl.constexpr):
+    """Returns raw tiles [P, units] as tiles [P, BC] of the accumulator's dtype."""
+    tiles = ()
+    for n in tl.static_range(len(raw)):
+        if WALK.is_packed:
+            low, high = _unpack(raw[n], WALK)
+            tiles = tiles + (tl.join(low, high).reshape([WALK.pairs, WALK.channels]),)
+        else:
+            tiles = tiles + (raw[n].to(WALK.accumulator),)
+    return tiles
+
+
+@triton.jit
+def _unpack(raw, WALK: tl.constexpr):
+    """Returns the two channels of packed units; bfloat16 is the upper half of a float32."""
+    if WALK.element == tl.bfloat16:
+        low = (raw << 16).to(tl.float32, bitcast=True)
+        high = (raw & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (raw & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (raw >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def store_row(row_ptr, lane, tiles, masks, is_row, STEP: tl.constexpr):
+    """Writes tiles [P, BC] to adjacent columns of a row, STEP apart."""
+    for n in tl.static_range(len(tiles)):
+        tl.store(row_ptr + n * STEP + lane, tiles[n].to(row_ptr.dtype.element_ty), mask=masks[n] & is_row)
+
+
+@triton.jit
+def load_vector(ptr, place, WALK: tl.constexpr):
+    """Returns one value per channel (C,), [P, BC]."""
+    value = tl.load(ptr + place.c, mask=place.c_mask, other=1.0).to(WALK.accumulator)
+    return tl.broadcast_to(value, (WALK.pairs, WALK.channels))
+
+
+@triton.jit
+def load_weights(w_ptr, place, WALK: tl.constexpr):
+    """Returns the taps of weights (C, 1, 3, 3) as a tuple of 9 tiles [P, BC].
+
+    The 18 taps of two packed channels are 9 units.
+    """
+    taps = ()
+    if WALK.is_packed:
+        halves = ()
+        for t in tl.static_range(9):
+            raw = tl.load(units(w_ptr, WALK) + place.unit * 9 + t, mask=place.unit_mask, other=0)
+            low, high = _unpack(raw, WALK)
+            halves = halves + (low, high)
+        for t in tl.static_range(9):
+            both = tl.join(halves[t], halves[9 + t]).reshape([1, WALK.channels])
+            taps = taps + (tl.broadcast_to(both, (WALK.pairs, WALK.channels)),)
+    else:
+        for t in tl.static_range(9):
+            tap = tl.load(w_ptr + place.c * 9 + t, mask=place.c_mask, other=0.0).to(WALK.accumulator)
+            taps = taps + (tl.broadcast_to(tap, (WALK.pairs, WALK.channels)),)
+    return taps
+
+
+# The steps of a walk --------------------------------------------------------------------------------------
+
+
+class WalkRows(NamedTuple):
+    """The rows of one image that a walk reads.
+
+    Attributes:
+        ptr: The unit at row 0 and column −1, of which only the address is used.
+        stride: Units from one row to the next.
+        lane: The offset of each lane's first column and unit [P, units].
+        masks: Which units exist at a lane's columns −1 to 2, a tuple.
+        height: Rows of the image.
+    """
+
+    ptr: Any
+    stride: Any
+    lane: Any
+    masks: Any
+    height: Any
+
+
+@triton.jit
+def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the :class:`WalkRows` of an image whose first pixel is at ``x_ptr`` and whose tokens are STEP apart."""
+    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    return WalkRows(
+        ptr=units(x_ptr, WALK) - DISTANCE,
+        stride=width * DISTANCE,
+        lane=place.col * DISTANCE + place.unit,
+        masks=column_masks(place.col, width, place.unit_mask, -1, 4),
+        height=height,
+    )
+
+
+@triton.jit
+def load_at(rows, row, is_row, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the four raw pixels of each lane in a row, zeros unless ``is_row``."""
+    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    return load_row(rows.ptr + row * rows.stride, rows.lane, rows.masks, is_row, DISTANCE)
+
+
+@triton.jit
+def add_row(sums, pixels, taps, ROW: tl.constexpr):
+    """Adds a row of four pixels to the sums of one or two adjacent outputs, by the taps of row ROW."""
+    added = ()
+    for n in tl.static_range(len(sums)):
+        total = sums[n]
+        for b in tl.static_range(3):
+            total = tl.fma(pixels[n + b], taps[3 * ROW + b], total)
+        added = added + (total,)
+    return added
+
+
+@triton.jit
+def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
+    """Returns the sums of the output row after a row of pixels, of every branch: ``starts`` plus that row's share.
+
+    A branch of stride 1 has two outputs in a lane's columns, one of stride 2 has one.
+    """
+    sums = ()
+    for i in tl.static_range(len(STRIDES)):
+        first = (starts[i], starts[i]) if STRIDES[i] == 1 else (starts[i],)
+        sums = sums + (add_row(first, pixels, taps[i], 0),)
+    return sums
+
+
+@triton.jit
+def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
+    """Returns the sums of the outputs at ``row``, which the row before begins, and the raw pixels of ``row``."""
+    before = widen(load_at(rows, row - 1, row > 0, STEP, WALK), WALK)
+    return start_sums(starts, before, taps, STRIDES), load_at(rows, row, row < rows.height, STEP, WALK)
+
+
+@triton.jit
+def walk_step(
+    sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr
+):
+    """Takes a walk two rows on.
+
+    Args:
+        sums: Those of the outputs at ``row``, which the row before has begun.
+        raw: The raw pixels of ``row``.
+        rows: The image.
+        row: An even row.
+        starts, taps: Of every branch; what a sum starts with, and the weights.
+
+    Returns:
+        The outputs at ``row``, of every branch; the outputs at ``row`` + 1, empty where the stride is 2; the
+        sums and the raw pixels of ``row`` + 2.
+    """
+    next_raw = load_at(rows, row + 1, row + 1 < rows.height, STEP, WALK)
+    last_raw = load_at(rows, row + 2, row + 2 < rows.height, STEP, WALK)
+    pixels = widen(raw, WALK)
+    next_pixels = widen(next_raw, WALK)
+    upper = ()
+    lower = ()
+    for i in tl.static_range(len(STRIDES)):
+        total = add_row(sums[i], pixels, taps[i], 1)
+        upper = upper + (add_row(total, next_pixels, taps[i], 2),)
+        if STRIDES[i] == 1:
+            total = add_row((starts[i], starts[i]), pixels, taps[i], 0)
+            total = add_row(total, next_pixels, taps[i], 1)
+            lower = lower + (add_row(total, widen(last_raw, WALK), taps[i], 2),)
+        else:
+            lower = lower + ((),)
+    return upper, lower, start_sums(starts, next_pixels, taps, STRIDES), last_raw
