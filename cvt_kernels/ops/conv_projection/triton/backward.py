@@ -35,7 +35,7 @@ from .common import (
 # Sums over regions ----------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("channels", "regions"))
 def _sum_regions_kernel(
     partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
@@ -46,10 +46,10 @@ def _sum_regions_kernel(
     c_mask = c < channels
     row = tl.program_id(1)
     partial_ptr += row.to(tl.int64) * regions * channels
-    total = tl.zeros([BC], TILE.accumulator)
+    sums = tl.zeros([P, BC], TILE.accumulator)
     for first in range(0, regions, P):
-        number = first + tl.arange(0, P)
-        total += tl.sum(load_partial(partial_ptr, number, c, c_mask, regions, channels), axis=0)
+        sums += load_partial(partial_ptr, first + tl.arange(0, P), c, c_mask, regions, channels)
+    total = tl.sum(sums, axis=0)
     place = c
     for i in tl.static_range(len(STARTS)):
         own = (row >= STARTS[i]) & (row < STARTS[i] + SIZES[i])

@@ -392,13 +392,12 @@ def locate_region(
     block = tl.program_id(0) % channel_blocks
     c = block * BC + tl.arange(0, BC)
     image = (number // (col_blocks * strips)).to(tl.int64)
-    strip, col_block = decode_region(number, strips, col_blocks)
     return Region(
         image=image,
         number=number,
-        strip=strip,
+        strip=number // col_blocks % strips,
         strips=strips,
-        col_block=col_block,
+        col_block=number % col_blocks,
         col_blocks=col_blocks,
         c=c,
         c_mask=c < channels,
@@ -408,12 +407,6 @@ def locate_region(
         stride_t=stride_t,
         first_weight=block * _taps(BRANCHES) * BC,
     )
-
-
-@triton.jit
-def decode_region(number, strips, col_blocks):
-    """Returns the strip and the column block of a region, from its number among the regions of all images."""
-    return number // col_blocks % strips, number % col_blocks
 
 
 @triton.jit

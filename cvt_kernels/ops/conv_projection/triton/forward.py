@@ -19,20 +19,17 @@ from .common import (
     class_tokens,
     configuration,
     conv_rows,
-    decode_region,
     load_channel,
     load_partial,
     load_taps,
     locate_region,
     maybe_contiguous,
     packed_above_3x3,
-    share,
     store_pixels,
     tile_positions,
 )
-
 from .walk import is_walk
-from .walk_forward import walk_forward
+from .walk_forward import walk_forward, walk_statistics
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -112,7 +109,7 @@ def projection_forward(
 
 @triton.jit
 def _stats_branch(
-    x_ptr, w_ptr, mean_ptr, m2_ptr, out_height, out_width, region,
+    x_ptr, w_ptr, mean_ptr, m2_ptr, count_ptr, out_height, out_width, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Computes Welford's sums per lane, then merges the lanes once."""
@@ -143,15 +140,19 @@ def _stats_branch(
     tl.store(mean_ptr + region.c, region_mean, mask=region.c_mask)
     m2_sum = tl.sum(m2 + deviation * deviation * count[:, None], axis=0)
     tl.store(m2_ptr + region.c, m2_sum, mask=region.c_mask)
+    tl.store(count_ptr, tl.sum(count, axis=0))
 
 
 @triton.jit
 def _conv_projection_stats_kernel(
-    x_ptr, w_ptrs, partial_ptr, out_heights, out_widths,
+    x_ptr, w_ptrs, partial_ptr, counts_ptr, out_heights, out_widths,
     height, width, channels, regions, stride_b, stride_t, strips, col_blocks,
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C)."""
+    """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C).
+
+    Its number of outputs goes to counts (branches, regions).
+    """
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
     plane = regions.to(tl.int64) * channels
@@ -159,80 +160,73 @@ def _conv_projection_stats_kernel(
     for i in tl.static_range(len(BRANCHES)):
         _stats_branch(
             x_ptr, w_ptrs[i], partial_ptr + 2 * i * plane, partial_ptr + (2 * i + 1) * plane,
-            out_heights[i], out_widths[i], region, BRANCHES, i, TILE,
+            counts_ptr + i * regions + region.number, out_heights[i], out_widths[i], region,
+            BRANCHES, i, TILE,
         )  # fmt: skip
 
 
-@triton.jit
-def _region_size(number, regions, out_height, out_width, strips, col_blocks):
-    """Returns the output pixels of each region; 0 beyond the last."""
-    strip, col_block = decode_region(number, strips, col_blocks)
-    first_row, end_row = share(out_height, strip, strips)
-    first_col, end_col = share(out_width, col_block, col_blocks)
-    size = tl.maximum(end_row - first_row, 0) * tl.maximum(end_col - first_col, 0)
-    return tl.where(number < regions, size, 0)
+@triton.jit(do_not_specialize=("channels", "regions"))
+def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, regions, TILE: tl.constexpr):
+    """Merges (branches, 2, regions, C) and counts (branches, regions) to mean and variance (branches, C).
 
-
-@triton.jit
-def _merge_stats_kernel(
-    partial_ptr, mean_ptr, var_ptr, out_heights, out_widths, channels, regions, strips, col_blocks,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Merges (branches, 2, regions, C) to mean and biased variance (branches, C); the mean first."""
+    The variance is the biased one. Each lane merges every P-th region by Chan's formula; the lanes are merged
+    once.
+    """
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < channels
     branch = tl.program_id(1)
-    out_height, out_width = out_heights[0], out_widths[0]
-    for i in tl.static_range(1, len(out_heights)):
-        out_height = tl.where(branch == i, out_heights[i], out_height)
-        out_width = tl.where(branch == i, out_widths[i], out_width)
-    images = regions // (strips * col_blocks)
-    total = (images * out_height).to(TILE.accumulator) * out_width.to(TILE.accumulator)
     plane = regions.to(tl.int64) * channels
-    mean_part_ptr = partial_ptr + 2 * branch * plane
-    mean = tl.zeros([BC], TILE.accumulator)
+    partial_ptr += 2 * branch * plane
+    counts_ptr += branch * regions
+    count = tl.zeros([P, BC], TILE.accumulator)
+    mean = tl.zeros([P, BC], TILE.accumulator)
+    m2 = tl.zeros([P, BC], TILE.accumulator)
     for first in range(0, regions, P):
         number = first + tl.arange(0, P)
-        size = _region_size(number, regions, out_height, out_width, strips, col_blocks)
-        part = load_partial(mean_part_ptr, number, c, c_mask, regions, channels)
-        mean += tl.sum(part * (size.to(TILE.accumulator) / total)[:, None], axis=0)
-    m2 = tl.zeros([BC], TILE.accumulator)
-    for first in range(0, regions, P):
-        number = first + tl.arange(0, P)
-        size = _region_size(number, regions, out_height, out_width, strips, col_blocks)
-        deviation = load_partial(mean_part_ptr, number, c, c_mask, regions, channels) - mean[None, :]
-        part = load_partial(mean_part_ptr + plane, number, c, c_mask, regions, channels)
-        m2 += tl.sum(part + deviation * deviation * size.to(TILE.accumulator)[:, None], axis=0)
-    tl.store(mean_ptr + branch * channels + c, mean, mask=c_mask)
-    tl.store(var_ptr + branch * channels + c, m2 / total, mask=c_mask)
+        # Every lane loads its own copy of the count, which needs no exchange between them.
+        counts_ptrs = tl.broadcast_to(counts_ptr + number[:, None], (P, BC))
+        part_count = tl.load(counts_ptrs, mask=(number < regions)[:, None], other=0.0)
+        count += part_count
+        share = part_count / tl.maximum(count, 1.0)
+        deviation = load_partial(partial_ptr, number, c, c_mask, regions, channels) - mean
+        mean += deviation * share
+        m2 += load_partial(partial_ptr + plane, number, c, c_mask, regions, channels)
+        m2 += deviation * deviation * (count - part_count) * share
+    total = tl.sum(count, axis=0)
+    whole_mean = tl.sum(mean * (count / total[None, :]), axis=0)
+    deviation = mean - whole_mean[None, :]
+    tl.store(mean_ptr + branch * channels + c, whole_mean, mask=c_mask)
+    variance = tl.sum(m2 + deviation * deviation * count, axis=0) / total
+    tl.store(var_ptr + branch * channels + c, variance, mask=c_mask)
 
 
 def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid."""
     x = maybe_contiguous(x)
+    if is_walk(geometry):
+        return _merged(*walk_statistics(x, geometry, weights))
     plan = LaunchPlan.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    counts = partial.new_empty(len(weights), plan.regions)
     machine.launch(
         _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, regions=plan.regions,
-        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, counts_ptr=counts,
+        regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
     )  # fmt: skip
-    return _merged(partial, geometry, plan)
+    return _merged(partial, counts)
 
 
-def _merged(partial: Tensor, geometry: Geometry, plan: LaunchPlan) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance (branches, C), from those of the plan's regions."""
+def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and biased variance (branches, C), from those of the regions and their counts."""
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
-    out_heights, out_widths = zip(*geometry.output_grids, strict=True)
     config = configuration("merge_stats", machine.chip(partial.device).capability)
     machine.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
-        partial_ptr=partial, mean_ptr=mean, var_ptr=variance, out_heights=out_heights, out_widths=out_widths,
-        channels=channels, regions=regions, strips=plan.strips, col_blocks=plan.col_blocks,
-        TILE=Tile.of(config, partial.dtype),
+        partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
+        regions=regions, TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return mean, variance
 

@@ -1,9 +1,9 @@
 """The device functions and launch plans of a walk: 3×3 convolutions that read each row of the input once.
 
-A program walks down a strip of rows, two at a time. A lane has two adjacent columns and, of 16-bit elements, two
-adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its own, two the
-halo), converts them once and adds them to every output that they reach, in all branches: the weights of all
-branches stay in registers, and so does the sum of the output row that the next two rows complete.
+A program walks down a strip of rows, two at a time. A lane has two adjacent columns and, of 16-bit elements,
+two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its own, two
+are the halo), converts them once and adds them to every output that they reach, in all branches: the weights
+of all branches stay in registers, and so does the sum of the output row that the next two rows complete.
 
 A walk serves branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; other convolutions have the
 general kernels.
@@ -54,7 +54,7 @@ class WalkPlan(NamedTuple):
     Attributes:
         options: Triton's options of the launch.
         programs: Size of the first axis of the launch.
-        regions: Parts of the batch that each have a sum of their own: strip, block of columns, group of images.
+        regions: Parts of the batch that have sums of their own: strip, block of columns, group of images.
         arguments: The arguments that every such kernel takes: sizes and constants.
     """
 
@@ -239,7 +239,7 @@ def units(ptr, WALK: tl.constexpr):
 
 @triton.jit
 def column_masks(col, end, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Returns which elements exist at COUNT columns from ``col`` + FIRST on, of ``end`` columns, as a tuple."""
+    """Returns which elements exist at COUNT columns from ``col`` + FIRST on, of ``end``, as a tuple."""
     masks = ()
     for n in tl.static_range(FIRST, FIRST + COUNT):
         masks = masks + ((col + n >= 0) & (col + n < end) & mask,)
@@ -343,7 +343,7 @@ class WalkRows(NamedTuple):
 
 @triton.jit
 def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr):
-    """Returns the :class:`WalkRows` of an image whose first pixel is at ``x_ptr`` and whose tokens are STEP apart."""
+    """Returns the :class:`WalkRows` of an image with its first pixel at ``x_ptr`` and tokens STEP apart."""
     DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
     return WalkRows(
         ptr=units(x_ptr, WALK) - DISTANCE,
@@ -375,7 +375,7 @@ def add_row(sums, pixels, taps, ROW: tl.constexpr):
 
 @triton.jit
 def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
-    """Returns the sums of the output row after a row of pixels, of every branch: ``starts`` plus that row's share.
+    """Returns the sums of the output row after a row of pixels, of every branch: ``starts`` plus its share.
 
     A branch of stride 1 has two outputs in a lane's columns, one of stride 2 has one.
     """
@@ -388,7 +388,7 @@ def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
 
 @triton.jit
 def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
-    """Returns the sums of the outputs at ``row``, which the row before begins, and the raw pixels of ``row``."""
+    """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
     before = widen(load_at(rows, row - 1, row > 0, STEP, WALK), WALK)
     return start_sums(starts, before, taps, STRIDES), load_at(rows, row, row < rows.height, STEP, WALK)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
     WalkPlan,
@@ -22,7 +24,7 @@ from .walk import (
     walk_step,
 )
 
-_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b")
+_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -54,7 +56,7 @@ def _conv_projection_walk_fwd_kernel(
     STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
     WALK: tl.constexpr,
 ):  # fmt: skip
-    """Writes every branch of a strip of some images, normalized by the given statistics, and the class token."""
+    """Writes every branch of a strip of some images, normalized by given statistics, and the class token."""
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
     starts = ()
     taps = ()
@@ -103,3 +105,115 @@ def walk_forward(
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip
+
+
+# Statistics of the batch ----------------------------------------------------------------------------------
+
+
+class Moments(NamedTuple):
+    """The moments of the outputs that a lane has seen of one branch, as Welford sums them.
+
+    Attributes:
+        mean: Their mean [P, BC].
+        m2: The sum of their squared deviations [P, BC].
+    """
+
+    mean: Any
+    m2: Any
+
+
+@triton.jit
+def _include(moments, values, masks, inverse):
+    """Returns moments that include more values, a tuple: the first, and of the others those of their masks.
+
+    ``inverse`` is one over the number of all values then included.
+    """
+    deviations = (values[0] - moments.mean,)
+    total = deviations[0]
+    for n in tl.static_range(1, len(values)):
+        deviations = deviations + (tl.where(masks[n - 1], values[n] - moments.mean, 0.0),)
+        total += deviations[n]
+    mean = tl.fma(total, inverse, moments.mean)
+    m2 = moments.m2
+    for n in tl.static_range(len(values)):
+        m2 = tl.fma(deviations[n], values[n] - mean, m2)
+    return Moments(mean=mean, m2=m2)
+
+
+@triton.jit
+def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
+    """Merges the moments of all lanes, of ``count`` values [P, 1]; writes their number, mean and ``m2``."""
+    total = tl.sum(count)
+    mean = tl.sum(moments.mean * count, axis=0, keep_dims=True) / tl.maximum(total, 1.0)
+    deviation = moments.mean - mean
+    m2 = tl.sum(moments.m2 + deviation * deviation * count, axis=0, keep_dims=True)
+    tl.store(partial_ptr + place.c, mean, mask=place.c_mask)
+    tl.store(partial_ptr + plane + place.c, m2, mask=place.c_mask)
+    tl.store(count_ptr, total)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _conv_projection_walk_stats_kernel(
+    x_ptr, w_ptrs, partial_ptr, counts_ptr,
+    batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C).
+
+    Its number of outputs goes to counts (branches, regions).
+    """
+    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
+    zero = tl.zeros([P, BC], WALK.accumulator)
+    starts = ()
+    taps = ()
+    moments = ()
+    for i in tl.static_range(len(STRIDES)):
+        starts = starts + (zero,)
+        taps = taps + (load_weights(w_ptrs[i], place, WALK),)
+        moments = moments + (Moments(mean=zero, m2=zero),)
+    first, second = column_masks(place.col, width, place.c_mask, 0, 2)  # lanes without the first count 0
+    height_of_strip = place.end_row - place.first_row
+    half_of_strip = (height_of_strip + 1) // 2
+    for n in range(place.images):
+        x = x_ptr + (place.first_image + n * groups) * stride_b + CLASS_TOKEN * STEP
+        rows = rows_of(x, place, height, width, STEP, WALK)
+        sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
+        for row in range(place.first_row, place.end_row, 2):
+            upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
+            is_row = row + 1 < height
+            of_column = 1.0 / (n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row)
+            of_pair = 1.0 / (n * half_of_strip + (row - place.first_row) // 2 + 1)
+            of_lane = tl.where(second, 0.5 * of_column, of_column)
+            updated = ()
+            for i in tl.static_range(len(STRIDES)):
+                if STRIDES[i] == 1:
+                    masks = (second, first & is_row, second & is_row)
+                    updated = updated + (_include(moments[i], upper[i] + lower[i], masks, of_lane),)
+                else:
+                    inverse = tl.zeros_like(zero) + of_pair
+                    updated = updated + (_include(moments[i], upper[i], (), inverse),)
+            moments = updated
+    plane = regions.to(tl.int64) * CHANNELS
+    partial_ptr += place.region.to(tl.int64) * CHANNELS
+    counts_ptr += place.region
+    halves = (place.col < width).to(WALK.accumulator) * place.images
+    wholes = halves + (place.col + 1 < width).to(WALK.accumulator) * place.images
+    for i in tl.static_range(len(STRIDES)):
+        count = wholes * height_of_strip if STRIDES[i] == 1 else halves * half_of_strip
+        _store_moments(moments[i], count, partial_ptr + 2 * i * plane, counts_ptr + i * regions, plane, place)
+
+
+def walk_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns means and sums of squared deviations (branches, 2, regions, C), and their counts."""
+    plan = WalkPlan.of("walk_stats", x, geometry, weights)
+    partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    counts = partial.new_empty(len(weights), plan.regions)
+    machine.launch(
+        _conv_projection_walk_stats_kernel, (plan.programs,), on=x, options=plan.options,
+        x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=plan.regions,
+        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+    )  # fmt: skip
+    return partial, counts
