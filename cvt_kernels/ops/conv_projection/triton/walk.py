@@ -293,8 +293,8 @@ def store_row(row_ptr, lane, tiles, masks, is_row, STEP: tl.constexpr):
 @triton.jit
 def load_vector(ptr, place, WALK: tl.constexpr):
     """Returns one value per channel (C,), [P, BC]."""
-    value = tl.load(ptr + place.c, mask=place.c_mask, other=1.0).to(WALK.accumulator)
-    return tl.broadcast_to(value, (WALK.pairs, WALK.channels))
+    ptrs = tl.broadcast_to(ptr + place.c, (WALK.pairs, WALK.channels))  # each lane loads what it needs
+    return tl.load(ptrs, mask=place.c_mask, other=1.0).to(WALK.accumulator)
 
 
 @triton.jit
@@ -303,20 +303,21 @@ def load_weights(w_ptr, place, WALK: tl.constexpr):
 
     The 18 taps of two packed channels are 9 units.
     """
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
     taps = ()
     if WALK.is_packed:
         halves = ()
         for t in tl.static_range(9):
-            raw = tl.load(units(w_ptr, WALK) + place.unit * 9 + t, mask=place.unit_mask, other=0)
-            low, high = _unpack(raw, WALK)
+            ptrs = tl.broadcast_to(units(w_ptr, WALK) + place.unit * 9 + t, (P, BC // 2))
+            low, high = _unpack(tl.load(ptrs, mask=place.unit_mask, other=0), WALK)
             halves = halves + (low, high)
         for t in tl.static_range(9):
-            both = tl.join(halves[t], halves[9 + t]).reshape([1, WALK.channels])
-            taps = taps + (tl.broadcast_to(both, (WALK.pairs, WALK.channels)),)
+            taps = taps + (tl.join(halves[t], halves[9 + t]).reshape([P, BC]),)
     else:
         for t in tl.static_range(9):
-            tap = tl.load(w_ptr + place.c * 9 + t, mask=place.c_mask, other=0.0).to(WALK.accumulator)
-            taps = taps + (tl.broadcast_to(tap, (WALK.pairs, WALK.channels)),)
+            ptrs = tl.broadcast_to(w_ptr + place.c * 9 + t, (P, BC))
+            taps = taps + (tl.load(ptrs, mask=place.c_mask, other=0.0).to(WALK.accumulator),)
     return taps
 
 
