@@ -238,24 +238,27 @@ def units(ptr, WALK: tl.constexpr):
 
 
 @triton.jit
-def column_masks(col, end, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Returns which elements exist at COUNT columns from ``col`` + FIRST on, of ``end``, as a tuple."""
-    masks = ()
+def column_limits(col, width, height, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Returns how many rows there are, ``height`` or none, at COUNT columns from ``col`` + FIRST on: a tuple.
+
+    One comparison with a row then tells which elements exist.
+    """
+    limits = ()
     for n in tl.static_range(FIRST, FIRST + COUNT):
-        masks = masks + ((col + n >= 0) & (col + n < end) & mask,)
-    return masks
+        limits = limits + (tl.where((col + n >= 0) & (col + n < width) & mask, height, 0),)
+    return limits
 
 
 @triton.jit
-def load_row(row_ptr, lane, masks, is_row, STEP: tl.constexpr):
+def load_row(row_ptr, lane, limits, row, STEP: tl.constexpr):
     """Returns the raw tiles of adjacent columns of a row as a tuple, zeros where there are none.
 
     ``row_ptr`` is that of the first of these columns, STEP apart, for the lane at offset 0.
     """
-    row = ()
-    for n in tl.static_range(len(masks)):
-        row = row + (tl.load(row_ptr + n * STEP + lane, mask=masks[n] & is_row, other=0),)
-    return row
+    raw = ()
+    for n in tl.static_range(len(limits)):
+        raw = raw + (tl.load(row_ptr + n * STEP + lane, mask=row < limits[n], other=0),)
+    return raw
 
 
 @triton.jit
@@ -284,10 +287,10 @@ def _unpack(raw, WALK: tl.constexpr):
 
 
 @triton.jit
-def store_row(row_ptr, lane, tiles, masks, is_row, STEP: tl.constexpr):
+def store_row(row_ptr, lane, tiles, limits, row, STEP: tl.constexpr):
     """Writes tiles [P, BC] to adjacent columns of a row, STEP apart."""
     for n in tl.static_range(len(tiles)):
-        tl.store(row_ptr + n * STEP + lane, tiles[n].to(row_ptr.dtype.element_ty), mask=masks[n] & is_row)
+        tl.store(row_ptr + n * STEP + lane, tiles[n].to(row_ptr.dtype.element_ty), mask=row < limits[n])
 
 
 @triton.jit
@@ -331,14 +334,14 @@ class WalkRows(NamedTuple):
         ptr: The unit at row 0 and column −1, of which only the address is used.
         stride: Units from one row to the next.
         lane: The offset of each lane's first column and unit [P, units].
-        masks: Which units exist at a lane's columns −1 to 2, a tuple.
+        limits: The :func:`column_limits` of a lane's columns −1 to 2.
         height: Rows of the image.
     """
 
     ptr: Any
     stride: Any
     lane: Any
-    masks: Any
+    limits: Any
     height: Any
 
 
@@ -350,16 +353,16 @@ def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr)
         ptr=units(x_ptr, WALK) - DISTANCE,
         stride=width * DISTANCE,
         lane=place.col * DISTANCE + place.unit,
-        masks=column_masks(place.col, width, place.unit_mask, -1, 4),
+        limits=column_limits(place.col, width, height, place.unit_mask, -1, 4),
         height=height,
     )
 
 
 @triton.jit
-def load_at(rows, row, is_row, STEP: tl.constexpr, WALK: tl.constexpr):
-    """Returns the four raw pixels of each lane in a row, zeros unless ``is_row``."""
+def load_at(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the four raw pixels of each lane in a row from 0 on, zeros beyond the last row."""
     DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
-    return load_row(rows.ptr + row * rows.stride, rows.lane, rows.masks, is_row, DISTANCE)
+    return load_row(rows.ptr + row * rows.stride, rows.lane, rows.limits, row, DISTANCE)
 
 
 @triton.jit
@@ -390,8 +393,10 @@ def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
 @triton.jit
 def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
     """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
-    before = widen(load_at(rows, row - 1, row > 0, STEP, WALK), WALK)
-    return start_sums(starts, before, taps, STRIDES), load_at(rows, row, row < rows.height, STEP, WALK)
+    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    existing = tl.where(row > 0, row - 1, rows.height)  # beyond the last row, as the one before the first is
+    before = load_row(rows.ptr + (row - 1) * rows.stride, rows.lane, rows.limits, existing, DISTANCE)
+    return start_sums(starts, widen(before, WALK), taps, STRIDES), load_at(rows, row, STEP, WALK)
 
 
 @triton.jit
@@ -411,8 +416,8 @@ def walk_step(
         The outputs at ``row``, of every branch; the outputs at ``row`` + 1, empty where the stride is 2; the
         sums and the raw pixels of ``row`` + 2.
     """
-    next_raw = load_at(rows, row + 1, row + 1 < rows.height, STEP, WALK)
-    last_raw = load_at(rows, row + 2, row + 2 < rows.height, STEP, WALK)
+    next_raw = load_at(rows, row + 1, STEP, WALK)
+    last_raw = load_at(rows, row + 2, STEP, WALK)
     pixels = widen(raw, WALK)
     next_pixels = widen(next_raw, WALK)
     upper = ()

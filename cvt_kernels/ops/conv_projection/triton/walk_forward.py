@@ -14,7 +14,7 @@ from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
     WalkPlan,
-    column_masks,
+    column_limits,
     load_vector,
     load_weights,
     locate_walk,
@@ -66,7 +66,7 @@ def _conv_projection_walk_fwd_kernel(
         )
         starts = starts + (start,)
         taps = taps + (folded,)
-    masks = column_masks(place.col, width, place.c_mask, 0, 2)
+    limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     half_height = (height + 1) // 2
     half_width = (width + 1) // 2
     for n in range(place.images):
@@ -86,11 +86,11 @@ def _conv_projection_walk_fwd_kernel(
                 if STRIDES[i] == 1:
                     y += whole + row * width * CHANNELS
                     lane = place.col * CHANNELS + place.c
-                    store_row(y, lane, upper[i], masks, True, CHANNELS)
-                    store_row(y + width * CHANNELS, lane, lower[i], masks, row + 1 < height, CHANNELS)
+                    store_row(y, lane, upper[i], limits, row, CHANNELS)
+                    store_row(y + width * CHANNELS, lane, lower[i], limits, row + 1, CHANNELS)
                 else:
                     y += halved + row // 2 * half_width * CHANNELS
-                    store_row(y, place.col // 2 * CHANNELS + place.c, upper[i], masks, True, CHANNELS)
+                    store_row(y, place.col // 2 * CHANNELS + place.c, upper[i], limits, row, CHANNELS)
 
 
 def walk_forward(
@@ -174,7 +174,7 @@ def _conv_projection_walk_stats_kernel(
         starts = starts + (zero,)
         taps = taps + (load_weights(w_ptrs[i], place, WALK),)
         moments = moments + (Moments(mean=zero, m2=zero),)
-    first, second = column_masks(place.col, width, place.c_mask, 0, 2)  # lanes without the first count 0
+    first, second = column_limits(place.col, width, height, place.c_mask, 0, 2)
     height_of_strip = place.end_row - place.first_row
     half_of_strip = (height_of_strip + 1) // 2
     for n in range(place.images):
@@ -183,14 +183,13 @@ def _conv_projection_walk_stats_kernel(
         sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
         for row in range(place.first_row, place.end_row, 2):
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
-            is_row = row + 1 < height
             of_column = 1.0 / (n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row)
             of_pair = 1.0 / (n * half_of_strip + (row - place.first_row) // 2 + 1)
-            of_lane = tl.where(second, 0.5 * of_column, of_column)
+            of_lane = tl.where(second > 0, 0.5 * of_column, of_column)
             updated = ()
             for i in tl.static_range(len(STRIDES)):
                 if STRIDES[i] == 1:
-                    masks = (second, first & is_row, second & is_row)
+                    masks = (row < second, row + 1 < first, row + 1 < second)
                     updated = updated + (_include(moments[i], upper[i] + lower[i], masks, of_lane),)
                 else:
                     inverse = tl.zeros_like(zero) + of_pair
