@@ -134,6 +134,50 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
     assert len(proven) == 1
 
 
+ENVIRONMENT = {
+    "disk": OSError(28, "No space left on device"),
+    "compiler": subprocess.CalledProcessError(1, ["gcc"]),
+    "no compiler": RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    "library": ImportError("libcuda.so.1: cannot open shared object file"),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(proven, name):
+    faults = [ENVIRONMENT[name]]
+
+    def function(x, *, approximate):
+        if faults:
+            raise faults[0]
+        return reference.gelu(x, approximate=approximate)
+
+    calls = register(function)
+    x = torch.randn(3, 16)
+    with pytest.warns(RuntimeWarning, match=r"'native' could not be tried .* The next process tries again"):
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert ck.fallbacks()["gelu", "native"].startswith(f"fails here: {type(faults[0]).__name__}: ")
+    ck.gelu(x[:2])  # another call of the kind
+    assert (len(calls), len(proven)) == (1, 1)
+    assert verdicts.store_for(CPU).cached_verdicts() == {}
+    faults.clear()
+    for _ in range(2):
+        with new_process():
+            ck.gelu(x)
+            assert only_answer().trials["native"].flaw is None
+    assert len(proven) == 2
+
+
+def test_deterministic_algorithms_take_pytorchs_own_where_a_verdict_does_not_last(proven):
+    def function(x, *, approximate):
+        raise OSError("no")
+
+    register(function, "triton")
+    register(reference.gelu, "native")
+    with deterministic(), pytest.warns(RuntimeWarning, match="The next process tries again"):
+        ck.gelu(torch.randn(3, 16))
+    assert ck.fallbacks()["gelu", "native"].startswith("deterministic algorithms are demanded, but")
+
+
 def test_the_next_candidate_serves_the_very_call(proven):
     register(_one_wrong, "triton")
     calls = register(reference.gelu, "native")

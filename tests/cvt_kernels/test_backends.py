@@ -354,6 +354,16 @@ def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(mon
     assert len(asked) == 3
 
 
+def test_process_groups_agree_again_only_where_a_backend_is_registered():
+    """A process alone that asked the others again would wait for them."""
+    backends.agreements["group"] = {"call": ("native",)}
+    with backends.replaced(lambda operator, backend, implementation: implementation):
+        assert backends.agreements["group"] == {"call": ("native",)}
+    assert backends.agreements["group"] == {"call": ("native",)}
+    add_marked_backend("native", 10.0)
+    assert not backends.agreements
+
+
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
     x = torch.ones(3)
     add_marked_backend("native", 10.0)

@@ -340,6 +340,20 @@ def test_verdicts_that_cannot_be_written_stay_in_the_process_with_one_warning(mo
         assert store.get("q") == OTHER
 
 
+def test_a_verdict_with_a_fault_of_the_environment_holds_for_this_process_only():
+    passing = VERDICT._replace(trials={"triton": GOOD._replace(flaw="fails here: OSError: no")})
+    store = Store(KEY)
+    store.remember({"q": OTHER})
+    store.remember({"q": passing, "p": passing, "r": OTHER})
+    assert store.verdicts() == {"q": OTHER, "p": passing, "r": OTHER}
+    assert store.cached_verdicts() == Store(KEY).verdicts() == {"q": OTHER, "r": OTHER}
+    store.remember({"q": passing}, replace=True)
+    assert store.get("q") == passing
+    assert Store(KEY).get("q") == OTHER
+    store.remember({"q": VERDICT, "p": VERDICT}, replace=True)
+    assert store.verdicts() == Store(KEY).verdicts() == {"q": VERDICT, "p": VERDICT, "r": OTHER}
+
+
 def test_why_not_remembered(monkeypatch, tmp_path):
     store = Store(KEY)
     assert store.why_not_remembered() is None
