@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 import warnings
 
@@ -17,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, machine, proofs, reference, verdicts
 from cvt_kernels.backends import Implementation
-from tests.checks import recorded_operators, remember_verdict, run_python
+from tests.checks import recorded_operators, remember_verdict
+from tests.processes import Child, run_python
 
 CPU = torch.device("cpu")
 
@@ -688,21 +687,9 @@ def test_a_call_that_pytorch_refuses_raises_its_error(proving):
 
 def run_ranks(code: str, **environment: str) -> list[str]:
     """Runs code in two processes at once; returns what each has printed."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    strict = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+    ranks = [Child(strict + code, **environment, RANK=str(rank)) for rank in range(2)]
+    outputs = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], [err for _, err in outputs]
     return [out for out, _ in outputs]
 
@@ -753,29 +740,23 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("local", "expected"),
-    [
-        (("native", "reference"), "reference"),
-        (("reference", "native"), "reference"),
-        (("native",) * 2, "native"),
-    ],
-)
-def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path, local, expected):
+def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path):
     code = f"""{GROUP}
 os.environ["XDG_CACHE_HOME"] += str(rank)
-served = []
 def native(*args, **kwargs):
     served.append("native")
     return reference.conv_projection(*args, **kwargs)
-backends.register("conv_projection", "native", backends.Implementation(native))
-conv = branch()
-remember_verdict({local}[rank], "conv_projection", x, (3, 4), (conv,), training=True)
-for _ in range(3):
-    ck.conv_projection(x, (3, 4), [conv], training=True)
-{FINISH.format("served")}
+conv, all_served = branch(), []
+for local in (("native", "reference"), ("reference", "native"), ("native", "native")):
+    served = []
+    backends.register("conv_projection", "native", backends.Implementation(native))
+    remember_verdict(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
+    for _ in range(3):
+        ck.conv_projection(x, (3, 4), [conv], training=True)
+    all_served.append(served)
+{FINISH.format("all_served")}
 """
-    served = str(["native"] * 3 if expected == "native" else []) + "\n"
+    served = f"{[[], [], ['native'] * 3]}\n"
     assert run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks")) == [served] * 2
 
 

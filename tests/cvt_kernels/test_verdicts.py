@@ -18,7 +18,7 @@ import torch
 from cvt_kernels import machine, verdicts
 from cvt_kernels.verdicts import Store, Trial, Verdict, files
 from cvt_kernels.verdicts import key as machine_key
-from tests.checks import run_python
+from tests.processes import Child, run_python
 
 KEY = {"device": "cpu", "torch": "2.11", "threads": 2}
 CPU = torch.device("cpu")
@@ -55,8 +55,7 @@ def start():
     children = []
 
     def start(code):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        child = subprocess.Popen([sys.executable, "-c", CHILD + code], **pipes)
+        child = Child(CHILD + code)
         children.append(child)
         assert child.stdout.readline() == "ready\n"
         return child

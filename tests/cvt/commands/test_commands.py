@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cvt_kernels import backends
-from tests.checks import run_python
+from tests.processes import run_python
 
 
 @pytest.mark.parametrize("command", [[Path(sys.executable).parent / "cvt"], [sys.executable, "-m", "cvt"]])

@@ -16,8 +16,9 @@ from cvt.commands import main
 from cvt.commands.prove import questions, worker
 from cvt.commands.prove.report import SCHEMA, VERSION
 from cvt_kernels import backends, verdicts
-from tests.checks import bad, run_python
+from tests.checks import bad
 from tests.cvt.commands.prove import broken_kernels
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 SMALL = ["prove", "--device", "cpu", "--image-size", "32", "--batch-size", "2", "--dtype", "float32"]

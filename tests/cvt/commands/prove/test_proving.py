@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from cvt.commands.prove import proving
+from cvt.commands.prove import worker as worker_module
 from cvt.commands.prove.questions import Question, TensorLike
 from cvt.commands.prove.worker import Worker
 from cvt_kernels import dispatch, verdicts
 from tests.cvt.commands.prove import broken_kernels
+from tests.processes import CONTEXT
 
 CPU = torch.device("cpu")
 
@@ -25,9 +27,23 @@ def attention_question():
     return Question(text, "attention", tuple(map(TensorLike.of, (q, k, k))), settings, None)
 
 
+SECONDS = 3
+
+
 @pytest.fixture(scope="module")
-def worker():
-    with Worker(CPU, 5, broken_kernels.register) as worker:
+def quick_start():
+    """Lets workers start as copies of a process that has imported torch, in no time.
+
+    The command itself spawns them, as in test_command.py: to copy processes is not safe where a GPU is used.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module.multiprocessing, "get_context", lambda method: CONTEXT)
+        yield
+
+
+@pytest.fixture(scope="module")
+def worker(quick_start):
+    with Worker(CPU, SECONDS, broken_kernels.register) as worker:
         yield worker
 
 
@@ -39,11 +55,11 @@ def worker():
         (3, "wrong: output is off by nan, "),
         (4, "wrong: writes outside of its tensors"),
         (5, "fails: RuntimeError: has no such kernel"),
-        (6, "hangs: takes longer than 5 s"),
+        (6, f"hangs: takes longer than {SECONDS} s"),
         (7, "dies: signal 9"),
         (8, "dies: signal 11"),
         (9, "dies: exit code 3"),
-        (12, "hangs: takes longer than 5 s"),
+        (12, f"hangs: takes longer than {SECONDS} s"),
         (13, "dies: signal 6"),
     ],
     ids=lambda value: broken_kernels.KERNELS[value].__name__ if isinstance(value, int) else "",
@@ -86,23 +102,28 @@ def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(worker):
 @pytest.mark.parametrize(
     ("setup", "reason"),
     [
-        (broken_kernels.register_reference_that_hangs, "the preparation hangs: takes longer than 5 s"),
+        (
+            broken_kernels.register_reference_that_hangs,
+            f"the preparation hangs: takes longer than {SECONDS} s",
+        ),
         (broken_kernels.register_kernel_without_memory, "there is not enough memory"),
         (broken_kernels.register_kernel_without_host_memory, "there is not enough memory"),
     ],
 )
+@pytest.mark.usefixtures("quick_start")
 def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
     store = verdicts.store_for(CPU)
-    with Worker(CPU, 5, setup) as worker:
+    with Worker(CPU, SECONDS, setup) as worker:
         (result,) = proving.prove_all([gelu_question(1)], worker, store)
     assert (result.verdict, result.why_not_proven) == (None, reason)
     assert not result.is_good
     assert store.verdicts() == {}
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_a_process_that_does_not_start():
     with (
-        Worker(CPU, 5, broken_kernels.die) as worker,
+        Worker(CPU, SECONDS, broken_kernels.die) as worker,
         pytest.raises(OSError, match=r"does not start \(dies: exit code 5\)"),
     ):
         worker.candidates(gelu_question(1))
