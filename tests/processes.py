@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch.multiprocessing
 
 #: The way in which these processes start.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -61,6 +64,11 @@ class Child:
             out = self.stdout.read()
             self._process.join()
             return out, Path(self._errors.name).read_text(encoding="utf-8")
+
+
+def run_ranks(function: Callable[..., None], *arguments: object) -> None:
+    """Runs ``function(rank, *arguments)`` in two child processes, and waits for their end."""
+    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method="forkserver")
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
