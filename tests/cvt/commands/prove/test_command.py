@@ -25,7 +25,7 @@ SMALL = ["prove", "--device", "cpu", "--image-size", "32", "--batch-size", "2", 
 
 
 @pytest.fixture
-def few_questions(monkeypatch):
+def few_questions(monkeypatch, quick_start):
     """Lets the command prove the questions of one operator only."""
     collect = questions.collect
 

@@ -1,17 +1,18 @@
 """Kernels that are wrong, hang or kill the process cost a line of the report, and not the process."""
 
+import multiprocessing
+
 import pytest
 import torch
 
 from cvt.commands.prove import proving
-from cvt.commands.prove import worker as worker_module
 from cvt.commands.prove.questions import Question, TensorLike
 from cvt.commands.prove.worker import Worker
 from cvt_kernels import dispatch, verdicts
 from tests.cvt.commands.prove import broken_kernels
-from tests.processes import CONTEXT
 
 CPU = torch.device("cpu")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def gelu_question(channels, *, gradient=False):
@@ -28,17 +29,6 @@ def attention_question():
 
 
 SECONDS = 3
-
-
-@pytest.fixture(scope="module")
-def quick_start():
-    """Lets workers start as copies of a process that has imported torch, in no time.
-
-    The command itself spawns them, as in test_command.py: to copy processes is not safe where a GPU is used.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module.multiprocessing, "get_context", lambda method: CONTEXT)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +125,8 @@ def test_a_single_candidate_needs_no_verdict(worker):
 
 
 def test_the_process_proves_all_candidates_on_as_many_threads(monkeypatch):
-    monkeypatch.setenv("CVT_KERNELS_BACKEND", "reference")
+    monkeypatch.setenv("CVT_KERNELS_BACKEND", "reference")  # which only a process that is spawned reads
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SPAWN)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
