@@ -138,6 +138,7 @@ def register(operator: str, backend: str, implementation: Implementation) -> Non
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     implementations[operator][backend] = implementation
     forget()
+    agreements.clear()
 
 
 def registered(operator: str, backend: str) -> Implementation:
@@ -279,9 +280,11 @@ def _ask_why_unavailable(operator: str, backend: str, device_type: str) -> str |
 
 
 def forget() -> None:
-    """Forgets the choices of this process, so that verdicts and the machine are asked again."""
+    """Forgets the choices of this process, so that verdicts and the machine are asked again.
+
+    What process groups agreed on stays: a process that asked the others again would wait for them in vain.
+    """
     choices.clear()
-    agreements.clear()
     _ask_why_unavailable.cache_clear()
 
 

@@ -198,6 +198,10 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         elif verdict is None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
+    if torch.are_deterministic_algorithms_enabled() and not verdict.is_lasting:
+        reason = "deterministic algorithms are demanded, but the verdict holds for this process only"
+        _note_passed_over(operator, able, default, reason)
+        return _decision(operator, default, default)
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
@@ -357,14 +361,24 @@ def _prove(
 def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:
     for backend in OURS:
         trial = verdict.trials.get(backend)
-        if trial is not None and trial.flaw is not None:
-            warnings.warn(
-                f"cvt_kernels: the kernel of backend {backend!r} failed its check on this machine and is not "
-                f"used for calls of this kind ({asked}): {trial.flaw}. {verdict.chosen} serves instead, so "
-                "that results are right. Please report this line with the output of `cvt doctor`.",
-                RuntimeWarning,
-                stacklevel=verdicts.stacklevel_of_caller(),
+        if trial is None or trial.flaw is None:
+            continue
+        if trial.is_lasting:
+            message = (
+                f"failed its check on this machine and is not used for calls of this kind ({asked}): "
+                f"{trial.flaw}. {verdict.chosen} serves instead, so that results are right. Please report "
+                "this line with the output of `cvt doctor`."
             )
+        else:
+            message = (
+                f"could not be tried and is not used in this process for calls of this kind ({asked}): "
+                f"{trial.flaw}. {verdict.chosen} serves instead. The next process tries again."
+            )
+        warnings.warn(
+            f"cvt_kernels: the kernel of backend {backend!r} {message}",
+            RuntimeWarning,
+            stacklevel=verdicts.stacklevel_of_caller(),
+        )
 
 
 def _note(operator: str, verdict: verdicts.Verdict) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import accuracy, measure
-from .verdicts import Trial, Verdict
+from .verdicts import FAILS_HERE, Trial, Verdict
 
 #: A candidate takes the place of the default only if it wins by this factor. A smaller one lets noise decide:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
@@ -290,7 +291,7 @@ def check(function: Function, standard: Standard) -> Trial:
     except Exception as error:
         if is_out_of_memory(error) or not _is_usable(standard.sample.device):
             raise
-        return Trial(None, None, None, None, f"fails: {describe_error(error)}")
+        return Trial(None, None, None, None, _flaw_of(error))
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
     return _compare(results, standard)
@@ -310,6 +311,17 @@ def _is_usable(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _flaw_of(error: Exception) -> str:
+    return f"{FAILS_HERE if _is_of_environment(error) else 'fails: '}{describe_error(error)}"
+
+
+def _is_of_environment(error: Exception) -> bool:
+    """Says whether an error is no fault of a kernel, but of what it needs to be built, loaded or started."""
+    if isinstance(error, OSError | ImportError | subprocess.SubprocessError):
+        return True
+    return "Failed to find C compiler" in str(error)  # Triton's, which has no type of its own
 
 
 def describe_error(error: Exception) -> str:
@@ -578,7 +590,7 @@ def time_in_turns(
             if is_out_of_memory(error) or not _is_usable(call.device):
                 raise
             runners.pop(name, None)
-            results[name] = trials[name]._replace(flaw=f"fails: {describe_error(error)}")
+            results[name] = trials[name]._replace(flaw=_flaw_of(error))
     measured = measure.cold_seconds_in_turns(
         list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
     )

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import accuracy, backends, dispatch, reference, verdicts
+from tests.processes import run_python
 
 
 def assert_accurate(
@@ -51,13 +51,6 @@ def instruction_sets_here() -> tuple[str, ...]:
     """Returns the values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a child process, whose environment has ``environment`` too."""
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
 
 
 def run_on_instruction_set(name: str, code: str) -> None:

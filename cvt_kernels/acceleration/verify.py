@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,9 +23,16 @@ from .coverage import coverage
 #: not known. Other random numbers would make it larger by orders of magnitude.
 RANDOM_FACTOR = 10.0
 
+#: The runs of both models besides the first, where an error of that one is larger than allowed, but at most
+#: by this factor. The largest error of a run is partly luck, above all where one channel decides it, as in
+#: running variances: in a CvT-13, PyTorch's own varies threefold between inputs that differ by roundings.
+_MORE_RUNS, _LUCK = 8, 10.0
+
 
 class Error(NamedTuple):
     """The largest errors of both models against float64, each over the largest exact value.
+
+    They are the means over the runs of the report.
 
     Attributes:
         accelerated: Of the accelerated model.
@@ -86,6 +94,7 @@ class Verification(NamedTuple):
     Attributes:
         heading: The model, its dtype and device, and the shapes of the inputs.
         layers: The blocks in the model's order, then the whole model.
+        runs: The runs of each model over which errors are averaged: 1, or 9 where one error was too large.
         random: With dropout and drop path active and the same random numbers, the difference between the
             outputs of the two models, over the largest value; None if the model has neither.
         evaluation: Speed of a forward in evaluation without gradients.
@@ -94,6 +103,7 @@ class Verification(NamedTuple):
 
     heading: str
     layers: tuple[LayerErrors, ...]
+    runs: int
     random: float | None
     evaluation: Speed
     training: Speed
@@ -122,9 +132,10 @@ class Verification(NamedTuple):
         for layer in self.layers:
             errors = (layer.evaluation, layer.training, layer.gradients, layer.statistics or "")
             rows.append([layer.path or "(model)", layer.class_name, *map(str, errors)])
+        averaged = f", mean of {self.runs} runs on inputs that differ by roundings" if self.runs > 1 else ""
         lines = [
             self.heading,
-            "largest error against float64 over the largest value, accelerated / restored",
+            f"largest error against float64 over the largest value, accelerated / restored{averaged}",
             "",
             *aligned(rows),
             "",
@@ -148,6 +159,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     The errors of both against the restored model in float64 are compared block by block: outputs, gradients
     of the sum of the outputs' sines, and BatchNorm's running statistics. For these, dropout and drop path are
     off, since they draw other random numbers in float64; one more step compares the two models with them.
+    Where an error is larger than allowed, but not ten times, it may be chance: both models run eight times
+    more, each time with other roundings in the inputs, and the rule is applied to the means.
 
     Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
     they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
@@ -177,17 +190,18 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     eager = restore(copy.deepcopy(model))
     exact = _in_float64(restore(copy.deepcopy(model)))
     runs = [_Run(accelerated, inputs, requested_backends()), _Run(eager, inputs, ("reference",))]
-    oracle = _Run(exact, _to_float64(inputs), ("reference",))
+    oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",))
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=cuda):
-        records = [run.record() for run in (*runs, oracle)]
+        samples = _samples(runs, oracle)
         random = _random_difference(*runs) if _random_modules(model) else None
         evaluation = _speed([run.evaluate for run in runs], rounds, model)
         training = _speed([run.train for run in runs], rounds, model)
     rows = coverage(accelerated.eval())
-    layers = tuple(_compare(row.path, row.class_name, row.fused, *records) for row in rows)
-    whole = _compare("", type(model).__name__, any(layer.fused for layer in layers), *records)
-    return Verification(_heading(model, inputs), (*layers, whole), random, evaluation, training)
+    layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
+    layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
+    heading = _heading(model, inputs)
+    return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -247,6 +261,7 @@ class _Run:
         if not model.training:
             model.train()
         self.modes = [(module, module.training) for module in model.modules()]
+        self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def evaluate(self) -> Any:
         self.model.eval()
@@ -271,8 +286,17 @@ class _Run:
                 return self.model(**self.inputs)
             return self.model(*self.inputs) if isinstance(self.inputs, tuple) else self.model(self.inputs)
 
+    def nudged(self, seed: int) -> _Run:
+        """Returns the same with other roundings in the inputs, those of a seed."""
+        run = copy.copy(self)
+        run.inputs = _mapped(functools.partial(_nudge, seed), self.inputs)
+        return run
+
     def record(self) -> _Record:
-        """Evaluates, and trains without random numbers."""
+        """Evaluates, and trains without random numbers, with the buffers that the model had at first."""
+        with torch.no_grad():
+            for buffer, first in self.buffers:
+                buffer.copy_(first)
         paths = [row.path for row in coverage(self.model)]
         seen: dict[str, list[Tensor]] = {}
         hooks = [
@@ -308,39 +332,96 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _to_float64(value: Any) -> Any:
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Returns inputs with ``function`` applied to their floating tensors."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.double()
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: _to_float64(item) for key, item in value.items()}
-    return tuple(map(_to_float64, value)) if isinstance(value, tuple) else value
+        return {key: _mapped(function, item) for key, item in value.items()}
+    return tuple(_mapped(function, item) for item in value) if isinstance(value, tuple) else value
+
+
+@torch.no_grad()
+def _nudge(seed: int, tensor: Tensor) -> Tensor:
+    """Returns a tensor with two thirds of its numbers off by one or two units in the last place.
+
+    They are off by the same in every image, so that equal images stay equal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(-1, 2, tensor.shape[1:], generator=generator).to(tensor)
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * steps)
 
 
 def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.detach().clone() for t in tensors]
 
 
+class _Sample(NamedTuple):
+    """The error of one run in one place.
+
+    Attributes:
+        error: The largest one, over the largest exact value.
+        dtype: The coarsest dtype of the results.
+        values: The number of results.
+    """
+
+    error: float
+    dtype: torch.dtype
+    values: int
+
+
+#: The errors of a run, by the names of :class:`_Record` and the paths of blocks.
+_Errors = dict[tuple[str, str], _Sample]
+
+
+def _samples(runs: list[_Run], oracle: _Run) -> list[list[_Errors]]:
+    """Returns the errors of each model's run, or of more runs where chance may have made one too large."""
+    exact = oracle.record()
+    samples = [[_errors(run.record(), exact)] for run in runs]
+    errors = [_error(name, path, *samples) for name, path in samples[0][0]]
+    failed = [error for error in errors if not error.passed]
+    if failed and all(error.accelerated <= _LUCK * error.allowed for error in failed):
+        for run, known in zip(runs, samples, strict=True):
+            known += [_errors(run.nudged(seed).record(), exact) for seed in range(_MORE_RUNS)]
+    return samples
+
+
+def _errors(record: _Record, exact: _Record) -> _Errors:
+    """Returns the errors of a run wherever there is something to compare."""
+    return {
+        (name, path): _sample(getattr(record, name)[path], oracle)
+        for name, by_path in exact._asdict().items()
+        for path, oracle in by_path.items()
+        if oracle
+    }
+
+
+def _sample(results: list[Tensor], oracle: list[Tensor]) -> _Sample:
+    scale = _largest(oracle) or 1.0
+    error = _largest([t.double() - e for t, e in zip(results, oracle, strict=True)]) / scale
+    coarsest = max((t.dtype for t in results), key=lambda dtype: torch.finfo(dtype).eps)
+    return _Sample(error, coarsest, sum(t.numel() for t in results))
+
+
 def _compare(
-    path: str, class_name: str, fused: bool, accelerated: _Record, eager: _Record, exact: _Record
+    path: str, class_name: str, fused: bool, accelerated: list[_Errors], eager: list[_Errors]
 ) -> LayerErrors:
-    factors = {"evaluation": VALUE_FACTOR, "training": VALUE_FACTOR, "gradients": GRADIENT_FACTOR}
-    errors = {}
-    for name in _Record._fields:
-        ours, theirs, oracle = (getattr(record, name)[path] for record in (accelerated, eager, exact))
-        errors[name] = _error(factors.get(name, VALUE_FACTOR), ours, theirs, oracle) if oracle else None
+    errors = {
+        name: _error(name, path, accelerated, eager) if (name, path) in eager[0] else None
+        for name in _Record._fields
+    }
     return LayerErrors(path, class_name, fused, **errors)  # type: ignore[arg-type]  # all but statistics exist
 
 
-def _error(factor: float, ours: list[Tensor], theirs: list[Tensor], oracle: list[Tensor]) -> Error:
-    scale = _largest(oracle) or 1.0
-    accelerated, eager = (
-        _largest([t.double() - e for t, e in zip(tensors, oracle, strict=True)]) / scale
-        for tensors in (ours, theirs)
+def _error(name: str, path: str, accelerated: list[_Errors], eager: list[_Errors]) -> Error:
+    """Returns the mean errors of both models in one place."""
+    ours, theirs = (
+        sum(errors[name, path].error for errors in samples) / len(samples) for samples in (accelerated, eager)
     )
-    coarsest = max((t.dtype for t in theirs), key=lambda dtype: torch.finfo(dtype).eps)
-    units = accuracy.usual_units(sum(t.numel() for t in theirs))
-    allowed = accuracy.allowed_error(eager, 1.0, coarsest, factor=factor, units=units)
-    return Error(accelerated, eager, allowed)
+    _, dtype, values = eager[0][name, path]
+    factor = GRADIENT_FACTOR if name == "gradients" else VALUE_FACTOR
+    units = accuracy.usual_units(values)
+    return Error(ours, theirs, accuracy.allowed_error(theirs, 1.0, dtype, factor=factor, units=units))
 
 
 def _largest(tensors: list[Tensor]) -> float:

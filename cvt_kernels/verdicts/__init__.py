@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 
 from . import files
-from .answers import Trial, Verdict
+from .answers import FAILS_HERE, Trial, Verdict
 from .caller import stacklevel_of_caller
 from .key import digest, machine_key
 from .locks import held
 
 __all__ = (
+    "FAILS_HERE",
     "Store",
     "Trial",
     "Verdict",
@@ -122,6 +123,7 @@ class Store:
         self._shipped: dict[str, Verdict] | None = None
         self._cached: dict[str, Verdict] = {}  # are in the cache's file, as it was last read or written
         self._unwritten: dict[str, Verdict] = {}  # could not be written
+        self._passing: dict[str, Verdict] = {}  # are not to be written, since they hold for this process only
         self._is_tried = False  # whether the next field holds
         self._why_not_written: str | None = None
         # Replaced and never changed, so that get() needs no lock; None before the files have been read.
@@ -153,9 +155,9 @@ class Store:
         return {path: found if isinstance(found, str) else len(found) for path, found in contents.items()}
 
     def remember(self, verdicts: Mapping[str, Verdict], *, replace: bool = False) -> None:
-        """Merges verdicts into the file of the cache.
+        """Merges verdicts into the file of the cache, but keeps those that do not last in this process only.
 
-        Where it cannot be written they are kept in this process, and one warning per process says so.
+        Where it cannot be written all are kept in this process, and one warning per process says so.
 
         Args:
             verdicts: Question → verdict. Numbers that are not finite become None, and such an error is also a
@@ -164,6 +166,9 @@ class Store:
         """
         new = {question: files.storable(verdict) for question, verdict in verdicts.items()}
         with _guard:
+            new = self._without_passing(new, replace)
+            if verdicts and not new:
+                return
             if self._why_not_written is not None:
                 self._try_to_write()  # it may have become possible
             if self._why_not_written is None:
@@ -181,6 +186,18 @@ class Store:
             f"again: {self._why_not_written}. Let XDG_CACHE_HOME name a directory that can be written, or "
             "CVT_KERNELS_VERDICTS a file of verdicts",
         )
+
+    def _without_passing(self, new: dict[str, Verdict], replace: bool) -> dict[str, Verdict]:
+        """Keeps the verdicts that do not last, and returns the others."""
+        lasting = {question: verdict for question, verdict in new.items() if verdict.is_lasting}
+        if replace:
+            for question in new:
+                self._passing.pop(question, None)
+        if len(lasting) < len(new):
+            known = {} if replace else self._read()
+            self._passing |= {q: new[q] for q in new if q not in lasting and q not in known}
+            self._read()
+        return lasting
 
     def why_not_remembered(self, *, may_write: bool = True) -> str | None:
         """Says why verdicts cannot be written here; None if they can.
@@ -236,7 +253,7 @@ class Store:
             for path in reversed(self._shipped_paths):
                 self._shipped |= _read_or_warn(path, self.key, is_shipped=True)
         self._cached = cached
-        self._known = {**cached, **self._unwritten, **self._shipped}
+        self._known = {**cached, **self._unwritten, **self._passing, **self._shipped}
         return self._known
 
     def _merge(self, new: dict[str, Verdict], replace: bool) -> None:

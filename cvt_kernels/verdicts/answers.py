@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+#: How a flaw begins that is a fault of the environment, as a full disk or a missing compiler.
+FAILS_HERE = "fails here: "
+
 
 class Trial(NamedTuple):
     """The result of one candidate.
@@ -13,8 +16,8 @@ class Trial(NamedTuple):
         allowed: The largest error that is allowed.
         seconds: Device time of a call, with a cold L2; None if it was not timed.
         host_seconds: Time that the host takes to start a call; None on a CPU.
-        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, or from ``cvt prove`` ``hangs: …`` or
-            ``dies: …``; None if it can.
+        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, ``fails here: …``, or from ``cvt prove``
+            ``hangs: …`` or ``dies: …``; None if it can.
     """
 
     error: float | None
@@ -27,6 +30,11 @@ class Trial(NamedTuple):
     def call_seconds(self) -> float | None:
         """The seconds that a call takes at best: those of the device or of the host, whichever are more."""
         return None if self.seconds is None else max(self.seconds, self.host_seconds or 0.0)
+
+    @property
+    def is_lasting(self) -> bool:
+        """False if it has a flaw that is a fault of the environment: the next process may not meet it."""
+        return self.flaw is None or not self.flaw.startswith(FAILS_HERE)
 
 
 class Verdict(NamedTuple):
@@ -42,3 +50,8 @@ class Verdict(NamedTuple):
     chosen: str
     chosen_in_graphs: str
     trials: dict[str, Trial]
+
+    @property
+    def is_lasting(self) -> bool:
+        """True if all its trials are; otherwise it holds for this process only."""
+        return all(trial.is_lasting for trial in self.trials.values())

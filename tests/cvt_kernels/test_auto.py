@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 import warnings
 
@@ -17,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, machine, proofs, reference, verdicts
 from cvt_kernels.backends import Implementation
-from tests.checks import recorded_operators, remember_verdict, run_python
+from tests.checks import recorded_operators, remember_verdict
+from tests.processes import Child, run_python
 
 CPU = torch.device("cpu")
 
@@ -132,6 +131,50 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
         assert ck.fallbacks()["gelu", "native"].startswith(flaw)
     assert len(calls) == tried
     assert len(proven) == 1
+
+
+ENVIRONMENT = {
+    "disk": OSError(28, "No space left on device"),
+    "compiler": subprocess.CalledProcessError(1, ["gcc"]),
+    "no compiler": RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    "library": ImportError("libcuda.so.1: cannot open shared object file"),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(proven, name):
+    faults = [ENVIRONMENT[name]]
+
+    def function(x, *, approximate):
+        if faults:
+            raise faults[0]
+        return reference.gelu(x, approximate=approximate)
+
+    calls = register(function)
+    x = torch.randn(3, 16)
+    with pytest.warns(RuntimeWarning, match=r"'native' could not be tried .* The next process tries again"):
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert ck.fallbacks()["gelu", "native"].startswith(f"fails here: {type(faults[0]).__name__}: ")
+    ck.gelu(x[:2])  # another call of the kind
+    assert (len(calls), len(proven)) == (1, 1)
+    assert verdicts.store_for(CPU).cached_verdicts() == {}
+    faults.clear()
+    for _ in range(2):
+        with new_process():
+            ck.gelu(x)
+            assert only_answer().trials["native"].flaw is None
+    assert len(proven) == 2
+
+
+def test_deterministic_algorithms_take_pytorchs_own_where_a_verdict_does_not_last(proven):
+    def function(x, *, approximate):
+        raise OSError("no")
+
+    register(function, "triton")
+    register(reference.gelu, "native")
+    with deterministic(), pytest.warns(RuntimeWarning, match="The next process tries again"):
+        ck.gelu(torch.randn(3, 16))
+    assert ck.fallbacks()["gelu", "native"].startswith("deterministic algorithms are demanded, but")
 
 
 def test_the_next_candidate_serves_the_very_call(proven):
@@ -644,21 +687,9 @@ def test_a_call_that_pytorch_refuses_raises_its_error(proving):
 
 def run_ranks(code: str, **environment: str) -> list[str]:
     """Runs code in two processes at once; returns what each has printed."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    strict = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+    ranks = [Child(strict + code, **environment, RANK=str(rank)) for rank in range(2)]
+    outputs = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], [err for _, err in outputs]
     return [out for out, _ in outputs]
 
@@ -709,29 +740,23 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("local", "expected"),
-    [
-        (("native", "reference"), "reference"),
-        (("reference", "native"), "reference"),
-        (("native",) * 2, "native"),
-    ],
-)
-def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path, local, expected):
+def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path):
     code = f"""{GROUP}
 os.environ["XDG_CACHE_HOME"] += str(rank)
-served = []
 def native(*args, **kwargs):
     served.append("native")
     return reference.conv_projection(*args, **kwargs)
-backends.register("conv_projection", "native", backends.Implementation(native))
-conv = branch()
-remember_verdict({local}[rank], "conv_projection", x, (3, 4), (conv,), training=True)
-for _ in range(3):
-    ck.conv_projection(x, (3, 4), [conv], training=True)
-{FINISH.format("served")}
+conv, all_served = branch(), []
+for local in (("native", "reference"), ("reference", "native"), ("native", "native")):
+    served = []
+    backends.register("conv_projection", "native", backends.Implementation(native))
+    remember_verdict(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
+    for _ in range(3):
+        ck.conv_projection(x, (3, 4), [conv], training=True)
+    all_served.append(served)
+{FINISH.format("all_served")}
 """
-    served = str(["native"] * 3 if expected == "native" else []) + "\n"
+    served = f"{[[], [], ['native'] * 3]}\n"
     assert run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks")) == [served] * 2
 
 

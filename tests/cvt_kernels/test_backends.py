@@ -15,7 +15,8 @@ import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, verdicts
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.registration import size_class
-from tests.checks import add_marked_backend, not_built, remember_verdict, run_python
+from tests.checks import add_marked_backend, not_built, remember_verdict
+from tests.processes import run_python
 
 
 def test_auto_takes_pytorchs_own_without_a_verdict_and_records_why():
@@ -212,18 +213,10 @@ def test_names_that_cannot_be_registered():
         backends.register("gelu", "auto", Implementation(abs))
 
 
-def test_environment_variable():
-    call = "import torch, cvt_kernels as ck; ck.gelu(torch.ones(2)); print('served')"
-    assert run_python(call, CVT_KERNELS_BACKEND="triton,reference").stdout == "served\n"
-    refused = run_python(call, CVT_KERNELS_BACKEND="triton,sdpa")
-    assert refused.returncode == 1
-    assert "BackendUnavailable: gelu: backend 'sdpa' is unavailable" in refused.stderr
-    assert "CVT_KERNELS_BACKEND: got 'cuda', expected" in run_python(call, CVT_KERNELS_BACKEND="cuda").stderr
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
+        (("cuda",), "got 'cuda', expected"),
         (("triton", "cuda"), "got 'triton, cuda', expected auto alone or some of triton"),
         (("triton", ""), "got 'triton, ', expected"),
         (("native", "auto"), "got 'native, auto', expected auto alone"),
@@ -352,6 +345,16 @@ def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(mon
     backends.forget()
     assert torch.equal(ck.gelu(x), x + 10)
     assert len(asked) == 3
+
+
+def test_process_groups_agree_again_only_where_a_backend_is_registered():
+    """A process alone that asked the others again would wait for them."""
+    backends.agreements["group"] = {"call": ("native",)}
+    with backends.replaced(lambda operator, backend, implementation: implementation):
+        assert backends.agreements["group"] == {"call": ("native",)}
+    assert backends.agreements["group"] == {"call": ("native",)}
+    add_marked_backend("native", 10.0)
+    assert not backends.agreements
 
 
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():

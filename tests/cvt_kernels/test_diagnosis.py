@@ -10,6 +10,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, verdicts
 from tests.checks import add_marked_backend, not_built, remember_verdict
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 QUESTION = "gelu, forward, float32, exact, 1+ elements, 2 channels"
@@ -98,8 +99,7 @@ def test_doctor_proves_nothing(proving):
     assert not proving.exists()  # it makes no folders either
     assert not verdicts.store_for(CPU).verdicts()
     code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.proofs' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "False\n"
+    assert run_python(code).stdout == "False\n"
 
 
 def test_doctor_tells_what_was_passed_over():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cvt_kernels import measure
-from tests.checks import run_python
+from tests.processes import run_python
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from cvt_kernels import machine, verdicts
 from cvt_kernels.verdicts import Store, Trial, Verdict, files
 from cvt_kernels.verdicts import key as machine_key
-from tests.checks import run_python
+from tests.processes import Child, run_python
 
 KEY = {"device": "cpu", "torch": "2.11", "threads": 2}
 CPU = torch.device("cpu")
@@ -55,8 +55,7 @@ def start():
     children = []
 
     def start(code):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        child = subprocess.Popen([sys.executable, "-c", CHILD + code], **pipes)
+        child = Child(CHILD + code)
         children.append(child)
         assert child.stdout.readline() == "ready\n"
         return child
@@ -338,6 +337,20 @@ def test_verdicts_that_cannot_be_written_stay_in_the_process_with_one_warning(mo
     Store({**KEY, "threads": 1}).remember({"q": VERDICT})  # no second warning
     with store.proving():
         assert store.get("q") == OTHER
+
+
+def test_a_verdict_with_a_fault_of_the_environment_holds_for_this_process_only():
+    passing = VERDICT._replace(trials={"triton": GOOD._replace(flaw="fails here: OSError: no")})
+    store = Store(KEY)
+    store.remember({"q": OTHER})
+    store.remember({"q": passing, "p": passing, "r": OTHER})
+    assert store.verdicts() == {"q": OTHER, "p": passing, "r": OTHER}
+    assert store.cached_verdicts() == Store(KEY).verdicts() == {"q": OTHER, "r": OTHER}
+    store.remember({"q": passing}, replace=True)
+    assert store.get("q") == passing
+    assert Store(KEY).get("q") == OTHER
+    store.remember({"q": VERDICT, "p": VERDICT}, replace=True)
+    assert store.verdicts() == Store(KEY).verdicts() == {"q": VERDICT, "p": VERDICT, "r": OTHER}
 
 
 def test_why_not_remembered(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 import cvt
 import cvt_kernels
-from tests.checks import run_python
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / package).rglob("*.py"))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cvt_kernels import __version__, backends
 from cvt_kernels.tables import aligned
-from cvt_kernels.verdicts import Store, Trial, Verdict
+from cvt_kernels.verdicts import FAILS_HERE, Store, Trial, Verdict
 from cvt_kernels.verdicts.files import storable
 
 from .proving import Result
@@ -92,6 +92,8 @@ def summary(results: Sequence[Result], store: Store) -> list[str]:
     lines = [
         f"{name}, {result.question}: {flaw}" for result in results for name, flaw in result.flaws.items()
     ]
+    if any(flaw.startswith(FAILS_HERE) for result in results for flaw in result.flaws.values()):
+        lines.append("What fails here is not remembered: every process tries it again.")
     if any(name in backends.OURS for result in results for name in result.flaws):
         lines.append(
             f"No kernel with a flaw is used. Please report the lines of {' and '.join(backends.OURS)} "

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ from cvt.datasets import ImageDataset, RandomCrop, open_dataset
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig, distillation_loss
 from cvt.training.trainer import LAST, NonFiniteLossError, Trainer, distributed, freeze_batch_norm
 from cvt_kernels import backends, machine
+from tests.processes import Child, run_ranks
 from tests.upstream import KERNELS_FIRST
 
 CLASSES = ["a", "b", "c"]
@@ -271,11 +271,12 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
 def test_a_killed_training_goes_on(uninterrupted, tmp_path):
     """SIGKILL in the middle of the second epoch; what was on disk is whole, and leads to the same weights."""
     code = f"import tests.cvt.training.test_trainer as t;t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / LAST).exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        process.kill()
+    process = Child(code)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / LAST).exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
     resumed = trainer(tmp_path, resume=True, **EVERYTHING)
     assert 1 <= resumed.epoch < 3
@@ -400,7 +401,7 @@ def test_two_processes_learn_what_one_does_from_the_joined_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_process, args=(port, str(tmp_path)), nprocs=2)
+    run_ranks(_process, port, str(tmp_path))
     config = dataclasses.replace(TINY, drop_path_rate=(0.0, 0.0))
     for name, options in RUNS.items():
         options = {**JOINED, **options, "shard": False}

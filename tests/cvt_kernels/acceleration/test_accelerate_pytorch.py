@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cvt_kernels as ck
 from cvt_kernels import backends, proofs
 from tests.checks import assert_accurate, not_built
+from tests.processes import run_ranks
 from tests.upstream import (
     KERNELS_FIRST,
     RANDOM,
@@ -339,7 +340,7 @@ def _fsdp_step(rank, make, accelerated):
 
 def test_two_processes(tmp_path):
     """DDP and SyncBatchNorm against one process with the joined batch, and FSDP2."""
-    torch.multiprocessing.spawn(_process, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_process, str(tmp_path))
 
 
 # On a GPU --------------------------------------------------------------------------------------------------

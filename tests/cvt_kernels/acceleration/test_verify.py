@@ -1,6 +1,8 @@
 """verify() passes right models, finds wrong operators where they are, and changes nothing."""
 
 import copy
+import importlib
+import itertools
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tests.upstream import (
     microsoft_plain,
     ours,
 )
+
+verify_module = importlib.import_module("cvt_kernels.acceleration.verify")  # of the name of a function
 
 
 def spoil(operator, change):
@@ -102,9 +106,42 @@ def test_a_wrong_operator_is_found_where_it_is(operator):
     report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
     assert not report.passed
     assert any(failure.startswith(place) for failure in report.failures), report.failures
+    assert report.runs == 1  # such errors are no chance
     # Evaluation is right up to the block in which the operator is.
     assert report.layers[0].evaluation.passed
     assert "less accurate than allowed:" in str(report)
+
+
+@pytest.mark.parametrize("runs", [1, 9])
+def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
+    """A single value of each attention is off by 10 units in the last place, in one run or in all of them."""
+    model, calls = microsoft(**RANDOM), itertools.count()
+    blocks = sum(row.class_name == "Attention" for row in ck.coverage(model))
+
+    def add_units(out):
+        off = torch.zeros_like(out)
+        off[0, 0, 0] = 10 * torch.finfo(out.dtype).eps * out.detach().abs().max()
+        return out + off if next(calls) < runs * 2 * blocks else out  # in evaluation and in training
+
+    spoil("attention", add_units)
+    report = ck.verify(model, images(), rounds=1)
+    assert report.runs == 9, str(report)
+    assert report.passed == (runs == 1), str(report)
+    assert "mean of 9 runs" in str(report)
+    # Each run begins with the statistics that the model has.
+    assert all(layer.statistics is None or layer.statistics.eager < 1e-5 for layer in report.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_inputs_differ_by_roundings(dtype):
+    x = images(1, dtype=dtype).repeat(2, 1, 1, 1)
+    nudged, other = verify_module._nudge(0, x), verify_module._nudge(1, x)
+    assert torch.equal(nudged[0], nudged[1])
+    assert not torch.equal(nudged, other)
+    assert nudged.dtype == dtype
+    changed = nudged != x
+    assert 0.5 < changed.double().mean() < 0.75
+    assert ((nudged - x).abs() <= 2 * torch.finfo(dtype).eps * x.abs()).all()
 
 
 def test_wrong_random_numbers_are_found():

@@ -1,8 +1,10 @@
-"""The cache that tests of ``cvt prove`` write into."""
+"""The cache that tests of ``cvt prove`` write into, and quick starts of its processes."""
 
 import pytest
 
+from cvt.commands.prove import worker as worker_module
 from cvt_kernels import verdicts
+from tests.processes import CONTEXT
 
 
 @pytest.fixture
@@ -11,3 +13,15 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(verdicts, "_stores", {})
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def quick_start():
+    """Lets workers start as copies of a process that has imported torch, in no time.
+
+    The command itself spawns them, as some tests in test_command.py do: a copy of a process that has used a
+    GPU would not work.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module.multiprocessing, "get_context", lambda method: CONTEXT)
+        yield

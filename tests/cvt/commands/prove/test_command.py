@@ -16,15 +16,16 @@ from cvt.commands import main
 from cvt.commands.prove import questions, worker
 from cvt.commands.prove.report import SCHEMA, VERSION
 from cvt_kernels import backends, verdicts
-from tests.checks import bad, run_python
+from tests.checks import bad
 from tests.cvt.commands.prove import broken_kernels
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 SMALL = ["prove", "--device", "cpu", "--image-size", "32", "--batch-size", "2", "--dtype", "float32"]
 
 
 @pytest.fixture
-def few_questions(monkeypatch):
+def few_questions(monkeypatch, quick_start):
     """Lets the command prove the questions of one operator only."""
     collect = questions.collect
 

@@ -1,5 +1,7 @@
 """Kernels that are wrong, hang or kill the process cost a line of the report, and not the process."""
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from cvt_kernels import dispatch, verdicts
 from tests.cvt.commands.prove import broken_kernels
 
 CPU = torch.device("cpu")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def gelu_question(channels, *, gradient=False):
@@ -25,9 +28,12 @@ def attention_question():
     return Question(text, "attention", tuple(map(TensorLike.of, (q, k, k))), settings, None)
 
 
+SECONDS = 3
+
+
 @pytest.fixture(scope="module")
-def worker():
-    with Worker(CPU, 5, broken_kernels.register) as worker:
+def worker(quick_start):
+    with Worker(CPU, SECONDS, broken_kernels.register) as worker:
         yield worker
 
 
@@ -39,11 +45,11 @@ def worker():
         (3, "wrong: output is off by nan, "),
         (4, "wrong: writes outside of its tensors"),
         (5, "fails: RuntimeError: has no such kernel"),
-        (6, "hangs: takes longer than 5 s"),
+        (6, f"hangs: takes longer than {SECONDS} s"),
         (7, "dies: signal 9"),
         (8, "dies: signal 11"),
         (9, "dies: exit code 3"),
-        (12, "hangs: takes longer than 5 s"),
+        (12, f"hangs: takes longer than {SECONDS} s"),
         (13, "dies: signal 6"),
     ],
     ids=lambda value: broken_kernels.KERNELS[value].__name__ if isinstance(value, int) else "",
@@ -86,23 +92,28 @@ def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(worker):
 @pytest.mark.parametrize(
     ("setup", "reason"),
     [
-        (broken_kernels.register_reference_that_hangs, "the preparation hangs: takes longer than 5 s"),
+        (
+            broken_kernels.register_reference_that_hangs,
+            f"the preparation hangs: takes longer than {SECONDS} s",
+        ),
         (broken_kernels.register_kernel_without_memory, "there is not enough memory"),
         (broken_kernels.register_kernel_without_host_memory, "there is not enough memory"),
     ],
 )
+@pytest.mark.usefixtures("quick_start")
 def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
     store = verdicts.store_for(CPU)
-    with Worker(CPU, 5, setup) as worker:
+    with Worker(CPU, SECONDS, setup) as worker:
         (result,) = proving.prove_all([gelu_question(1)], worker, store)
     assert (result.verdict, result.why_not_proven) == (None, reason)
     assert not result.is_good
     assert store.verdicts() == {}
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_a_process_that_does_not_start():
     with (
-        Worker(CPU, 5, broken_kernels.die) as worker,
+        Worker(CPU, SECONDS, broken_kernels.die) as worker,
         pytest.raises(OSError, match=r"does not start \(dies: exit code 5\)"),
     ):
         worker.candidates(gelu_question(1))
@@ -114,7 +125,8 @@ def test_a_single_candidate_needs_no_verdict(worker):
 
 
 def test_the_process_proves_all_candidates_on_as_many_threads(monkeypatch):
-    monkeypatch.setenv("CVT_KERNELS_BACKEND", "reference")
+    monkeypatch.setenv("CVT_KERNELS_BACKEND", "reference")  # which only a process that is spawned reads
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SPAWN)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:

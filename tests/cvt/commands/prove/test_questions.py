@@ -28,18 +28,19 @@ def asked_by(model, images):
     return asked
 
 
+@pytest.fixture(scope="module")
 def models():
-    yield create_model("cvt_13")
-    yield ck.accelerate(huggingface(size="full"))
-    yield ck.accelerate(microsoft(size="full"))
+    """Returns a CvT-13 of each kind."""
+    upstream = huggingface(size="full"), microsoft(size="full")
+    return create_model("cvt_13"), *map(ck.accelerate, upstream)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "train"),
-    [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)],
+    [("bfloat16", False), ("float32", True), ("bfloat16", True)],  # with a step of training, a forward too
 )
-def test_questions_are_those_of_the_models(dtype, train, batch_size):
+def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
     questions = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}
     steps = [False, True] if train else [False]
     expected = set()
@@ -47,7 +48,7 @@ def test_questions_are_those_of_the_models(dtype, train, batch_size):
         weights = torch.float32 if training else getattr(torch, dtype)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=training and dtype != "float32")
         images = torch.randn(batch_size, 3, 64, 64, dtype=weights)
-        for model in models():
+        for model in models:
             if dtype != "float32" and "ConvolutionalVisionTransformer" in type(model).__name__:
                 continue  # its LayerNorm computes in float32 whatever comes
             with torch.set_grad_enabled(training), autocast:
@@ -60,14 +61,13 @@ def test_questions_are_those_of_the_models(dtype, train, batch_size):
 
 
 def test_each_question_is_asked_once_for_all_sizes_of_its_class():
-    workload = Workload("cvt_13", 64, [2, 3], ["float32", "bfloat16"], train=False)
+    workload = Workload("cvt_13", 64, [2, 3], ["float32"], train=False)
     texts = [question.text for question in collect(workload, CPU)]
     assert len(texts) == len(set(texts))
     alone = [
         question.text
-        for dtypes in (["float32"], ["bfloat16"])
         for batch in ([2], [3])
-        for question in collect(workload._replace(dtypes=dtypes, batch_sizes=batch), CPU)
+        for question in collect(workload._replace(batch_sizes=batch), CPU)
     ]
     assert set(alone) == set(texts)
     assert len(texts) < len(alone)

@@ -1,0 +1,99 @@
+"""Child processes that start in no time, as copies of one that has imported torch and nothing of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.multiprocessing
+
+#: The way in which these processes start.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "pytest"])
+
+
+class Child:
+    """A process that runs code as ``python -c`` does.
+
+    Attributes:
+        stdin: Its standard input, to be written to.
+        stdout: Its standard output.
+    """
+
+    def __init__(self, code: str, **environment: str):
+        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by communicate)
+        (theirs_in, ours_in), (ours_out, theirs_out) = (CONTEXT.Pipe(duplex=False) for _ in range(2))
+        state = {**os.environ, **environment}, list(sys.path), os.getcwd()
+        self._process = CONTEXT.Process(
+            target=_run, args=(code, state, theirs_in, theirs_out, self._errors.name), daemon=True
+        )
+        self._process.start()
+        theirs_in.close()
+        theirs_out.close()
+        self.stdin, self.stdout = (
+            os.fdopen(os.dup(pipe.fileno()), mode) for pipe, mode in ((ours_in, "w"), (ours_out, "r"))
+        )
+        ours_in.close()
+        ours_out.close()
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None as long as it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Returns its exit code; None as long as it runs."""
+        return self.returncode
+
+    def kill(self) -> None:
+        """Ends it by SIGKILL."""
+        self._process.kill()
+
+    def communicate(self) -> tuple[str, str]:
+        """Waits for its end; returns what it has written to its standard output and error."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        with self.stdout, self._errors:
+            out = self.stdout.read()
+            self._process.join()
+            return out, Path(self._errors.name).read_text(encoding="utf-8")
+
+
+def run_ranks(function: Callable[..., None], *arguments: object) -> None:
+    """Runs ``function(rank, *arguments)`` in two child processes, and waits for their end."""
+    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method="forkserver")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a child process, whose environment has ``environment`` too."""
+    child = Child(code, **environment)
+    out, err = child.communicate()
+    assert child.returncode is not None
+    return subprocess.CompletedProcess(code, child.returncode, out, err)
+
+
+def _run(
+    code: str,
+    state: tuple[dict[str, str], list[str], str],
+    stdin: Connection,
+    stdout: Connection,
+    errors: str,
+) -> None:
+    environment, sys.path[:], folder = state
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(os.open(errors, os.O_WRONLY), 2)
+    stdin.close()
+    stdout.close()
+    sys.stdin = os.fdopen(0)
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
