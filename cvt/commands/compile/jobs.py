@@ -15,11 +15,15 @@ from tqdm import tqdm
 from cvt_kernels import machine
 
 from ...config import DTYPES, default_image_size
+from .bounds import Analysis, analyze
+from .budgets import budget_of, excesses, is_budgeted
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
 from .gpus import LIMITS
 from .launches import CUDA_OPERATOR, TRITON_OPERATORS, stages
-from .resources import Resources
+from .loops import why_not_counted
+from .resources import Compiled, Resources
 from .triton_kernels import TritonKernel, specialize
+from .work import Work, work_of
 
 
 class Selection(NamedTuple):
@@ -57,14 +61,21 @@ class LaunchCase(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One compilation, and the cases that a Triton kernel is launched for."""
+    """One compilation, the cases that a Triton kernel is launched for, and the work of its launches in each."""
 
     source: TritonKernel | CudaKernels
-    cases: list[LaunchCase]
+    cases: dict[LaunchCase, list[Work]]
 
 
 class Row(NamedTuple):
-    """One kernel of the report: its GPU, the types and cases that it serves, and what it takes."""
+    """One kernel of the report: its GPU, the types and cases that it serves, and what its code says.
+
+    Attributes:
+        messages: Messages of the assembler about its performance.
+        analyses: The counts and predictions of each launch that differs.
+        uncounted: Why there are none; None if there are, or nothing describes the work of the kernel.
+        flaws: What must not be, each in a line.
+    """
 
     arch: str
     operator: str
@@ -72,6 +83,9 @@ class Row(NamedTuple):
     dtypes: list[str]
     cases: Sequence[LaunchCase | CudaCase]
     resources: Resources
+    messages: list[str]
+    analyses: list[Analysis]
+    uncounted: str | None
     flaws: list[str]
 
 
@@ -88,7 +102,7 @@ def cuda_jobs(selection: Selection, *, required: bool) -> tuple[list[Job], list[
         if required and not kernels:
             raise ValueError(note)
         notes.append(note)
-        jobs += [Job(source, []) for source in kernels]
+        jobs += [Job(source, {}) for source in kernels]
     return jobs, notes
 
 
@@ -108,10 +122,10 @@ def triton_jobs(selection: Selection) -> list[Job]:
             batch=batch,
             training=mode == "training",
         )
-        for kernel in (specialize(launch, arch) for launch in launches):
-            job = jobs.setdefault(repr(kernel), Job(kernel, []))
-            if case not in job.cases:
-                job.cases.append(case)
+        for launch in launches:
+            kernel, work = specialize(launch, arch), work_of(launch)
+            job = jobs.setdefault(repr(kernel), Job(kernel, {}))
+            job.cases.setdefault(case, []).extend([] if work is None else [work])
     return list(jobs.values())
 
 
@@ -132,9 +146,9 @@ def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
                 raise
         results = [done.result() for done in pending]
     return [
-        _row(job, function, resources)
+        _row(job, function, compiled)
         for job, by_function in zip(jobs, results, strict=True)
-        for function, resources in sorted(by_function.items())
+        for function, compiled in sorted(by_function.items())
     ]
 
 
@@ -142,12 +156,28 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
 
 
-def _row(job: Job, function: str, resources: Resources) -> Row:
-    source, cases = job
+def _row(job: Job, function: str, compiled: Compiled) -> Row:
+    source, resources = job.source, compiled.resources
     arch, flaws = f"sm_{source.arch}", resources.flaws(source.arch)
     if isinstance(source, CudaKernels):
         kernel, case = parse_function(function)
-        return Row(arch, CUDA_OPERATOR, kernel, [source.dtype], [case] if case else [], resources, flaws)
-    kernel = function.strip("_").removesuffix("_kernel")
-    dtypes = list(dict.fromkeys(case.dtype for case in cases))
-    return Row(arch, cases[0].operator, kernel, dtypes, cases, resources, flaws)
+        cases = [case] if case else []
+        return Row(arch, CUDA_OPERATOR, kernel, [source.dtype], cases, resources, [], [], None, flaws)
+    kernel, operator = function.strip("_").removesuffix("_kernel"), next(iter(job.cases)).operator
+    dtypes = list(dict.fromkeys(case.dtype for case in job.cases))
+    works = dict.fromkeys(itertools.chain(*job.cases.values()))
+    uncounted = next(filter(None, (why_not_counted(compiled.code.blocks, work.trips) for work in works)), None)
+    analyses = [] if uncounted else [analyze(compiled.code, resources, work, source.arch) for work in works]
+    flaws += [message for message in compiled.messages if "serialized" in message]
+    budget = budget_of(operator, kernel, source.arch)
+    budgeted = set(itertools.chain(*(job.cases[case] for case in job.cases if _is_budgeted(case))))
+    if budget is not None and budgeted:
+        counts = [analysis.counts for analysis in analyses if analysis.work in budgeted]
+        flaws += [uncounted] if uncounted else excesses(budget, compiled, counts)
+    return Row(
+        arch, operator, kernel, dtypes, list(job.cases), resources, compiled.messages, analyses, uncounted, flaws
+    )  # fmt: skip
+
+
+def _is_budgeted(case: LaunchCase) -> bool:
+    return is_budgeted(case.model, case.image_size, case.batch_size, case.dtype)

@@ -1,4 +1,4 @@
-"""The resources of a GPU that a compiled kernel takes."""
+"""The compiled kernel, and the resources of a GPU that it takes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Resources(NamedTuple):
             tensor memory and the number of blocks allow.
         loads, stores: Instruction → how often it stands in the code, of global memory.
         tensor_cores: Instruction → how often it stands in the code.
+        waits: Waits for asynchronous products (HGMMA) that stand in the code.
     """
 
     threads: int
@@ -39,6 +40,7 @@ class Resources(NamedTuple):
     loads: dict[str, int]
     stores: dict[str, int]
     tensor_cores: dict[str, int]
+    waits: int
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Resources(NamedTuple):
             loads=select("LDG"),
             stores=select("STG"),
             tensor_cores=select(*_MMA),
+            waits=sum(select("WARPGROUP.DEPBAR").values()),
         )
 
     @property
@@ -90,3 +93,17 @@ class Resources(NamedTuple):
         elif self.occupancy == 0:
             flaws.append(f"a block of {self.threads} threads × {self.registers} registers does not fit")
         return flaws
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        code: Its machine code.
+        resources: What it takes of a GPU.
+        messages: What the assembler says about its performance, such as ``C7515: Potential Performance Loss: …``.
+    """
+
+    code: MachineCode
+    resources: Resources
+    messages: list[str] = []

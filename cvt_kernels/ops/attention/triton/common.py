@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
-from ...triton_launch import Overrides
+from ...triton_launch import Budget, Overrides
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -110,6 +110,8 @@ CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
     "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
 }
 
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 

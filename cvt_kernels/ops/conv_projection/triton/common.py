@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .... import machine
 from ....reference import ConvBatchNorm
-from ...triton_launch import Overrides
+from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
 
@@ -81,6 +81,8 @@ def _configs(region_rows: int) -> dict[str, LaunchConfig]:
 
 
 CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80])
 
 
