@@ -1,4 +1,4 @@
-"""The parts that all families of Triton kernels share: replaced configurations, budgets, the dtype of sums."""
+"""The parts that all Triton kernels share: replaced configurations, budgets, the dtype of sums."""
 
 from __future__ import annotations
 

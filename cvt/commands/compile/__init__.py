@@ -78,7 +78,11 @@ def _compile(arguments: argparse.Namespace) -> int:
         with replacing(arguments.json) as file:
             write_json(file, report.as_json(rows, notes), indent=1)
     predicted = report.predicted_table(rows)
-    print("\n".join([*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)]))
+    print(
+        "\n".join(
+            [*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)]
+        )
+    )
     return int(any(row.flaws for row in rows))
 
 

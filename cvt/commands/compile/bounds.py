@@ -1,8 +1,8 @@
 """The counts of a kernel's machine code, and the time that a GPU is predicted to need for them.
 
-The counts are exact, by the rules of ``loops``. The times are predictions: each of four parts of the chip is taken to work
-at its full rate, and the slowest to hide the others. Nothing here was measured, and a kernel that waits for memory or
-barriers takes longer.
+The counts are exact, by the rules of ``loops``. The times are predictions: each of four parts of the chip is
+taken to work at its full rate, and the slowest to hide the others. Nothing here was measured, and a kernel
+that waits for memory or at barriers takes longer.
 """
 
 from __future__ import annotations
@@ -100,15 +100,16 @@ def analyze(code: MachineCode, resources: Resources, work: Work, arch: int) -> A
 
 
 def _predict(arch: int, work: Work, instructions: float, mufu: float, flops: float) -> Prediction | None:
-    """Returns the prediction from the totals of a launch, of which MUFU counts threads; None without rates."""
+    """Returns the prediction from the totals of a launch (MUFU of threads); None for a GPU without rates."""
     rates = RATES.get(arch)
     if rates is None:
         return None
     clocks = LIMITS[arch].multiprocessors * rates.clock  # of all multiprocessors in a microsecond
+    busy = min(work.programs, LIMITS[arch].multiprocessors) * rates.clock  # of those that have a program
     microseconds = {
-        "issue": instructions / rates.issue / clocks,
-        "MUFU": mufu / rates.mufu / clocks,
-        "tensor": (flops or work.flops) / rates.tensor_flops / clocks,  # sm_100's names have no shapes
+        "issue": instructions / rates.issue / busy,
+        "MUFU": mufu / rates.mufu / busy,
+        "tensor": (flops or work.flops) / rates.tensor_flops / busy,  # sm_100's names have no shapes
         "DRAM": work.bytes / rates.dram_bytes / clocks,
     }
     bound = max(microseconds, key=microseconds.__getitem__)
@@ -117,7 +118,7 @@ def _predict(arch: int, work: Work, instructions: float, mufu: float, flops: flo
 
 
 def flops_of(instruction: str) -> int:
-    """Returns a warp's operations of an instruction of the tensor cores, 0 for one whose name has no shape."""
+    """Returns a warp's operations of a product on tensor cores, 0 for an instruction that names no shape."""
     if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):  # of 4 warps
         rows, columns, depth = map(int, shape.groups())
         return 2 * rows * columns * depth // 4

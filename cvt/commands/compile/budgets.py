@@ -1,8 +1,8 @@
 """The budgets of kernels, and which of them the code of a kernel exceeds.
 
-Those of Triton kernels stand beside their launch configurations, as ``BUDGETS`` of each family's ``common``: by compute
-capability and kernel. They hold for bfloat16 and the launches that ``is_budgeted`` names, since the instructions of an
-output depend on both.
+Those of Triton kernels stand beside their launch configurations, as ``BUDGETS`` of each family's ``common``,
+by compute capability and kernel. They hold for the launches that ``is_budgeted`` names, since the
+instructions of an output depend on type and shape.
 """
 
 from __future__ import annotations
@@ -13,12 +13,25 @@ from collections.abc import Iterable, Mapping
 from cvt_kernels.ops.triton_launch import Budget
 
 from .bounds import Counts
-from .resources import Compiled
+from .cuda_kernels import CudaCase
+from .resources import Resources
 
 _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
 }
+
+#: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
+CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
+    90: {("layer_norm", CudaCase("identity", 8, 1)): Budget(instructions_per_output=80, registers=48)},
+}
+
+
+def cuda_budget_of(kernel: str, case: CudaCase | None, dtype: str, arch: int) -> Budget | None:
+    """Returns the budget of a CUDA kernel; None if it has none."""
+    if case is None or dtype != "bfloat16":
+        return None
+    return CUDA_BUDGETS.get(arch, {}).get((kernel, case))
 
 
 def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
@@ -41,16 +54,17 @@ def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> boo
     return (model, image_size, batch_size, dtype) == ("cvt_13", 224, 256, "bfloat16")
 
 
-def excesses(budget: Budget, compiled: Compiled, counts: Iterable[Counts]) -> list[str]:
+def excesses(budget: Budget, resources: Resources, counts: Iterable[Counts]) -> list[str]:
     """Returns what is over a budget: each number with its limit.
 
     Args:
         budget: The budget.
-        compiled: The kernel.
+        resources: What the kernel takes of a GPU.
         counts: What was counted for each of its launches.
     """
-    registers = compiled.resources.registers
-    numbers = [("registers", registers, budget.registers)]
+    numbers: list[tuple[str, float | None, float | None]] = [
+        ("registers", resources.registers, budget.registers)
+    ]
     for each in counts:
         numbers += [
             ("instructions per output", each.instructions_per_output, budget.instructions_per_output),

@@ -1,4 +1,4 @@
-"""The limits and rates of NVIDIA's GPUs, and how many warps of a kernel one of their multiprocessors holds."""
+"""The limits and rates of NVIDIA's GPUs, and how many warps of a kernel a multiprocessor holds."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Rates(NamedTuple):
     issue: int = 4
 
 
-#: Rates per compute capability: of A100 (80 GB), H200 and B200, with the number of multiprocessors in ``LIMITS``.
-#: Those of memory and tensor cores are what a program reaches: an H200 copied 4.3 of the 4.8 TB/s and multiplied
-#: at 790 of the 989 TFLOP/s of its data sheet; the others have the same shares of theirs (2.04 TB/s and 312
-#: TFLOP/s, 8 TB/s and 2250 TFLOP/s). Clocks are the boost clocks of the data sheets, issue and MUFU rates
-#: those of the CUDA Programming Guide ("Throughput of Native Arithmetic Instructions"); B200's clock is the one at
-#: which 8192 operations per clock and multiprocessor are those 2250 TFLOP/s.
+#: Rates per compute capability: of A100 (80 GB), H200 and B200, which have the multiprocessors of ``LIMITS``.
+#: Those of memory and tensor cores are what a program reaches: an H200 copied 4.3 of the 4.8 TB/s and
+#: multiplied at 790 of the 989 TFLOP/s of its data sheet; the others have the same shares of theirs (2.04
+#: TB/s and 312 TFLOP/s, 8 TB/s and 2250 TFLOP/s). Clocks are those at which the tensor cores reach these
+#: numbers, at 2048, 4096 and 8192 operations per clock. Issue and MUFU rates are those of the CUDA
+#: Programming Guide ("Throughput of Native Arithmetic Instructions").
 RATES = {
     80: Rates(clock=1410, dram_bytes=12.0, tensor_flops=1640),
     90: Rates(clock=1830, dram_bytes=17.8, tensor_flops=3270),

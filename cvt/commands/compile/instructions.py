@@ -1,7 +1,8 @@
-"""Instructions of a disassembled function, the classes that they are counted in, and the basic blocks they form."""
+"""The instructions of a disassembled function, their classes, and the basic blocks that they form."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,15 +15,16 @@ CLASSES = ("arithmetic", "loads", "stores", "address", "conversion", "control", 
 #: that is not here is "other": moves, constants, shuffles, special registers.
 _NAMES = {
     "arithmetic": """FADD FADD2 FMUL FMUL2 FFMA FFMA2 FMNMX FMNMX3 FSEL FSET FSETP FCHK MUFU HADD2 HMUL2 HFMA2
-        HMNMX2 HSET2 HSETP2 DADD DMUL DFMA DSETP HMMA DMMA QMMA OMMA IMMA HGMMA QGMMA IGMMA UTCHMMA UTCQMMA UTCOMMA
-        UTCIMMA""",
+        HMNMX2 HSET2 HSETP2 DADD DMUL DFMA DSETP HMMA DMMA QMMA OMMA IMMA HGMMA QGMMA IGMMA UTCHMMA UTCQMMA
+        UTCOMMA UTCIMMA""",
     "loads": "LD LDG LDS LDSM LDL LDT LDTM LDGSTS UTMALDG UTCCP",
     "stores": "ST STG STS STSM STL STT STTM RED REDG ATOM ATOMG ATOMS UTMASTG UTMAREDG",
-    "address": """IMAD IADD IADD3 VIADD VIADDMNMX LEA SHF SHL SHR LOP LOP3 PLOP3 ISETP IMNMX VIMNMX VIMNMX3 IABS
-        SEL SGXT BMSK POPC FLO BREV P2R R2P VOTE VOTEU R2UR""",
+    "address": """IMAD IADD IADD3 VIADD VIADDMNMX LEA SHF SHL SHR LOP LOP3 PLOP3 ISETP IMNMX VIMNMX VIMNMX3
+        IABS SEL SGXT BMSK POPC FLO BREV P2R R2P VOTE VOTEU R2UR""",
     "conversion": "F2F F2FP F2I F2IP I2F I2FP I2I I2IP FRND PRMT",
-    "control": """BRA BRX JMP CALL RET EXIT KILL BPT BREAK BSSY BSYNC BMOV WARPSYNC YIELD NANOSLEEP NOP BAR DEPBAR
-        LDGDEPBAR ARRIVES SYNCS WARPGROUP WARPGROUPSET MEMBAR FENCE ERRBAR CCTL CCTLL ELECT ACQBULK UTCBAR UTMACMDFLUSH""",
+    "control": """BRA BRX JMP CALL RET EXIT KILL BPT BREAK BSSY BSYNC BMOV WARPSYNC YIELD NANOSLEEP NOP BAR
+        DEPBAR LDGDEPBAR ARRIVES SYNCS WARPGROUP WARPGROUPSET MEMBAR FENCE ERRBAR CCTL CCTLL ELECT ACQBULK
+        UTCBAR UTMACMDFLUSH""",
 }  # fmt: skip
 _CLASS_OF = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
@@ -99,8 +101,7 @@ def parse(code: str) -> tuple[list[Instruction], dict[str, int]]:
 def blocks_of(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[Block]:
     """Returns the basic blocks that a function can reach, in code order, the entry first.
 
-    Subroutines are not followed: they are the rare cases of division and square root. Nor is code that only an
-    address in a register leads to.
+    Subroutines, which are the rare cases of divisions and square roots, are not followed.
     """
     successors = [_successors(i, instructions, labels) for i in range(len(instructions))]
     reached, pending = set[int](), [0] if instructions else []
@@ -109,11 +110,11 @@ def blocks_of(instructions: Sequence[Instruction], labels: dict[str, int]) -> li
         if i not in reached:
             reached.add(i)
             pending += successors[i]
-    firsts = {0} | {t for i in reached if successors[i] != [i + 1] for t in (*successors[i], i + 1)}
-    firsts = sorted(firsts & reached)
+    targets = {t for i in reached if successors[i] != [i + 1] for t in (*successors[i], i + 1)}
+    firsts = sorted(({0} | targets) & reached)
     index = {first: number for number, first in enumerate(firsts)}
     blocks = []
-    for first, end in zip(firsts, [*firsts[1:], len(instructions)], strict=True):
+    for first, end in itertools.pairwise([*firsts, len(instructions)]):
         own = [i for i in range(first, end) if i in reached]
         blocks.append(
             Block(
@@ -167,6 +168,6 @@ def bytes_in_flight(instructions: Sequence[Instruction]) -> int:
 
 
 def access_bytes(name: str) -> int:
-    """Returns the bytes that a thread moves by an access to memory: 16 for LDG.E.128, 2 for LDG.E.U16, 4 for LDG.E."""
+    """Returns the bytes of one access to memory: 16 for LDG.E.128, 2 for LDG.E.U16, 4 for LDG.E."""
     bits = re.search(r"\.[US]?(8|16|32|64|128|256)\b", name)
     return int(bits[1]) // 8 if bits else 4

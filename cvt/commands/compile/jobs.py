@@ -6,24 +6,25 @@ import functools
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent import futures
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 from cvt_kernels import machine
+from cvt_kernels.ops.triton_launch import Budget
 
 from ...config import DTYPES, default_image_size
 from .bounds import Analysis, analyze
-from .budgets import budget_of, excesses, is_budgeted
+from .budgets import budget_of, cuda_budget_of, excesses, is_budgeted
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
 from .gpus import LIMITS
 from .launches import CUDA_OPERATOR, TRITON_OPERATORS, stages
 from .loops import why_not_counted
 from .resources import Compiled, Resources
 from .triton_kernels import TritonKernel, specialize
-from .work import Work, work_of
+from .work import Work, cuda_work, work_of
 
 
 class Selection(NamedTuple):
@@ -61,7 +62,7 @@ class LaunchCase(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One compilation, the cases that a Triton kernel is launched for, and the work of its launches in each."""
+    """One compilation, and the cases that a Triton kernel is launched for, with the work of its launches."""
 
     source: TritonKernel | CudaKernels
     cases: dict[LaunchCase, list[Work]]
@@ -83,10 +84,10 @@ class Row(NamedTuple):
     dtypes: list[str]
     cases: Sequence[LaunchCase | CudaCase]
     resources: Resources
-    messages: list[str]
-    analyses: list[Analysis]
-    uncounted: str | None
-    flaws: list[str]
+    messages: Sequence[str] = ()
+    analyses: Sequence[Analysis] = ()
+    uncounted: str | None = None
+    flaws: Sequence[str] = ()
 
 
 def cuda_jobs(selection: Selection, *, required: bool) -> tuple[list[Job], list[str]]:
@@ -115,18 +116,46 @@ def triton_jobs(selection: Selection) -> list[Job]:
         ("inference", "training"),
     ):  # fmt: skip
         case = LaunchCase(operator, dtype, model, size or default_image_size(model), batch, stage, mode)
-        launches = TRITON_OPERATORS[operator](
-            stages(model, size)[stage - 1],
-            DTYPES[dtype],
-            machine.Chip(arch, LIMITS[arch].multiprocessors),
-            batch=batch,
-            training=mode == "training",
-        )
-        for launch in launches:
+        for launch in _launches(case, arch):
             kernel, work = specialize(launch, arch), work_of(launch)
             job = jobs.setdefault(repr(kernel), Job(kernel, {}))
             job.cases.setdefault(case, []).extend([] if work is None else [work])
     return list(jobs.values())
+
+
+def _launches(case: LaunchCase, arch: int) -> list[machine.Launch]:
+    return TRITON_OPERATORS[case.operator](
+        stages(case.model, case.image_size)[case.stage - 1],
+        DTYPES[case.dtype],
+        machine.Chip(arch, LIMITS[arch].multiprocessors),
+        batch=case.batch_size,
+        training=case.mode == "training",
+    )
+
+
+def count_specializations(
+    mode: str, batch_sizes: Iterable[int], *, arch: int = 90, model: str = "cvt_13", dtype: str = "bfloat16"
+) -> dict[str, int]:
+    """Counts how often a step of a model makes Triton compile each of its kernels, without compiling any.
+
+    Args:
+        mode: ``"inference"`` or ``"training"``.
+        batch_sizes: The batch sizes that are seen one after the other.
+        arch: Compute capability, 90 for sm_90.
+        model: A name of ``PRESETS``, at its own image size.
+        dtype: A name of ``DTYPES``.
+
+    Returns:
+        Kernel → how many specializations of it all the batch sizes need together.
+    """
+    found: dict[str, set[str]] = {}
+    numbers = range(1, len(stages(model)) + 1)
+    for operator, batch, stage in itertools.product(("conv_projection", "attention"), batch_sizes, numbers):
+        case = LaunchCase(operator, dtype, model, default_image_size(model), batch, stage, mode)
+        for launch in _launches(case, arch):
+            kernel = specialize(launch, arch)
+            found.setdefault(kernel.name, set()).add(repr(kernel))
+    return {name: len(kernels) for name, kernels in found.items()}
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
@@ -157,27 +186,44 @@ def _ignore_interrupts() -> None:
 
 
 def _row(job: Job, function: str, compiled: Compiled) -> Row:
-    source, resources = job.source, compiled.resources
-    arch, flaws = f"sm_{source.arch}", resources.flaws(source.arch)
+    source = job.source
     if isinstance(source, CudaKernels):
-        kernel, case = parse_function(function)
-        cases = [case] if case else []
-        return Row(arch, CUDA_OPERATOR, kernel, [source.dtype], cases, resources, [], [], None, flaws)
+        return _cuda_row(source, function, compiled)
     kernel, operator = function.strip("_").removesuffix("_kernel"), next(iter(job.cases)).operator
-    dtypes = list(dict.fromkeys(case.dtype for case in job.cases))
     works = dict.fromkeys(itertools.chain(*job.cases.values()))
-    uncounted = next(filter(None, (why_not_counted(compiled.code.blocks, work.trips) for work in works)), None)
-    analyses = [] if uncounted else [analyze(compiled.code, resources, work, source.arch) for work in works]
-    flaws += [message for message in compiled.messages if "serialized" in message]
-    budget = budget_of(operator, kernel, source.arch)
     budgeted = set(itertools.chain(*(job.cases[case] for case in job.cases if _is_budgeted(case))))
-    if budget is not None and budgeted:
-        counts = [analysis.counts for analysis in analyses if analysis.work in budgeted]
-        flaws += [uncounted] if uncounted else excesses(budget, compiled, counts)
-    return Row(
-        arch, operator, kernel, dtypes, list(job.cases), resources, compiled.messages, analyses, uncounted, flaws
-    )  # fmt: skip
+    budget = budget_of(operator, kernel, source.arch) if budgeted else None
+    dtypes = list(dict.fromkeys(case.dtype for case in job.cases))
+    row = Row(f"sm_{source.arch}", operator, kernel, dtypes, list(job.cases), compiled.resources)
+    return _analyzed(row, source.arch, compiled, works, budget, budgeted)
 
 
 def _is_budgeted(case: LaunchCase) -> bool:
     return is_budgeted(case.model, case.image_size, case.batch_size, case.dtype)
+
+
+def _cuda_row(source: CudaKernels, function: str, compiled: Compiled) -> Row:
+    kernel, case = parse_function(function)
+    work = cuda_work(kernel, case, source.dtype)
+    works = [work] if work else []
+    budget = cuda_budget_of(kernel, case, source.dtype, source.arch)
+    cases = [case] if case else []
+    row = Row(f"sm_{source.arch}", CUDA_OPERATOR, kernel, [source.dtype], cases, compiled.resources)
+    return _analyzed(row, source.arch, compiled, works, budget, works)
+
+
+def _analyzed(
+    row: Row, arch: int, compiled: Compiled, works: Iterable[Work], budget: Budget | None,
+    budgeted: Collection[Work],
+) -> Row:  # fmt: skip
+    """Returns a row with what its code says of each launch's work; the budget is for those ``budgeted``."""
+    reasons = (why_not_counted(compiled.code.blocks, work.trips) for work in works)
+    uncounted = next(filter(None, reasons), None)
+    analyses = [] if uncounted else [analyze(compiled.code, row.resources, work, arch) for work in works]
+    flaws = [*row.resources.flaws(arch), *(text for text in compiled.messages if "serialized" in text)]
+    if budget is not None and uncounted:
+        flaws.append(uncounted)
+    elif budget is not None:
+        counts = [analysis.counts for analysis in analyses if analysis.work in budgeted]
+        flaws += excesses(budget, compiled.resources, counts)
+    return row._replace(messages=compiled.messages, analyses=analyses, uncounted=uncounted, flaws=flaws)

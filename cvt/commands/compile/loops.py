@@ -1,8 +1,8 @@
 """The loops of a function, and how many instructions a warp executes with given trips of them.
 
-A loop is a branch backwards. Conditional code and predicated instructions count as executed, so the counts are those of
-a warp that takes every branch; calls are not followed. A loop that only counts, which a compiler leaves where nothing is
-left to do in it, counts as straight code and has no trips.
+A loop is a branch backwards. Conditional code and predicated instructions count as executed, so the counts
+are those of a warp that runs all the code; calls are not followed. A loop that only counts, which compilers
+leave where they moved everything else out of it, counts as straight code and has no trips.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Executed(NamedTuple):
 
 
 def loops_of(blocks: Sequence[Block]) -> list[frozenset[int]]:
-    """Returns the loops that do some work, each as its blocks: in code order, an outer loop before its inner ones.
+    """Returns the loops that do some work, each as its blocks; branches back to one block are one loop.
 
-    Branches back to the same block are one loop.
+    They are in code order, an outer loop before its inner ones.
     """
     latches: dict[int, set[int]] = {}
     for header, latch in _backward_branches(blocks):
@@ -86,7 +86,7 @@ def why_not_counted(blocks: Sequence[Block], trips: Sequence[float]) -> str | No
 
 
 def executed(blocks: Sequence[Block], trips: Sequence[float]) -> Executed:
-    """Returns what a warp executes if each loop, in the order of ``loops_of``, takes its trips when entered."""
+    """Returns what a warp executes if every loop of ``loops_of`` takes its trips each time it is entered."""
     loops = loops_of(blocks)
     instructions, classes, in_loops = dict[str, float](), dict[str, float](), 0.0
     for index, block in enumerate(blocks):

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class MachineCode(NamedTuple):
     shared: int
     local: int
     counts: dict[str, int]
-    blocks: list[Block] = []
+    blocks: Sequence[Block] = ()
     bytes_in_flight: int = 0
 
 

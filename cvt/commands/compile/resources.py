@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy
@@ -101,9 +102,9 @@ class Compiled(NamedTuple):
     Attributes:
         code: Its machine code.
         resources: What it takes of a GPU.
-        messages: What the assembler says about its performance, such as ``C7515: Potential Performance Loss: …``.
+        messages: What the assembler says about its performance, such as ``C7515: …``.
     """
 
     code: MachineCode
     resources: Resources
-    messages: list[str] = []
+    messages: Sequence[str] = ()

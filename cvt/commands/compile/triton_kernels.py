@@ -93,9 +93,7 @@ def _printed_log() -> Iterator[io.StringIO]:
         yield printed
 
 
-def _assembler_log(
-    compiled: CompiledKernel, printed: str, target: GPUTarget, options: dict[str, int]
-) -> str:
+def _assembler_log(compiled: CompiledKernel, printed: str, target: GPUTarget, options: dict[str, int]) -> str:
     """Returns the assembler's log of a kernel: the one just printed, or the one that was kept.
 
     A kernel that Triton's cache had before has neither, and is assembled again, once.
@@ -127,9 +125,9 @@ def parse_messages(log: str) -> list[str]:
 def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
     """Returns the kernel of a launch, specialized as Triton specializes it for these arguments.
 
-    An integer of 1 becomes a constant, and what 16 divides is known to be so, but not for a parameter that the
-    kernel names in ``do_not_specialize``; one in ``do_not_specialize_on_alignment`` loses the latter alone.
-    Triton does not pass either on to the elements of a tuple.
+    An integer of 1 becomes a constant, and the code may rely on it where 16 divides an integer or an address.
+    Neither holds for a parameter that the kernel names in ``do_not_specialize``, and the latter does not for
+    one in ``do_not_specialize_on_alignment``; elements of a tuple are specialized whatever these say.
     """
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}

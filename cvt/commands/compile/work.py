@@ -1,14 +1,16 @@
 """The work of a launch: what it must compute and move, and how often the loops of its code run.
 
-There is one function per kernel, which reads the launch's arguments, and ``_WORK`` names them all. To describe a new
-kernel, or one whose loops have changed:
+There is one function per kernel, which reads the launch's arguments, and ``_WORK`` names them all. Change or
+add one where a kernel is new or has other loops. It says:
 
-1. ``outputs``: the elements that it writes, all branches together; for sums over outputs, the outputs that it sums.
+1. ``outputs``: the elements that the kernel writes, all branches together; for sums over outputs, the outputs
+   that it sums.
 2. ``bytes``: what must go between the chip and its memory, each tensor once, whatever programs share.
 3. ``flops`` and ``scores`` of matrix products, if it has any.
-4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner ones: how
-   often it runs each time that it is entered, the mean over all programs. A loop that the compiler unrolls whole is
-   none. Where the number of loops is not that of the code, ``cvt compile`` says so.
+4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner
+   ones. It is how often the loop runs each time that it is entered, as the mean over all programs. Where the
+   compiler has made one loop two or none, ``cvt compile`` says that the numbers of loops differ: an error for
+   a kernel with a budget, an empty cell for others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from cvt_kernels import machine
+
+from .cuda_kernels import CudaCase
 
 
 class Work(NamedTuple):
@@ -68,7 +72,7 @@ def _elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _mean_trips(size: int, parts: int, step: int) -> float:
-    """Returns the mean trips of a loop in steps over one of ``parts`` equal shares of ``size`` (``share``)."""
+    """Returns the mean trips of a loop in steps over one of the ``parts`` shares of ``size``."""
     length = -(-size // parts)
     shares = (max(min(length, size - part * length), 0) for part in range(parts))
     return sum(-(-share // step) for share in shares) / parts
@@ -191,7 +195,7 @@ def _attention_forward(launch: machine.Launch) -> Work:
     """Describes the forward with all keys on the chip; its loop goes over tiles of queries."""
     arguments = launch.arguments
     block_q, keys = arguments["BLOCK_Q"], sum(arguments["TILES"].widths)
-    tiles = _mean_trips(arguments["queries"], arguments["blocks"], block_q)
+    tiles = -(-arguments["queries"] // block_q) / arguments["blocks"]  # of a program, which has whole tiles
     return _attention_work(launch, ("q", "k", "v", "out", "lse"), 2, (tiles,), tiles * block_q * keys)
 
 
@@ -204,7 +208,7 @@ def _attention_backward_queries(launch: machine.Launch) -> Work:
 
 
 def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
-    """Describes a kernel that loops over whole tiles of keys, and has a masked last one apart or in the loop."""
+    """Describes a loop over whole tiles of keys; a masked last one is apart, or in the loop."""
     arguments = launch.arguments
     block_kv, keys = arguments["BLOCK_KV"], arguments["keys"]
     tiles = -(-keys // block_kv) if arguments["TAIL"] == block_kv else keys // block_kv
@@ -262,6 +266,33 @@ def _attention_work(
         trips=trips,
         flops=_product_flops(launch.arguments, products),
         scores=scores,
+    )
+
+
+# LayerNorm and GELU ---------------------------------------------------------------------------------------
+
+#: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
+_ELEMENTS = 256 * 56 * 56 * 64
+_CUDA_THREADS = 128
+# Each thread adds up its row's sums with 3 shuffles in a loop, since 8 lanes share a row; the two loops after
+# it add up warps, for rows that no warp holds. Both sums of LayerNorm do so.
+_LAYER_NORM_TRIPS = (3, 0, 0) * 2
+
+
+def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
+    """Returns the work of a CUDA kernel on rows that 8 threads share; None where nothing here describes it.
+
+    These are the rows of CvT's widths: 64 and 192 elements, and 384 except for one more shuffle.
+    """
+    trips = {"layer_norm": _LAYER_NORM_TRIPS, "gelu": ()}.get(kernel)
+    if case is None or trips is None or case.vector == 1:
+        return None
+    size = 4 if dtype == "float32" else 2
+    return Work(
+        programs=-(-_ELEMENTS // (_CUDA_THREADS * case.vector * case.vectors)),
+        outputs=_ELEMENTS,
+        bytes=2 * size * _ELEMENTS,
+        trips=trips,
     )
 
 

@@ -82,7 +82,15 @@ def _configs(region_rows: int) -> dict[str, LaunchConfig]:
 
 CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "fwd": Budget(instructions_per_output=47, registers=255),
+        "stats": Budget(instructions_per_output=54, registers=255),
+        "bwd_sums": Budget(instructions_per_output=53, registers=255),
+        "bwd_conv": Budget(instructions_per_output=107, registers=255),
+        "bwd_input": Budget(instructions_per_output=96, registers=255),
+    },
+}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80])
 
 
