@@ -100,7 +100,7 @@ def _assembler_log(compiled: CompiledKernel, printed: str, target: GPUTarget, op
     """
 
     def make() -> bytes:
-        if printed:
+        if "ptxas info" in printed:
             return printed.encode()
         backend = make_backend(target)
         stages: dict[str, Any] = {}
