@@ -59,6 +59,11 @@ class Budget:
     instructions_per_tile: float | None = None
     registers: int | None = None
 
+    @property
+    def limits_instructions(self) -> bool:
+        """Returns whether there is a limit on instructions."""
+        return self.instructions_per_output is not None or self.instructions_per_tile is not None
+
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which sums over tensors like ``x`` are taken: float32, or float64 for float64."""

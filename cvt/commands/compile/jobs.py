@@ -191,8 +191,9 @@ def _row(job: Job, function: str, compiled: Compiled) -> Row:
         return _cuda_row(source, function, compiled)
     kernel, operator = function.strip("_").removesuffix("_kernel"), next(iter(job.cases)).operator
     works = dict.fromkeys(itertools.chain(*job.cases.values()))
-    budgeted = set(itertools.chain(*(job.cases[case] for case in job.cases if _is_budgeted(case))))
-    budget = budget_of(operator, kernel, source.arch) if budgeted else None
+    budgeted_cases = [case for case in job.cases if _is_budgeted(case)]
+    budgeted = set(itertools.chain(*(job.cases[case] for case in budgeted_cases)))
+    budget = budget_of(operator, kernel, source.arch) if budgeted_cases else None
     dtypes = list(dict.fromkeys(case.dtype for case in job.cases))
     row = Row(f"sm_{source.arch}", operator, kernel, dtypes, list(job.cases), compiled.resources)
     return _analyzed(row, source.arch, compiled, works, budget, budgeted)
@@ -221,9 +222,9 @@ def _analyzed(
     uncounted = next(filter(None, reasons), None)
     analyses = [] if uncounted else [analyze(compiled.code, row.resources, work, arch) for work in works]
     flaws = [*row.resources.flaws(arch), *(text for text in compiled.messages if "serialized" in text)]
-    if budget is not None and uncounted:
-        flaws.append(uncounted)
-    elif budget is not None:
+    if budget is not None:
         counts = [analysis.counts for analysis in analyses if analysis.work in budgeted]
         flaws += excesses(budget, compiled.resources, counts)
+        if not counts and budget.limits_instructions:
+            flaws.append(uncounted or "not counted: work.py does not describe it")
     return row._replace(messages=compiled.messages, analyses=analyses, uncounted=uncounted, flaws=flaws)

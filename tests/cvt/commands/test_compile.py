@@ -647,14 +647,42 @@ def test_messages_of_the_assembler():
     assert triton_kernels.parse_messages("ptxas info    : 24 bytes gmem\n") == []
 
 
-def row_of(lines, kernel, *, messages=(), trips=(), registers=100, batch=256):
+def test_log_of_the_assembler_is_kept(monkeypatch, tmp_path):
+    """A kernel of Triton's cache, whose compilation printed nothing, is assembled again, once."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assembled = []
+
+    def assemble(ptx, metadata):
+        assembled.append(ptx)
+        print(f"ptxas info : (C7515) {ptx} is slow")
+
+    backend = SimpleNamespace(
+        parse_options=lambda options: options,
+        add_stages=lambda stages, options, language: stages.update(cubin=assemble),
+    )
+    monkeypatch.setattr(triton_kernels, "make_backend", lambda target: backend)
+
+    def log_of(ptx, printed=""):
+        compiled = SimpleNamespace(asm={"ptx": ptx})
+        return triton_kernels._assembler_log(compiled, printed, "sm_90", {"num_warps": 4})
+
+    assert log_of("printed", "ptxas info : 4 registers") == "ptxas info : 4 registers"
+    assert log_of("printed") == "ptxas info : 4 registers"
+    assert assembled == []
+    for _ in range(2):
+        assert triton_kernels.parse_messages(log_of("cached")) == ["C7515: cached is slow"]
+    assert assembled == ["cached"]
+
+
+def row_of(lines, kernel, *, messages=(), trips=(), registers=100, batch=256, described=True):
     """Returns the row of a kernel of attention that computes 64 × 64 scores in its loop."""
     blocks, _ = parsed(*lines)
     code = machine_code.MachineCode(registers, 0, 0, 0, {}, blocks, 0)
     compiled = Compiled(code, Resources.of(code, 90, 128), messages)
     case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, batch, 3, "inference")
     source = TritonKernel(90, "module", f"_{kernel}_kernel", {}, {}, {}, {})
-    job = jobs.Job(source, {case: [work.Work(10, 1280, 0, tuple(trips), scores=64 * 64)]})
+    works = [work.Work(10, 1280, 0, tuple(trips), scores=64 * 64)] if described else []
+    job = jobs.Job(source, {case: works})
     return jobs._row(job, source.name, compiled)
 
 
@@ -677,6 +705,10 @@ def test_budgets(monkeypatch):
     assert row_of(loop, "attention_bwd", trips=[2]).flaws == []
     other_loops = "not counted: the code has 1 loops, work.py describes 2"
     assert row_of(loop, "attention_fwd", trips=[2, 2]).flaws == [other_loops]
+    assert row_of(loop, "attention_fwd", registers=128, described=False).flaws == [
+        "over its budget: 128 registers, 120 allowed",
+        "not counted: work.py does not describe it",
+    ]
     row = row_of(loop, "attention_bwd", trips=[2, 2])
     assert (row.flaws, row.uncounted, row.analyses) == ([], other_loops, [])
 
