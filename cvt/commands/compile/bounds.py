@@ -30,8 +30,8 @@ class Counts(NamedTuple):
         instructions_per_tile: Instructions that each of 4 warps executes for 64 × 64 attention scores, within
             the loops; None for other kernels.
         warps: Warps of a multiprocessor.
-        bytes_in_flight: The most bytes that the loads of these warps have under way at once, whether from
-            global memory or from a cache.
+        bytes_in_flight: The most bytes that the loads of these warps have under way at once in a loop,
+            whether from global memory or from a cache.
     """
 
     instructions_per_output: float

@@ -60,11 +60,13 @@ class Block(NamedTuple):
         instructions: Name → how often it stands in the block.
         classes: Class → instructions of that class.
         successors: The indices of the blocks that may follow.
+        first: The index of its first instruction in the function.
     """
 
     instructions: dict[str, int]
     classes: dict[str, int]
     successors: list[int]
+    first: int = 0
 
 
 def class_of(instruction: Instruction) -> str:
@@ -121,6 +123,7 @@ def blocks_of(instructions: Sequence[Instruction], labels: dict[str, int]) -> li
                 Counter(instructions[i].name for i in own),
                 Counter(class_of(instructions[i]) for i in own),
                 [index[target] for target in successors[own[-1]]],
+                first,
             )
         )
     return blocks
@@ -141,10 +144,10 @@ def _successors(i: int, instructions: Sequence[Instruction], labels: dict[str, i
 
 
 def bytes_in_flight(instructions: Sequence[Instruction]) -> int:
-    """Returns the most bytes that the global loads of a warp have under way at once, in code order.
+    """Returns the most bytes that global loads have under way at once if a warp executes these instructions.
 
     A load is under way until an instruction names one of its registers; an asynchronous copy, until its group
-    is waited for. Loads in a loop's body are seen as if the body ran once.
+    is waited for.
     """
     loads: dict[int, tuple[range, int]] = {}
     copies, committed, most = 0, [], 0

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .instructions import Block
+from .instructions import Block, Instruction, bytes_in_flight
 
 _WORK = ("arithmetic", "loads", "stores", "conversion")
 
@@ -98,3 +98,23 @@ def executed(blocks: Sequence[Block], trips: Sequence[float]) -> Executed:
         if own:
             in_loops += sum(block.classes.values()) * times
     return Executed(instructions, classes, in_loops)
+
+
+def bytes_in_flight_of(instructions: Sequence[Instruction], blocks: Sequence[Block]) -> int:
+    """Returns the most bytes that the global loads of a warp have under way at once in a loop.
+
+    Each loop is seen twice in a row, so that what one trip loads for the next counts. A function without loops
+    is seen as a whole.
+    """
+    loops = loops_of(blocks)
+    if not loops:
+        return bytes_in_flight(instructions)
+    bodies = (
+        [
+            instructions[i]
+            for index in sorted(loop)
+            for i in range(blocks[index].first, blocks[index].first + sum(blocks[index].classes.values()))
+        ]
+        for loop in loops
+    )
+    return max(bytes_in_flight([*body, *body]) for body in bodies)

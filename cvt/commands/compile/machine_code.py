@@ -15,7 +15,8 @@ from typing import NamedTuple
 import triton
 from triton.runtime.cache import get_cache_manager
 
-from .instructions import Block, blocks_of, bytes_in_flight, parse
+from .instructions import Block, blocks_of, parse
+from .loops import bytes_in_flight_of
 
 #: The version of what the cache keeps; another number makes earlier entries unreadable.
 _CACHE_VERSION = 2
@@ -31,7 +32,7 @@ class MachineCode(NamedTuple):
         local: Bytes of a thread's local memory.
         counts: Instruction → how often it stands in the code.
         blocks: The basic blocks.
-        bytes_in_flight: The most bytes that a warp's global loads have under way at once.
+        bytes_in_flight: The most bytes that a warp's global loads have under way at once in a loop.
     """
 
     registers: int
@@ -88,7 +89,9 @@ def _machine_code(code: str, registers: int, stack: int, shared: int, local: int
     instructions, labels = parse(code)
     counts = Counter(instruction.name for instruction in instructions)
     blocks = blocks_of(instructions, labels)
-    return MachineCode(registers, stack, shared, local, counts, blocks, bytes_in_flight(instructions))
+    return MachineCode(
+        registers, stack, shared, local, counts, blocks, bytes_in_flight_of(instructions, blocks)
+    )
 
 
 def run_tool(name: str, *arguments: object, directory: str | None = None) -> str:

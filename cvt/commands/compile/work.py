@@ -112,6 +112,25 @@ def _projection_forward(launch: machine.Launch) -> Work:
     )
 
 
+def _projection_walk_forward(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    outs = arguments["y_ptrs"]
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(outs),
+        bytes=_bytes(arguments["x_ptr"], outs),
+        trips=_walk_trips(arguments),
+    )
+
+
+def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
+    """Returns the trips of a walk's loops: the images of a program, then the pairs of rows of its strip."""
+    return (
+        arguments["batch"] / arguments["groups"],
+        _mean_trips(-(-arguments["height"] // 2), arguments["strips"], 1),
+    )
+
+
 def _projection_statistics(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     return Work(
@@ -298,6 +317,7 @@ def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
 
 _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_fwd_kernel": _projection_forward,
+    "_conv_projection_walk_fwd_kernel": _projection_walk_forward,
     "_conv_projection_stats_kernel": _projection_statistics,
     "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
     "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,

@@ -555,6 +555,17 @@ def test_bytes_in_flight(size, lines):
     assert instructions.bytes_in_flight(parsed(*lines)[1]) == size
 
 
+def test_bytes_in_flight_of_a_loop():
+    """Loads before the loop do not count; what a trip loads for the next does, until that one uses it."""
+    blocks, found = parsed(
+        "LDG.E.128 R4, [R2.64]", "LDG.E.128 R8, [R2.64]", "LDG.E.128 R12, [R2.64]", ".L_loop:",
+        "LDG.E.64 R20, [R2.64]", "FADD R0, R16, R0", "LDG.E.64 R16, [R2.64]", "FADD R0, R20, R0",
+        "@P0 BRA `(.L_loop)", "EXIT",
+    )  # fmt: skip
+    assert loops.bytes_in_flight_of(found, blocks) == 32 * (8 + 8)
+    assert loops.bytes_in_flight_of(found[:3], []) == 3 * 32 * 16
+
+
 @pytest.mark.parametrize(
     ("instruction", "flops"),
     [
@@ -571,7 +582,7 @@ def test_flops_of_tensor_cores(instruction, flops):
 
 def analyzed(lines, *, programs, outputs, size, trips=(), flops=0, scores=0, arch=90):
     blocks, found = parsed(*lines)
-    in_flight = instructions.bytes_in_flight(found)
+    in_flight = loops.bytes_in_flight_of(found, blocks)
     code = machine_code.MachineCode(32, 0, 0, 0, {}, blocks, in_flight)
     launch = work.Work(programs, outputs, size, tuple(trips), flops, scores)
     return bounds.analyze(code, Resources.of(code, arch, 128), launch, arch)
