@@ -136,8 +136,8 @@ def _successors(i: int, instructions: Sequence[Instruction], labels: dict[str, i
     base = instructions[i].base
     if base in ("EXIT", "RET", "KILL"):
         return following if predicate else []
-    if base in ("BRA", "JMP"):
-        target = _TARGET.search(operands)
+    target = _TARGET.search(operands)
+    if base in ("BRA", "JMP") or (base == "CALL" and target):  # a call of a label of the function is a jump
         is_conditional = predicate or not operands.startswith("`")  # BRA P0, `(.L_x_0)
         return [*([labels[target[1]]] if target else []), *(following if is_conditional else [])]
     return following

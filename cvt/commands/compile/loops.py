@@ -36,28 +36,25 @@ class Executed(NamedTuple):
 
 
 def loops_of(blocks: Sequence[Block]) -> list[frozenset[int]]:
-    """Returns the loops that do some work, each as its blocks; branches back to one block are one loop.
+    """Returns the loops that do some work, each as its blocks: one for each branch backwards.
 
-    They are in code order, an outer loop before its inner ones.
+    They are in code order, an outer loop before its inner ones, with which it may share its first block.
     """
-    latches: dict[int, set[int]] = {}
-    for header, latch in _backward_branches(blocks):
-        latches.setdefault(header, set()).add(latch)
     predecessors: list[list[int]] = [[] for _ in blocks]
     for index, block in enumerate(blocks):
         for successor in block.successors:
             predecessors[successor].append(index)
-    loops = []
-    for header in sorted(latches):
-        body, pending = {header}, list(latches[header])
+    found = []
+    for header, latch in _backward_branches(blocks):
+        body, pending = {header}, [latch]
         while pending:
             index = pending.pop()
             if index not in body:
                 body.add(index)
                 pending += predecessors[index]
         if any(blocks[index].classes.get(name) for index in body for name in _WORK):
-            loops.append(frozenset(body))
-    return loops
+            found.append((header, -len(body), frozenset(body)))
+    return [body for *_, body in sorted(found, key=lambda loop: loop[:2])]
 
 
 def _backward_branches(blocks: Sequence[Block]) -> list[tuple[int, int]]:
@@ -103,8 +100,8 @@ def executed(blocks: Sequence[Block], trips: Sequence[float]) -> Executed:
 def bytes_in_flight_of(instructions: Sequence[Instruction], blocks: Sequence[Block]) -> int:
     """Returns the most bytes that the global loads of a warp have under way at once in a loop.
 
-    Each loop is seen twice in a row, so that what one trip loads for the next counts. A function without loops
-    is seen as a whole.
+    Each loop is seen twice in a row, so that what one trip loads for the next counts. A function without
+    loops is seen as a whole.
     """
     loops = loops_of(blocks)
     if not loops:

@@ -524,11 +524,21 @@ def test_code_moved_behind_the_end_is_no_loop():
     assert loops.executed(blocks, ()).total == 5
 
 
-def test_two_branches_back_are_one_loop():
+def test_loops_may_begin_with_the_same_instruction():
+    """An inner loop of 3 trips in an outer one of 10, which has nothing of its own before it."""
     blocks, _ = parsed(
         ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_loop)", "FMUL R1, R1, R2", "@P1 BRA `(.L_loop)", "EXIT"
     )
-    assert loops.executed(blocks, (10,)).total == 41
+    assert loops.executed(blocks, (10, 3)).total == 10 * (3 * 2 + 2) + 1
+
+
+def test_calls():
+    """On sm_80, a call of a label of the function is how it leaves a loop; other calls return."""
+    blocks, _ = parsed(
+        ".L_loop:", "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_rcp_rn_f32_slowpath)", "FADD R1, R1, R2",
+        "@P0 CALL.REL.NOINC `(.L_end)", "BRA `(.L_loop)", ".L_end:", "EXIT",
+    )  # fmt: skip
+    assert loops.executed(blocks, (5,)).total == 5 * 4 + 1
 
 
 def test_code_without_instructions_has_no_blocks():
