@@ -1,9 +1,10 @@
-"""The parts that the host code of all Triton kernels shares: replaced configurations, the dtype of sums."""
+"""The parts that all Triton kernels share: replaced configurations, budgets, the dtype of sums."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -41,6 +42,27 @@ class Overrides(Generic[Config]):
             yield
         finally:
             self._configs = outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that the machine code of a kernel may take, which ``cvt compile`` guards; None for no limit.
+
+    Attributes:
+        instructions_per_output: Instructions that a thread executes for one element of the output.
+        instructions_per_tile: Instructions that each of 4 warps executes for 64 × 64 attention scores, within
+            the kernel's loops.
+        registers: Registers of a thread.
+    """
+
+    instructions_per_output: float | None = None
+    instructions_per_tile: float | None = None
+    registers: int | None = None
+
+    @property
+    def limits_instructions(self) -> bool:
+        """Returns whether there is a limit on instructions."""
+        return self.instructions_per_output is not None or self.instructions_per_tile is not None
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:

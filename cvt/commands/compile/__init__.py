@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser(
         "compile",
-        help="compile every kernel for a GPU model, even on a machine without one; list registers, shared "
-        "memory and spills",
+        help="compile every kernel for a GPU model, even on a machine without one; list registers, spills, "
+        "instructions per output and predicted bounds",
     )
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    """Compiles and prints a table; returns 1 if a kernel spills or does not fit, else 0."""
+    """Compiles and prints tables; returns 1 if a kernel has a flaw, such as a spill, else 0."""
     from .gpus import LIMITS
     from .launches import CUDA_OPERATOR, TRITON_OPERATORS
 
@@ -77,7 +77,12 @@ def _compile(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         with replacing(arguments.json) as file:
             write_json(file, report.as_json(rows, notes), indent=1)
-    print("\n".join([*report.table(rows), "", *notes, *report.verdict(rows)]))
+    predicted = report.predicted_table(rows)
+    print(
+        "\n".join(
+            [*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)]
+        )
+    )
     return int(any(row.flaws for row in rows))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cvt_kernels import toolkit
 
 from . import machine_code
-from .resources import Resources
+from .resources import Compiled, Resources
 
 _CSRC = Path(__file__).parents[3] / "csrc"
 _FAMILY = _CSRC / "layer_norm_gelu"
@@ -43,15 +43,17 @@ class CudaKernels(NamedTuple):
     dtype: str
     cubin: bytes | None = None
 
-    def examine(self) -> dict[str, Resources]:
-        """Compiles the kernels if need be and returns the resources of each function, by mangled name.
+    def examine(self) -> dict[str, Compiled]:
+        """Compiles the kernels if need be and returns each function, by mangled name.
 
         Raises:
             ValueError: nvcc fails.
         """
         codes = machine_code.read(self.cubin or _compile(self.arch, self.dtype))
         threads = {name: 256 if "sum_over_blocks" in name else 128 for name in codes}  # at CvT's widths
-        return {name: Resources.of(code, self.arch, threads[name]) for name, code in codes.items()}
+        return {
+            name: Compiled(code, Resources.of(code, self.arch, threads[name])) for name, code in codes.items()
+        }
 
 
 def cuda_kernels_for(arch: int, dtypes: Collection[str]) -> tuple[list[CudaKernels], str]:

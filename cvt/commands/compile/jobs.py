@@ -6,20 +6,25 @@ import functools
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent import futures
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 from cvt_kernels import machine
+from cvt_kernels.ops.triton_launch import Budget
 
 from ...config import DTYPES, default_image_size
+from .bounds import Analysis, analyze
+from .budgets import budget_of, cuda_budget_of, excesses, is_budgeted
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
 from .gpus import LIMITS
 from .launches import CUDA_OPERATOR, TRITON_OPERATORS, stages
-from .resources import Resources
+from .loops import why_not_counted
+from .resources import Compiled, Resources
 from .triton_kernels import TritonKernel, specialize
+from .work import Work, cuda_work, work_of
 
 
 class Selection(NamedTuple):
@@ -57,14 +62,21 @@ class LaunchCase(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One compilation, and the cases that a Triton kernel is launched for."""
+    """One compilation, and the cases that a Triton kernel is launched for, with the work of its launches."""
 
     source: TritonKernel | CudaKernels
-    cases: list[LaunchCase]
+    cases: dict[LaunchCase, list[Work]]
 
 
 class Row(NamedTuple):
-    """One kernel of the report: its GPU, the types and cases that it serves, and what it takes."""
+    """One kernel of the report: its GPU, the types and cases that it serves, and what its code says.
+
+    Attributes:
+        messages: Messages of the assembler about its performance.
+        analyses: The counts and predictions of each launch that differs.
+        uncounted: Why there are none; None if there are, or nothing describes the work of the kernel.
+        flaws: What must not be, each in a line.
+    """
 
     arch: str
     operator: str
@@ -72,7 +84,10 @@ class Row(NamedTuple):
     dtypes: list[str]
     cases: Sequence[LaunchCase | CudaCase]
     resources: Resources
-    flaws: list[str]
+    messages: Sequence[str] = ()
+    analyses: Sequence[Analysis] = ()
+    uncounted: str | None = None
+    flaws: Sequence[str] = ()
 
 
 def cuda_jobs(selection: Selection, *, required: bool) -> tuple[list[Job], list[str]]:
@@ -88,7 +103,7 @@ def cuda_jobs(selection: Selection, *, required: bool) -> tuple[list[Job], list[
         if required and not kernels:
             raise ValueError(note)
         notes.append(note)
-        jobs += [Job(source, []) for source in kernels]
+        jobs += [Job(source, {}) for source in kernels]
     return jobs, notes
 
 
@@ -101,18 +116,46 @@ def triton_jobs(selection: Selection) -> list[Job]:
         ("inference", "training"),
     ):  # fmt: skip
         case = LaunchCase(operator, dtype, model, size or default_image_size(model), batch, stage, mode)
-        launches = TRITON_OPERATORS[operator](
-            stages(model, size)[stage - 1],
-            DTYPES[dtype],
-            machine.Chip(arch, LIMITS[arch].multiprocessors),
-            batch=batch,
-            training=mode == "training",
-        )
-        for kernel in (specialize(launch, arch) for launch in launches):
-            job = jobs.setdefault(repr(kernel), Job(kernel, []))
-            if case not in job.cases:
-                job.cases.append(case)
+        for launch in _launches(case, arch):
+            kernel, work = specialize(launch, arch), work_of(launch)
+            job = jobs.setdefault(repr(kernel), Job(kernel, {}))
+            job.cases.setdefault(case, []).extend([] if work is None else [work])
     return list(jobs.values())
+
+
+def _launches(case: LaunchCase, arch: int) -> list[machine.Launch]:
+    return TRITON_OPERATORS[case.operator](
+        stages(case.model, case.image_size)[case.stage - 1],
+        DTYPES[case.dtype],
+        machine.Chip(arch, LIMITS[arch].multiprocessors),
+        batch=case.batch_size,
+        training=case.mode == "training",
+    )
+
+
+def count_specializations(
+    mode: str, batch_sizes: Iterable[int], *, arch: int = 90, model: str = "cvt_13", dtype: str = "bfloat16"
+) -> dict[str, int]:
+    """Counts how often a step of a model makes Triton compile each of its kernels, without compiling any.
+
+    Args:
+        mode: ``"inference"`` or ``"training"``.
+        batch_sizes: The batch sizes that are seen one after the other.
+        arch: Compute capability, 90 for sm_90.
+        model: A name of ``PRESETS``, at its own image size.
+        dtype: A name of ``DTYPES``.
+
+    Returns:
+        Kernel → how many specializations of it all the batch sizes need together.
+    """
+    found: dict[str, set[str]] = {}
+    numbers = range(1, len(stages(model)) + 1)
+    for operator, batch, stage in itertools.product(("conv_projection", "attention"), batch_sizes, numbers):
+        case = LaunchCase(operator, dtype, model, default_image_size(model), batch, stage, mode)
+        for launch in _launches(case, arch):
+            kernel = specialize(launch, arch)
+            found.setdefault(kernel.name, set()).add(repr(kernel))
+    return {name: len(kernels) for name, kernels in found.items()}
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
@@ -132,9 +175,9 @@ def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
                 raise
         results = [done.result() for done in pending]
     return [
-        _row(job, function, resources)
+        _row(job, function, compiled)
         for job, by_function in zip(jobs, results, strict=True)
-        for function, resources in sorted(by_function.items())
+        for function, compiled in sorted(by_function.items())
     ]
 
 
@@ -142,12 +185,46 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
 
 
-def _row(job: Job, function: str, resources: Resources) -> Row:
-    source, cases = job
-    arch, flaws = f"sm_{source.arch}", resources.flaws(source.arch)
+def _row(job: Job, function: str, compiled: Compiled) -> Row:
+    source = job.source
     if isinstance(source, CudaKernels):
-        kernel, case = parse_function(function)
-        return Row(arch, CUDA_OPERATOR, kernel, [source.dtype], [case] if case else [], resources, flaws)
-    kernel = function.strip("_").removesuffix("_kernel")
-    dtypes = list(dict.fromkeys(case.dtype for case in cases))
-    return Row(arch, cases[0].operator, kernel, dtypes, cases, resources, flaws)
+        return _cuda_row(source, function, compiled)
+    kernel, operator = function.strip("_").removesuffix("_kernel"), next(iter(job.cases)).operator
+    works = dict.fromkeys(itertools.chain(*job.cases.values()))
+    budgeted_cases = [case for case in job.cases if _is_budgeted(case)]
+    budgeted = set(itertools.chain(*(job.cases[case] for case in budgeted_cases)))
+    budget = budget_of(operator, kernel, source.arch) if budgeted_cases else None
+    dtypes = list(dict.fromkeys(case.dtype for case in job.cases))
+    row = Row(f"sm_{source.arch}", operator, kernel, dtypes, list(job.cases), compiled.resources)
+    return _analyzed(row, source.arch, compiled, works, budget, budgeted)
+
+
+def _is_budgeted(case: LaunchCase) -> bool:
+    return is_budgeted(case.model, case.image_size, case.batch_size, case.dtype)
+
+
+def _cuda_row(source: CudaKernels, function: str, compiled: Compiled) -> Row:
+    kernel, case = parse_function(function)
+    work = cuda_work(kernel, case, source.dtype)
+    works = [work] if work else []
+    budget = cuda_budget_of(kernel, case, source.dtype, source.arch)
+    cases = [case] if case else []
+    row = Row(f"sm_{source.arch}", CUDA_OPERATOR, kernel, [source.dtype], cases, compiled.resources)
+    return _analyzed(row, source.arch, compiled, works, budget, works)
+
+
+def _analyzed(
+    row: Row, arch: int, compiled: Compiled, works: Iterable[Work], budget: Budget | None,
+    budgeted: Collection[Work],
+) -> Row:  # fmt: skip
+    """Returns a row with what its code says of each launch's work; the budget is for those ``budgeted``."""
+    reasons = (why_not_counted(compiled.code.blocks, work.trips) for work in works)
+    uncounted = next(filter(None, reasons), None)
+    analyses = [] if uncounted else [analyze(compiled.code, row.resources, work, arch) for work in works]
+    flaws = [*row.resources.flaws(arch), *(text for text in compiled.messages if "serialized" in text)]
+    if budget is not None:
+        counts = [analysis.counts for analysis in analyses if analysis.work in budgeted]
+        flaws += excesses(budget, compiled.resources, counts)
+        if not counts and budget.limits_instructions:
+            flaws.append(uncounted or "not counted: work.py does not describe it")
+    return row._replace(messages=compiled.messages, analyses=analyses, uncounted=uncounted, flaws=flaws)

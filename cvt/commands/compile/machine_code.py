@@ -8,15 +8,18 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
 from triton.runtime.cache import get_cache_manager
 
+from .instructions import Block, blocks_of, parse
+from .loops import bytes_in_flight_of
+
 #: The version of what the cache keeps; another number makes earlier entries unreadable.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 class MachineCode(NamedTuple):
@@ -28,6 +31,8 @@ class MachineCode(NamedTuple):
         shared: Bytes of static shared memory of a block.
         local: Bytes of a thread's local memory.
         counts: Instruction → how often it stands in the code.
+        blocks: The basic blocks.
+        bytes_in_flight: The most bytes that a warp's global loads have under way at once in a loop.
     """
 
     registers: int
@@ -35,12 +40,18 @@ class MachineCode(NamedTuple):
     shared: int
     local: int
     counts: dict[str, int]
+    blocks: Sequence[Block] = ()
+    bytes_in_flight: int = 0
 
 
 def read(cubin: bytes) -> dict[str, MachineCode]:
     """Returns the machine code of each function of a cubin, by name."""
+    blocks = MachineCode._fields.index("blocks")
     text = cached("code.json", [cubin], lambda: json.dumps(_disassemble(cubin)).encode())
-    return {name: MachineCode(*fields) for name, fields in json.loads(text).items()}
+    return {
+        name: MachineCode(*fields)._replace(blocks=[Block(*block) for block in fields[blocks]])
+        for name, fields in json.loads(text).items()
+    }
 
 
 def cached(name: str, key: Iterable[bytes], make: Callable[[], bytes]) -> bytes:
@@ -69,15 +80,18 @@ def _disassemble(cubin: bytes) -> dict[str, MachineCode]:
         text = run_tool("nvdisasm", "-c", path)
     # nvdisasm writes a line //---- .text.NAME ---- above each function, and pads short names.
     parts = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)
-    counts = {
-        name: Counter(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code))
-        for name, code in zip(parts[1::2], parts[2::2], strict=True)
-    }
+    codes = dict(zip(parts[1::2], parts[2::2], strict=True))
     usages = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    return {
-        name: MachineCode(int(registers), int(stack), int(shared), int(local), counts[name])
-        for name, registers, stack, shared, local in usages
-    }
+    return {name: _machine_code(codes[name], *map(int, numbers)) for name, *numbers in usages}
+
+
+def _machine_code(code: str, registers: int, stack: int, shared: int, local: int) -> MachineCode:
+    instructions, labels = parse(code)
+    counts = Counter(instruction.name for instruction in instructions)
+    blocks = blocks_of(instructions, labels)
+    return MachineCode(
+        registers, stack, shared, local, counts, blocks, bytes_in_flight_of(instructions, blocks)
+    )
 
 
 def run_tool(name: str, *arguments: object, directory: str | None = None) -> str:
@@ -89,9 +103,3 @@ def run_tool(name: str, *arguments: object, directory: str | None = None) -> str
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     command = list(map(str, (path, *arguments)))
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=directory).stdout
-
-
-def access_bytes(instruction: str) -> int:
-    """Returns the bytes of one access to memory: 16 for LDG.E.128, 2 for LDG.E.U16, 4 for LDG.E."""
-    bits = re.search(r"\.[US]?(8|16|32|64|128|256)\b", instruction)
-    return int(bits[1]) // 8 if bits else 4

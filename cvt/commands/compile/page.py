@@ -18,18 +18,20 @@ from .report import SCHEMA, VERSION, access_range
 
 
 def main(arguments: Sequence[str | Path]) -> None:
-    """Puts the tables of a report into a page, between ``<!-- compile: OPERATOR -->`` and ``<!-- end -->``.
+    """Puts the tables of a report into a page, between ``<!-- compile: NAME -->`` and ``<!-- end -->``.
+
+    The names are those of ``tables``.
 
     Args:
         arguments: The paths of the report and of the page.
 
     Raises:
-        ValueError: The page lacks the marks of an operator, or the report is of another version.
+        ValueError: The page lacks the marks of a table, or the report is of another version.
     """
     report, page = map(Path, arguments)
     text = page.read_text(encoding="utf-8")
-    for operator, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
-        begin, end = f"<!-- compile: {operator} -->\n", "<!-- end -->"
+    for name, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
+        begin, end = f"<!-- compile: {name} -->\n", "<!-- end -->"
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
@@ -40,10 +42,11 @@ def main(arguments: Sequence[str | Path]) -> None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Returns a Markdown table for each operator: the worst of each kernel over all shapes, per type and GPU.
+    """Returns two Markdown tables for each operator: the worst of each kernel over all shapes.
 
-    A cell is registers of a thread / KiB of shared memory of a block / occupancy. The CUDA kernels have a
-    line for each number of elements that a thread holds.
+    ``OPERATOR`` has registers of a thread / KiB of shared memory of a block / occupancy. ``OPERATOR,
+    predicted`` has instructions per output, or per 64 × 64 attention scores / the predicted bound and share
+    of the floor. The CUDA kernels have a line for each number of elements that a thread holds.
 
     Raises:
         ValueError: It is not a report of this version.
@@ -54,7 +57,11 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     for row in report["kernels"]:
         grouped.setdefault(row["operator"], {}).setdefault(line_name(row), []).append(row)
     archs = list(dict.fromkeys(row["arch"] for row in report["kernels"]))
-    return {operator: "\n".join(markdown(_rows(lines, archs))) for operator, lines in grouped.items()}
+    found = {}
+    for operator, lines in grouped.items():
+        found[operator] = "\n".join(markdown(_rows(lines, archs)))
+        found[f"{operator}, predicted"] = "\n".join(markdown(_predicted_rows(lines, archs)))
+    return found
 
 
 def line_name(row: dict[str, Any]) -> str:
@@ -69,7 +76,7 @@ def line_name(row: dict[str, Any]) -> str:
 
 def _rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list[str]]:
     """Returns the rows of an operator's table, the heading first."""
-    columns = [(dtype, arch) for dtype in ("bfloat16", "float32") for arch in archs]
+    columns = _columns(archs)
     table = [["kernel", "bytes per load", "per store", *map(" ".join, columns)]]
     for name, rows in lines.items():
         accesses = (
@@ -77,11 +84,46 @@ def _rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list
             for kind in ("loads", "stores")
         )
         cells = (
-            _worst([row["resources"] for row in rows if row["arch"] == arch and dtype in row["dtypes"]])
-            for dtype, arch in columns
+            _worst([row["resources"] for row in _of_column(rows, dtype, arch)]) for dtype, arch in columns
         )
         table.append([name, *accesses, *cells])
     return table
+
+
+def _columns(archs: list[str]) -> list[tuple[str, str]]:
+    return [(dtype, arch) for dtype in ("bfloat16", "float32") for arch in archs]
+
+
+def _of_column(rows: list[dict[str, Any]], dtype: str, arch: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["arch"] == arch and dtype in row["dtypes"]]
+
+
+def _predicted_rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list[str]]:
+    """Returns the rows of an operator's table of predictions; a kernel without any has none."""
+    columns = _columns(archs)
+    table = [["kernel", *map(" ".join, columns)]]
+    for name, rows in lines.items():
+        analyses = (
+            [analysis for row in _of_column(rows, dtype, arch) for analysis in row["analyses"]]
+            for dtype, arch in columns
+        )
+        cells = [_least(each) for each in analyses]
+        if any(cells):
+            table.append([name, *cells])
+    return table
+
+
+def _least(analyses: list[dict[str, Any]]) -> str:
+    """Returns the cell of the launch that is farthest from its floor, empty if nothing was predicted."""
+    predicted = [analysis for analysis in analyses if analysis["predicted"] is not None]
+    if not predicted:
+        return ""
+    least = min(predicted, key=lambda analysis: analysis["predicted"]["share_of_floor"])
+    counted, bound = least["counted"], least["predicted"]
+    per_tile = counted["instructions_per_tile"]
+    instructions = counted["instructions_per_output"] if per_tile is None else per_tile
+    number = f"{instructions:.3g}" if instructions < 100 else f"{instructions:.0f}"
+    return f"{number} / {bound['bound']} {bound['share_of_floor']:.0%}"
 
 
 def _worst(resources: list[dict[str, Any]]) -> str:

@@ -12,16 +12,21 @@ import triton
 from cvt_kernels import __version__
 from cvt_kernels.tables import aligned
 
+from .bounds import Analysis
 from .cuda_kernels import CudaCase
+from .instructions import CLASSES, access_bytes
 from .jobs import LaunchCase, Row
-from .machine_code import access_bytes
 
 #: Written into the JSON file. The version changes whenever a reader of the old ones would fail.
-SCHEMA, VERSION = "cvt compile", 1
+SCHEMA, VERSION = "cvt compile", 2
 
 _HEADING = (
     "arch", "kernel", "dtype", "mode", "for", "registers", "spills", "stack B", "shared B", "occupancy",
-    "load B", "store B", "tensor cores",
+    "load B", "store B", "tensor cores", "waits",
+)  # fmt: skip
+_PREDICTED_HEADING = (
+    "arch", "kernel", "dtype", "for", *CLASSES, "all", "MUFU", "per 64×64", "warps", "KiB in flight",
+    "issue µs", "MUFU µs", "tensor µs", "DRAM µs", "predicted bound", "predicted share",
 )  # fmt: skip
 _NUMBERS = range(_HEADING.index("registers"), _HEADING.index("load B"))
 _ABBREVIATIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -51,6 +56,52 @@ def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
         access_range(resources.loads),
         access_range(resources.stores),
         " ".join(f"{count}×{name}" for name, count in _families(resources.tensor_cores).items()),
+        str(resources.waits or ""),
+    )
+
+
+def predicted_table(rows: Sequence[Row]) -> list[str]:
+    """Returns the lines of a table of what was counted and predicted; none if nothing was.
+
+    A kernel that several launches share has the line of the launch with the lowest share of its floor.
+    """
+    counted = [row for row in rows if row.analyses]
+    if not counted:
+        return []
+    settings = {_setting(case) for row in counted for case in row.cases if isinstance(case, LaunchCase)}
+    cells = [_predicted_cells(row, brief=len(settings) == 1) for row in counted]
+    return [
+        "Instructions of a thread per output, counted in the code; times and bounds PREDICTED from them, not "
+        "measured:",
+        *aligned([_PREDICTED_HEADING, *cells], right=range(4, len(_PREDICTED_HEADING))),
+    ]
+
+
+def _predicted_cells(row: Row, *, brief: bool) -> tuple[str, ...]:
+    _, counts, predicted = slowest(row)
+    tile = counts.instructions_per_tile
+    cells = (
+        row.arch,
+        row.kernel,
+        " ".join(_ABBREVIATIONS[dtype] for dtype in row.dtypes),
+        _purpose(row.cases, brief=brief),
+        *(f"{counts.classes_per_output[name]:.1f}" for name in CLASSES),
+        f"{counts.instructions_per_output:.1f}",
+        f"{counts.mufu_per_output:.2f}",
+        "" if tile is None else f"{tile:.0f}",
+        str(counts.warps),
+        f"{counts.bytes_in_flight / 1024:.1f}",
+    )
+    if predicted is None:
+        return (*cells, *[""] * (len(_PREDICTED_HEADING) - len(cells)))
+    times = (f"{predicted.microseconds[part]:.0f}" for part in ("issue", "MUFU", "tensor", "DRAM"))
+    return (*cells, *times, predicted.bound, f"{predicted.share_of_floor:.0%}")
+
+
+def slowest(row: Row) -> Analysis:
+    """Returns the analysis of the launch that is predicted farthest from its floor."""
+    return min(
+        row.analyses, key=lambda analysis: analysis.predicted.share_of_floor if analysis.predicted else 0.0
     )
 
 
@@ -90,7 +141,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         served = " ".join([*row.dtypes, _purpose(row.cases, brief=False)])
         lines += [f"{row.arch} {row.kernel}, {served}: {flaw}" for flaw in row.flaws]
-    return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
+    return lines or [f"{len(rows)} kernels: nothing spills, everything fits, no kernel is over its budget"]
 
 
 def as_json(rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
@@ -100,9 +151,21 @@ def as_json(rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
         "version": VERSION,
         "versions": {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__},
         "notes": notes,
-        "kernels": [
-            row._asdict()
-            | {"cases": [case._asdict() for case in row.cases], "resources": row.resources._asdict()}
-            for row in rows
-        ],
+        "kernels": [_row_as_json(row) for row in rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    analyses = [
+        {
+            "work": analysis.work._asdict(),
+            "counted": analysis.counts._asdict(),
+            "predicted": analysis.predicted and analysis.predicted._asdict(),
+        }
+        for analysis in row.analyses
+    ]
+    return row._asdict() | {
+        "cases": [case._asdict() for case in row.cases],
+        "resources": row.resources._asdict(),
+        "analyses": analyses,
     }

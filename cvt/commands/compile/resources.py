@@ -1,7 +1,8 @@
-"""The resources of a GPU that a compiled kernel takes."""
+"""The compiled kernel, and the resources of a GPU that it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy
@@ -25,6 +26,7 @@ class Resources(NamedTuple):
             tensor memory and the number of blocks allow.
         loads, stores: Instruction → how often it stands in the code, of global memory.
         tensor_cores: Instruction → how often it stands in the code.
+        waits: Waits for asynchronous products (HGMMA) that stand in the code.
     """
 
     threads: int
@@ -39,6 +41,7 @@ class Resources(NamedTuple):
     loads: dict[str, int]
     stores: dict[str, int]
     tensor_cores: dict[str, int]
+    waits: int
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class Resources(NamedTuple):
             loads=select("LDG"),
             stores=select("STG"),
             tensor_cores=select(*_MMA),
+            waits=sum(select("WARPGROUP.DEPBAR").values()),
         )
 
     @property
@@ -90,3 +94,17 @@ class Resources(NamedTuple):
         elif self.occupancy == 0:
             flaws.append(f"a block of {self.threads} threads × {self.registers} registers does not fit")
         return flaws
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        code: Its machine code.
+        resources: What it takes of a GPU.
+        messages: What the assembler says about its performance, such as ``C7515: …``.
+    """
+
+    code: MachineCode
+    resources: Resources
+    messages: Sequence[str] = ()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton import knobs
+from triton.backends.compiler import GPUTarget, Language
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 from cvt_kernels import machine
 
 from . import machine_code
-from .resources import Resources
+from .resources import Compiled, Resources
 
 _TRITON_TYPES = {
     torch.float16: "fp16",
@@ -45,57 +50,110 @@ class TritonKernel(NamedTuple):
     attributes: dict[tuple[int, ...], list[list[Any]]]
     options: dict[str, int]
 
-    def examine(self) -> dict[str, Resources]:
-        """Compiles the kernel and returns the resources of its one function, by name.
+    def examine(self) -> dict[str, Compiled]:
+        """Compiles the kernel and returns its one function, by name.
 
         Raises:
             RuntimeError: It does not compile.
         """
         kernel = getattr(importlib.import_module(self.module), self.name)
+        target = GPUTarget("cuda", self.arch, 32)
         try:
-            compiled = triton.compile(
-                ASTSource(kernel, self.signature, self.constants, self.attributes),
-                target=GPUTarget("cuda", self.arch, 32),
-                options=self.options,
-            )
+            with _printed_log() as log:
+                compiled = triton.compile(
+                    ASTSource(kernel, self.signature, self.constants, self.attributes),
+                    target=target,
+                    options=self.options,
+                )
+            messages = parse_messages(_assembler_log(compiled, log.getvalue(), target, self.options))
         except Exception as error:  # Triton's own do not all survive the way back to the parent
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
         facts = compiled.metadata
         return {
-            name: Resources.of(
+            name: Compiled(
                 code,
-                self.arch,
-                32 * facts.num_warps,
-                dynamic_shared=facts.shared,
-                tensor_memory=getattr(facts, "tmem_size", None) or 0,
+                Resources.of(
+                    code,
+                    self.arch,
+                    32 * facts.num_warps,
+                    dynamic_shared=facts.shared,
+                    tensor_memory=getattr(facts, "tmem_size", None) or 0,
+                ),
+                messages,
             )
             for name, code in machine_code.read(compiled.asm["cubin"]).items()
         }
 
 
+@contextlib.contextmanager
+def _printed_log() -> Iterator[io.StringIO]:
+    """Gathers what Triton prints; that includes the assembler's log of each kernel that it assembles."""
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        knobs.nvidia.dump_ptxas_log = True
+        yield printed
+
+
+def _assembler_log(compiled: CompiledKernel, printed: str, target: GPUTarget, options: dict[str, int]) -> str:
+    """Returns the assembler's log of a kernel: the one just printed, or the one that was kept.
+
+    A kernel that Triton's cache had before has neither, and is assembled again, once.
+    """
+
+    def make() -> bytes:
+        if "ptxas info" in printed:
+            return printed.encode()
+        backend = make_backend(target)
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, backend.parse_options(options), Language.TRITON)
+        with _printed_log() as log:
+            stages["cubin"](compiled.asm["ptx"], {})
+        return log.getvalue().encode()
+
+    key = [compiled.asm["ptx"].encode(), repr((target, options)).encode()]
+    return machine_code.cached("assembler.log", key, make).decode()
+
+
+def parse_messages(log: str) -> list[str]:
+    """Returns the messages C75xx of the assembler's log, which are about asynchronous products (wgmma).
+
+    Each is the code and the text of the message, without the function that it is about.
+    """
+    found = re.findall(r"\((C75\d\d)\) (.*?)(?: in (?:the )?function '.*?')?\s*$", log, flags=re.MULTILINE)
+    return list(dict.fromkeys(f"{code}: {text}" for code, text in found))
+
+
 def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
-    """Returns the kernel of a launch, specialized as Triton specializes it for these arguments."""
+    """Returns the kernel of a launch, specialized as Triton specializes it for these arguments.
+
+    An integer of 1 becomes a constant, and the code may rely on it where 16 divides an integer or an address.
+    Neither holds for a parameter that the kernel names in ``do_not_specialize``, and the latter does not for
+    one in ``do_not_specialize_on_alignment``; elements of a tuple are specialized whatever these say.
+    """
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
-    def describe(value: Any, path: tuple[int, ...]) -> Any:
+    def describe(value: Any, path: tuple[int, ...], *, specialized: bool, aligned: bool) -> Any:
         if isinstance(value, tuple):
-            parts = [describe(part, (*path, i)) for i, part in enumerate(value)]
+            parts = [
+                describe(part, (*path, i), specialized=True, aligned=True) for i, part in enumerate(value)
+            ]
             # A NamedTuple stays one, since its kernel reads the fields.
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, Tensor):
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[path] = [["tt.divisibility", 16]]
-            return f"*{_TRITON_TYPES[value.dtype]}"
+        if value is None or (type(value) is int and value == 1 and specialized):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, bool):
+            return "u1"
         if isinstance(value, float):
             return "fp32"
-        if value == 1:
-            constants[path] = 1
-            return "constexpr"
-        if value % 16 == 0:
+        is_tensor = isinstance(value, Tensor)
+        number = value.storage_offset() * value.element_size() if is_tensor else value
+        if number % 16 == 0 and specialized and aligned:
             attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if value < 2**31 else "i64"
+        if is_tensor:
+            return f"*{_TRITON_TYPES[value.dtype]}"
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
 
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -103,7 +161,12 @@ def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
             signature[parameter.name] = "constexpr"
             constants[i,] = value
         else:
-            signature[parameter.name] = describe(value, (i,))
+            signature[parameter.name] = describe(
+                value,
+                (i,),
+                specialized=not parameter.do_not_specialize,
+                aligned=not parameter.do_not_specialize_on_alignment,
+            )
     kernel = launch.kernel
     return TritonKernel(
         arch, kernel.__module__, kernel.__name__, signature, constants, attributes, launch.options

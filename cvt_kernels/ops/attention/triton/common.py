@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
-from ...triton_launch import Overrides
+from ...triton_launch import Budget, Overrides
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -110,6 +110,16 @@ CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
     "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
 }
 
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "fwd": Budget(instructions_per_tile=560, registers=192),
+        "fwd_loop": Budget(instructions_per_tile=310, registers=128),
+        "bwd": Budget(instructions_per_tile=940, registers=168),
+        "bwd_dq": Budget(instructions_per_tile=310, registers=128),
+        "bwd_dkdv": Budget(instructions_per_tile=400, registers=200),
+    },
+}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 

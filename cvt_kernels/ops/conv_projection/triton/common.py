@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .... import machine
 from ....reference import ConvBatchNorm
-from ...triton_launch import Overrides
+from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
 
@@ -102,6 +102,16 @@ def _configs(region_rows: int) -> dict[str, Config]:
 
 
 CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "walk_fwd": Budget(instructions_per_output=22, registers=128),
+        "walk_stats": Budget(instructions_per_output=25, registers=128),
+        "walk_bwd_sums": Budget(instructions_per_output=25, registers=128),
+        "walk_bwd_conv": Budget(instructions_per_output=60, registers=255),
+        "walk_bwd_input": Budget(instructions_per_output=35, registers=128),
+    },
+}
 _overrides: Overrides[Config] = Overrides(CONFIGS[80])
 
 

@@ -20,6 +20,7 @@ from .walk import (
     locate_walk,
     rows_of,
     store_row,
+    units,
     walk_start,
     walk_step,
 )
@@ -41,14 +42,6 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.
     return start, taps
 
 
-@triton.jit
-def copy_class_token(x_ptr, y_ptr, place, WALK: tl.constexpr):
-    """Copies the class token of an image, in the walk of its first strip and columns."""
-    mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
-    lane = place.c + place.col  # of which only the lane at column 0 counts
-    tl.store(y_ptr + lane, tl.load(x_ptr + lane, mask=mask), mask=mask)
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def _conv_projection_walk_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss,
@@ -67,6 +60,9 @@ def _conv_projection_walk_fwd_kernel(
         starts = starts + (start,)
         taps = taps + (folded,)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
+    # The class token is copied by the lanes at the first row and column.
+    class_lane = place.unit + place.col
+    class_mask = (place.first_row == 0) & (place.col == 0) & place.unit_mask
     half_height = (height + 1) // 2
     half_width = (width + 1) // 2
     for n in range(place.images):
@@ -75,8 +71,10 @@ def _conv_projection_walk_fwd_kernel(
         whole = (image * (height * width + CLASS_TOKEN)) * CHANNELS
         halved = (image * (half_height * half_width + CLASS_TOKEN)) * CHANNELS
         if CLASS_TOKEN:
+            token = tl.load(units(x, WALK) + class_lane, mask=class_mask)
             for i in tl.static_range(len(STRIDES)):
-                copy_class_token(x, y_ptrs[i] + (whole if STRIDES[i] == 1 else halved), place, WALK)
+                y = y_ptrs[i] + (whole if STRIDES[i] == 1 else halved)
+                tl.store(units(y, WALK) + class_lane, token, mask=class_mask)
         rows = rows_of(x + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
         sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
         for row in range(place.first_row, place.end_row, 2):

@@ -1,0 +1,79 @@
+"""The budgets of kernels, and which of them the code of a kernel exceeds.
+
+Those of Triton kernels stand beside their launch configurations, as ``BUDGETS`` of each family's ``common``,
+by compute capability and kernel. They hold for the launches that ``is_budgeted`` names, since the
+instructions of an output depend on type and shape.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+
+from cvt_kernels.ops.triton_launch import Budget
+
+from .bounds import Counts
+from .cuda_kernels import CudaCase
+from .resources import Resources
+
+_FAMILIES = {
+    "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
+    "attention": "cvt_kernels.ops.attention.triton.common",
+}
+
+#: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
+CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
+    90: {("layer_norm", CudaCase("identity", 8, 1)): Budget(instructions_per_output=80, registers=48)},
+}
+
+
+def cuda_budget_of(kernel: str, case: CudaCase | None, dtype: str, arch: int) -> Budget | None:
+    """Returns the budget of a CUDA kernel; None if it has none."""
+    if case is None or dtype != "bfloat16":
+        return None
+    return CUDA_BUDGETS.get(arch, {}).get((kernel, case))
+
+
+def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
+    """Returns the budget of a Triton kernel; None if it has none.
+
+    Args:
+        operator: The operator, as ``--operator`` names it.
+        kernel: The kernel's name in the report.
+        arch: Compute capability, 90 for sm_90.
+    """
+    family = _FAMILIES.get(operator)
+    if family is None:
+        return None
+    budgets: Mapping[int, Mapping[str, Budget]] = importlib.import_module(family).BUDGETS
+    return budgets.get(arch, {}).get(kernel.removeprefix(operator).strip("_"))
+
+
+def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:
+    """Says whether budgets hold for launches of these settings."""
+    return (model, image_size, batch_size, dtype) == ("cvt_13", 224, 256, "bfloat16")
+
+
+def excesses(budget: Budget, resources: Resources, counts: Iterable[Counts]) -> list[str]:
+    """Returns what is over a budget: each number with its limit.
+
+    Args:
+        budget: The budget.
+        resources: What the kernel takes of a GPU.
+        counts: What was counted for each of its launches.
+    """
+    numbers: list[tuple[str, float | None, float | None]] = [
+        ("registers", resources.registers, budget.registers)
+    ]
+    for each in counts:
+        numbers += [
+            ("instructions per output", each.instructions_per_output, budget.instructions_per_output),
+            ("instructions per 64 × 64 scores", each.instructions_per_tile, budget.instructions_per_tile),
+        ]
+    return list(
+        dict.fromkeys(
+            f"over its budget: {number:.4g} {name}, {limit:g} allowed"
+            for name, number, limit in numbers
+            if number is not None and limit is not None and number > limit
+        )
+    )

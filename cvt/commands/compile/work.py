@@ -1,0 +1,333 @@
+"""The work of a launch: what it must compute and move, and how often the loops of its code run.
+
+There is one function per kernel, which reads the launch's arguments, and ``_WORK`` names them all. Change or
+add one where a kernel is new or has other loops. It says:
+
+1. ``outputs``: the elements that the kernel writes, all branches together; for sums over outputs, the outputs
+   that it sums.
+2. ``bytes``: what must go between the chip and its memory, each tensor once, whatever programs share.
+3. ``flops`` and ``scores`` of matrix products, if it has any.
+4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner
+   ones. It is how often the loop runs each time that it is entered, as the mean over all programs. Where the
+   compiler has made one loop two or none, ``cvt compile`` says that the numbers of loops differ: an error for
+   a kernel with a budget, an empty cell for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cvt_kernels import machine
+
+from .cuda_kernels import CudaCase
+
+
+class Work(NamedTuple):
+    """The work of one launch.
+
+    Attributes:
+        programs: Programs of the launch.
+        outputs: Elements that count as its output.
+        bytes: Bytes that must be read from memory or written to it.
+        trips: Trips of each loop of the code, in code order.
+        flops: Operations of matrix products on tensor cores that are asked for, without padding.
+        scores: Attention scores that a program computes within loops, padding included.
+    """
+
+    programs: int
+    outputs: int
+    bytes: int
+    trips: tuple[float, ...]
+    flops: int = 0
+    scores: float = 0
+
+
+def work_of(launch: machine.Launch) -> Work | None:
+    """Returns the work of a launch; None for a kernel that nothing here describes."""
+    describe = _WORK.get(launch.kernel.__name__)
+    return None if describe is None else describe(launch)
+
+
+def _programs(launch: machine.Launch) -> int:
+    programs = 1
+    for size in launch.grid:
+        programs *= size
+    return programs
+
+
+def _bytes(*tensors: Tensor | Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors, given one by one or in tuples."""
+    return sum(
+        tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else _bytes(*tensor)
+        for tensor in tensors
+    )
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _mean_trips(size: int, parts: int, step: int) -> float:
+    """Returns the mean trips of a loop in steps over one of the ``parts`` shares of ``size``."""
+    length = -(-size // parts)
+    shares = (max(min(length, size - part * length), 0) for part in range(parts))
+    return sum(-(-share // step) for share in shares) / parts
+
+
+# The projection -------------------------------------------------------------------------------------------
+
+
+def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[float, ...]:
+    """Returns the trips of each branch's loops over the tiles of a region: rows, then columns."""
+    trips: list[float] = []
+    pixels = arguments["TILE"].pixels
+    for branch, height, width in zip(
+        arguments["BRANCHES"], arguments["out_heights"], arguments["out_widths"], strict=True
+    ):
+        rows = pixels // branch.columns * (branch.rows if rows_of_lane else 1)
+        trips.append(_mean_trips(height, arguments["strips"], rows))
+        trips.append(_mean_trips(width, arguments["col_blocks"], branch.columns))
+    return tuple(trips)
+
+
+def _convolution_outputs(arguments: dict[str, Any]) -> int:
+    """Returns the elements of all branches' convolutions, without the class token."""
+    batch, _, channels = arguments["x_ptr"].shape
+    grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)
+    return batch * channels * sum(height * width for height, width in grids)
+
+
+def _projection_forward(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    outs = arguments["y_ptrs"]
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(outs),
+        bytes=_bytes(arguments["x_ptr"], outs),
+        trips=_region_trips(arguments, rows_of_lane=True),
+    )
+
+
+def _projection_walk_forward(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    outs = arguments["y_ptrs"]
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(outs),
+        bytes=_bytes(arguments["x_ptr"], outs),
+        trips=_walk_trips(arguments),
+    )
+
+
+def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
+    """Returns the trips of a walk's loops: the images of a program, then the pairs of rows of its strip."""
+    return (
+        arguments["batch"] / arguments["groups"],
+        _mean_trips(-(-arguments["height"] // 2), arguments["strips"], 1),
+    )
+
+
+def _projection_statistics(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    return Work(
+        programs=_programs(launch),
+        outputs=_convolution_outputs(arguments),
+        bytes=_bytes(arguments["x_ptr"], arguments["partial_ptr"]),
+        trips=_region_trips(arguments, rows_of_lane=True),
+    )
+
+
+def _projection_backward_sums(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    return Work(
+        programs=_programs(launch),
+        outputs=_convolution_outputs(arguments),
+        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], arguments["partial_ptr"]),
+        trips=_region_trips(arguments, rows_of_lane=True),
+    )
+
+
+def _projection_backward_convolution(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    dconvs = arguments["dconv_ptrs"]
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(dconvs),
+        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], dconvs, arguments["partial_ptr"]),
+        trips=_region_trips(arguments, rows_of_lane=False),
+    )
+
+
+def _projection_backward_input(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    dx, block, columns = arguments["dx_ptr"], arguments["BLOCK"], arguments["COLS"]
+    rows, cols = (-(-arguments[name] // block) for name in ("height", "width"))
+    return Work(
+        programs=_programs(launch),
+        outputs=dx.numel(),
+        bytes=_bytes(dx, arguments["dconv_ptrs"]),
+        trips=(
+            _mean_trips(rows, arguments["strips"], arguments["TILE"].pixels // columns),
+            _mean_trips(cols, arguments["col_blocks"], columns),
+        ),
+    )
+
+
+def _merge_statistics(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    results = arguments["mean_ptr"], arguments["var_ptr"]
+    trips = -(-arguments["regions"] // arguments["TILE"].pixels)
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(results),
+        bytes=_bytes(arguments["partial_ptr"], results),
+        trips=(trips, trips),
+    )
+
+
+def _sum_regions(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    return Work(
+        programs=_programs(launch),
+        outputs=arguments["sum_ptr"].numel(),
+        bytes=_bytes(arguments["partial_ptr"], arguments["sum_ptr"]),
+        trips=(-(-arguments["regions"] // arguments["TILE"].pixels),),
+    )
+
+
+# Attention ------------------------------------------------------------------------------------------------
+
+
+def _product_flops(arguments: dict[str, Any], products: int) -> int:
+    """Returns the operations of products of all queries with all keys; 0 without tensor cores."""
+    q = arguments["q_ptr"]
+    if q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee":
+        return 0
+    return 2 * products * q.numel() * arguments["keys"]
+
+
+def _attention_forward(launch: machine.Launch) -> Work:
+    """Describes the forward with all keys on the chip; its loop goes over tiles of queries."""
+    arguments = launch.arguments
+    block_q, keys = arguments["BLOCK_Q"], sum(arguments["TILES"].widths)
+    tiles = -(-arguments["queries"] // block_q) / arguments["blocks"]  # of a program, which has whole tiles
+    return _attention_work(launch, ("q", "k", "v", "out", "lse"), 2, (tiles,), tiles * block_q * keys)
+
+
+def _attention_forward_loop(launch: machine.Launch) -> Work:
+    return _attention_over_keys(launch, ("q", "k", "v", "out", "lse"), products=2)
+
+
+def _attention_backward_queries(launch: machine.Launch) -> Work:
+    return _attention_over_keys(launch, ("q", "k", "v", "out", "dout", "lse", "delta", "dq"), products=3)
+
+
+def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
+    """Describes a loop over whole tiles of keys; a masked last one is apart, or in the loop."""
+    arguments = launch.arguments
+    block_kv, keys = arguments["BLOCK_KV"], arguments["keys"]
+    tiles = -(-keys // block_kv) if arguments["TAIL"] == block_kv else keys // block_kv
+    return _attention_work(launch, tensors, products, (tiles,), tiles * arguments["BLOCK_Q"] * block_kv)
+
+
+def _attention_backward_keys(launch: machine.Launch) -> Work:
+    return _attention_over_queries(launch, ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"), products=4)
+
+
+def _attention_backward(launch: machine.Launch) -> Work:
+    return _attention_over_queries(
+        launch, ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv"), products=5
+    )
+
+
+def _attention_over_queries(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
+    """Describes a kernel that owns a tile of keys and loops over the queries."""
+    arguments = launch.arguments
+    block_q, block_kv = arguments["BLOCK_Q"], arguments["BLOCK_KV"]
+    tiles = -(-arguments["queries"] // block_q)
+    return _attention_work(launch, tensors, products, (tiles,), tiles * block_q * block_kv)
+
+
+def _attention_backward_bias(launch: machine.Launch) -> Work:
+    """Describes the bias's gradient, whose loop goes over the tiles that share the bias."""
+    arguments = launch.arguments
+    parts = arguments["shared_images"] * arguments["shared_heads"] * arguments["shared_blocks"]
+    tiles = _mean_trips(parts, arguments["splits"], 1)
+    scores = tiles * arguments["BLOCK_Q"] * arguments["BLOCK_KV"]
+    return _attention_work(launch, ("q", "k", "v", "dout", "lse", "delta", "dbias"), 2, (tiles,), scores)
+
+
+def _attention_work(
+    launch: machine.Launch, tensors: tuple[str, ...], products: int, trips: tuple[float, ...], scores: float
+) -> Work:
+    """Returns the work of a kernel of attention.
+
+    Args:
+        launch: The launch.
+        tensors: The parameters of its tensors without ``_ptr``; one that the launch lacks is not counted.
+        products: Products of all queries with all keys.
+        trips: Trips of its loops.
+        scores: Scores that a program computes in these loops.
+    """
+    given = {name: launch.arguments.get(f"{name}_ptr") for name in tensors}
+    moved = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+    outputs = [moved[name] for name in ("out", "dq", "dk", "dv", "dbias") if name in moved]
+    if "dout" in moved and "out" in moved:  # bwd_dq reads it
+        outputs.remove(moved["out"])
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(outputs),
+        bytes=_bytes(*moved.values()),
+        trips=trips,
+        flops=_product_flops(launch.arguments, products),
+        scores=scores,
+    )
+
+
+# LayerNorm and GELU ---------------------------------------------------------------------------------------
+
+#: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
+_ELEMENTS = 256 * 56 * 56 * 64
+_CUDA_THREADS = 128
+# Each thread adds up its row's sums with 3 shuffles in a loop, since 8 lanes share a row; the two loops after
+# it add up warps, for rows that no warp holds. Both sums of LayerNorm do so.
+_LAYER_NORM_TRIPS = (3, 0, 0) * 2
+
+
+def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
+    """Returns the work of a CUDA kernel on rows that 8 threads share; None where nothing here describes it.
+
+    These are the rows of CvT's widths: 64 and 192 elements, and 384 except for one more shuffle.
+    """
+    trips = {"layer_norm": _LAYER_NORM_TRIPS, "gelu": ()}.get(kernel)
+    if case is None or trips is None or case.vector == 1:
+        return None
+    size = 4 if dtype == "float32" else 2
+    return Work(
+        programs=-(-_ELEMENTS // (_CUDA_THREADS * case.vector * case.vectors)),
+        outputs=_ELEMENTS,
+        bytes=2 * size * _ELEMENTS,
+        trips=trips,
+    )
+
+
+_WORK: dict[str, Callable[[machine.Launch], Work]] = {
+    "_conv_projection_fwd_kernel": _projection_forward,
+    "_conv_projection_walk_fwd_kernel": _projection_walk_forward,
+    "_conv_projection_stats_kernel": _projection_statistics,
+    "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
+    "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,
+    "_conv_projection_bwd_input_kernel": _projection_backward_input,
+    "_merge_stats_kernel": _merge_statistics,
+    "_sum_regions_kernel": _sum_regions,
+    "_attention_fwd_kernel": _attention_forward,
+    "_attention_fwd_loop_kernel": _attention_forward_loop,
+    "_attention_bwd_kernel": _attention_backward,
+    "_attention_bwd_dq_kernel": _attention_backward_queries,
+    "_attention_bwd_dkdv_kernel": _attention_backward_keys,
+    "_attention_bwd_bias_kernel": _attention_backward_bias,
+}
