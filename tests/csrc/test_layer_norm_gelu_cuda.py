@@ -1,5 +1,6 @@
 """The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as machine code, and on a GPU."""
 
+import functools
 import importlib.util
 import io
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
-from tests.checks import assert_accurate, compiler, not_built
+from tests.checks import assert_accurate, compiler, not_built, recorded_operators
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -197,7 +198,13 @@ def assert_results_accurate(call, results, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
     calls = [
-        make(operation, (rows, channels), dtype, activation, addend=rows % 2 == 1 and adds(operation, activation))
+        make(
+            operation,
+            (rows, channels),
+            dtype,
+            activation,
+            addend=rows % 2 == 1 and adds(operation, activation),
+        )
         for rows, channels in ((150, 64), (49, 192), (25, 384), (10, 1024))
     ]
     for call, results in zip(calls, run(*calls), strict=True):
@@ -242,7 +249,10 @@ def test_results_of_another_dtype(run, operation, dtype, result):
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float16], ids=str)
 def test_a_result_of_another_dtype_is_rounded_once(run, result):
     """The gradient of a branch is that of the stream, rounded; the result likewise that in float32."""
-    calls = [make("layer_norm", (70, 64), torch.float32), make("layer_norm_backward", (70, 64), torch.float32)]
+    calls = [
+        make("layer_norm", (70, 64), torch.float32),
+        make("layer_norm_backward", (70, 64), torch.float32),
+    ]
     narrow = make("layer_norm_backward", (70, 64), torch.float32, addend=True, result=result)
     (wide, *statistics), _, (dx, dbranch, *_) = run(*calls, narrow)
     (got, *same), *_ = run(calls[0]._replace(result=result))
@@ -448,6 +458,32 @@ def test_the_current_stream_and_the_dtypes_of_autocast():
             torch.testing.assert_close(ours, theirs)
         ours, theirs = (f.add_layer_norm(full, half, weight) for f in (ck, reference))
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191)], ids=str)
+def test_a_stream_of_float32_beside_branches_on_a_gpu(half, shape):
+    """Under autocast each kernel reads and writes every tensor as it is."""
+    branch, stream, weight, bias = cuda_arguments("add_layer_norm", shape, torch.float32)
+    branch = branch.to(half)
+    calls = {
+        "add_layer_norm": ([branch, stream, weight, bias], half, [torch.float32, half]),
+        "layer_norm": ([stream, weight, bias], half, [half]),
+        "layer_norm of a branch": ([branch, weight, bias], None, [torch.float32]),
+    }
+    for name, (tensors, dtype, results) in calls.items():
+        ours, theirs = (functools.partial(getattr(f, name.split()[0]), dtype=dtype) for f in (ck, reference))
+        with torch.autocast("cuda", half), ck.use_backend("native"):
+            with torch.no_grad(), recorded_operators() as called:
+                ours(*tensors)
+            mine, same_dtype = (outputs_and_gradients(f, tensors) for f in (ours, theirs))
+        assert all(operator.startswith("cvt_kernels.") for operator in called)
+        exact = outputs_and_gradients(theirs, [t.double() for t in tensors])
+        assert [t.dtype for t in mine[0]] == results
+        for factor, group in zip((2, 3), range(2), strict=True):
+            for got, same, right in zip(mine[group], same_dtype[group], exact[group], strict=True):
+                assert_accurate(got, same, right, factor=factor)
 
 
 @pytest.mark.gpu

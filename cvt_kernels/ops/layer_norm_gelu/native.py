@@ -5,8 +5,8 @@ for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for f
 ``g = dout · f'(u)``, ``dbias = Σ g``, ``dweight = Σ g · x̂`` and, with ``g ← g · weight``,
 ``dh = rstd · (g − mean(g) − x̂ · mean(g · x̂))``. GELU saves its input and bias.
 
-On a GPU, LayerNorm reads and writes each tensor in its own dtype where under autocast a stream of float32 meets
-branches of 16 bits.
+On a GPU, LayerNorm reads and writes each tensor in its own dtype where under autocast a stream of float32
+meets branches of 16 bits.
 
 Sums over rows are taken in a fixed order: the same bits every time, whatever the number of threads. Inputs
 that are not contiguous are copied first; results are contiguous.
@@ -208,10 +208,10 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 
 # The backend: the public functions of the same names, whose checks it relies on ----------------------------
 #
-# Under autocast the dtypes are those of PyTorch, unless the caller names that of the result: a sum is promoted,
-# F.gelu keeps what it gets, and so does F.layer_norm on the CPU; on a GPU it computes in float32. Where no
-# gradient is wanted the operators are called without autograd's bookkeeping, which costs as much as a small
-# call, and without statistics.
+# Under autocast the dtypes are those of PyTorch, unless the caller names that of the result: a sum is
+# promoted, F.gelu keeps what it gets, and so does F.layer_norm on the CPU; on a GPU it computes in float32.
+# Where no gradient is wanted the operators are called without autograd's bookkeeping, which costs as much as
+# a small call, and without statistics.
 
 
 def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | None) -> torch.dtype:
