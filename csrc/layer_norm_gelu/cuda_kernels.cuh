@@ -498,7 +498,10 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
         g[i][j] = gradient;
       }
 #pragma unroll
-      for (int k = 0; k < 2; k++) sums[k] += at.has(i) ? part[k] : 0;
+      for (int k = 0; k < 2; k++) {
+        const float sum = at.has(i) ? part[k] : 0;
+        sums[k] = VECTOR > 1 && i == 0 ? sum : sums[k] + sum;
+      }
     }
     sum_over_row(sums, at);
     const float factor = -rstd * call.inverse, shift = factor * sums[0], slope = factor * sums[1];
