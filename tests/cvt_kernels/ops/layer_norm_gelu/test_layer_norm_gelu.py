@@ -1,11 +1,13 @@
 """LayerNorm, GELU and their combinations: what they accept and refuse, on every backend of a CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import dispatch
-from tests.checks import record_calls
+from tests.checks import python_blocks, record_calls, run_blocks
 
 X, W, B = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
 ONE_CALL_EACH = {
@@ -62,6 +64,12 @@ def test_autocast_gives_the_dtype_of_pytorch():
     torch.testing.assert_close(ours, theirs)  # the dtype too
     torch.testing.assert_close(h, half.float() + X)
     torch.testing.assert_close(normalized, torch.nn.functional.layer_norm(h, (8,), W, B))
+
+
+def test_the_page_runs_as_it_stands(capsys):
+    page = Path(__file__).parents[4] / "docs" / "layer_norm_gelu.md"
+    run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert capsys.readouterr().out == "torch.bfloat16 torch.float32 torch.bfloat16\n"
 
 
 @pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm"])
