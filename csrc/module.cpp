@@ -11,22 +11,25 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
   // are those of GELU; mean and rstd are accumulators (common/half.h), one per row.
   //
-  // out = activation(layer_norm(x)); without mean and rstd where no gradient is wanted.
+  // out = activation(layer_norm(x)) in `dtype`; without mean and rstd where no gradient is wanted.
   m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> "
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype) -> "
       "(Tensor out, Tensor mean, Tensor rstd)");
-  m.def("layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation) -> Tensor");
-  // h = x + residual, out = layer_norm(h).
   m.def(
-      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
+      "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype) -> "
+      "Tensor");
+  // h = x + residual in the dtype of residual, out = layer_norm(h) in `dtype`, which is that of x.
+  m.def(
+      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> "
       "(Tensor h, Tensor out, Tensor mean, Tensor rstd)");
   m.def(
-      "add_layer_norm_inference(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
-      "(Tensor h, Tensor out)");
-  // The gradients of all four; dh is added to dx. The gradient of an absent parameter is empty, here and below.
+      "add_layer_norm_inference(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) "
+      "-> (Tensor h, Tensor out)");
+  // The gradients of all four; dh is added to dx, and dbranch is dx in the dtype of dout, empty unless it is asked for.
+  // The gradient of an absent parameter is empty, here and below.
   m.def(
       "layer_norm_backward(Tensor dout, Tensor? dh, Tensor h, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-      "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      "str activation, bool with_dbranch) -> (Tensor dx, Tensor dbranch, Tensor dweight, Tensor dbias)");
   // activation(x + bias).
   m.def("gelu(Tensor x, Tensor? bias, str activation) -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels.checks import autocast_enabled
+from cvt_kernels.checks import autocast_dtype, autocast_enabled
 from cvt_kernels.ops.attention.modules import project_and_attend
 
 from .config import CvTConfig, StageConfig
@@ -25,8 +25,8 @@ Grid = tuple[int, int]
 class LayerNorm(nn.LayerNorm):
     """An ``nn.LayerNorm`` over the last dimension, computed by ``cvt_kernels.layer_norm``."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ck.layer_norm(x, self.weight, self.bias, eps=self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return ck.layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=dtype)
 
 
 class Linear(nn.Linear):
@@ -165,9 +165,11 @@ class Block(nn.Module):
         return LayerScale(config.embed_dim, config.layer_scale)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        branch = self.drop_path(self.ls1(self.attn(self.norm1(x), grid)))
-        # Residual sum and norm2 in one pass, so norm2's own forward is not called.
-        x, y = ck.add_layer_norm(branch, x, self.norm2.weight, self.norm2.bias, eps=self.norm2.eps)
+        # Under autocast the layers of a branch compute in its dtype; the residual stream keeps its own.
+        dtype = autocast_dtype(x)
+        branch = self.drop_path(self.ls1(self.attn(self.norm1(x, dtype), grid)))
+        norm2 = self.norm2  # in one pass with the residual sum, so that its own forward is not called
+        x, y = ck.add_layer_norm(branch, x, norm2.weight, norm2.bias, eps=norm2.eps, dtype=dtype)
         return x + self.drop_path(self.ls2(self.mlp(y)))
 
 

@@ -14,13 +14,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))
+
+
 def check_float_tensor(name: str, value: object, shape: str) -> None:
     """Raises TypeError unless ``value`` is a tensor of a floating dtype; ``shape`` is for the message."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {shape}")
     if value.dtype not in _FLOAT_DTYPES:
-        expected = ", ".join(map(dtype_name, _FLOAT_DTYPES))
-        raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {expected}")
+        raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {_FLOAT_NAMES}")
+
+
+def check_float_dtype(name: str, dtype: object) -> None:
+    """Raises TypeError unless ``dtype`` is a floating dtype."""
+    if dtype not in _FLOAT_DTYPES:
+        raise TypeError(f"{name}: got {dtype!r}, expected one of {_FLOAT_NAMES}")
 
 
 def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:

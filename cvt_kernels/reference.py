@@ -213,10 +213,19 @@ def attention(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """Computes (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased.
+
+    The result is rounded to ``dtype`` if one is given, but for float64.
+    """
+    out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
 
 
 def add_layer_norm(
@@ -226,10 +235,11 @@ def add_layer_norm(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (h, layer_norm(h)) with h = x + residual."""
     h = x + residual
-    return h, layer_norm(h, weight, bias, eps=eps)
+    return h, layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

@@ -42,12 +42,24 @@ KERNEL_INLINE T select(bool condition, T yes, T no) {
 // The larger of the two; NaN if x is NaN.
 template <class T>
 KERNEL_INLINE T at_least(T x, T limit) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, float>) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
+    return x;
+  }
+#endif
   return select(x < limit, limit, x);
 }
 
 // The smaller of the two; NaN if x is NaN.
 template <class T>
 KERNEL_INLINE T at_most(T x, T limit) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, float>) {
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
+    return x;
+  }
+#endif
   return select(limit < x, limit, x);
 }
 
@@ -74,10 +86,8 @@ KERNEL_INLINE double power_of_two(double y) { return std::exp2(y); }
 template <Precision precision, int exponent = 0, class F>
 KERNEL_INLINE F power_of_two(F y) {
 #ifdef __CUDA_ARCH__
-  float power;  // its relative error is at most 2^-22; subnormal numbers become 0, before and after the scaling
-  asm("{.reg .f32 t; ex2.approx.ftz.f32 t, %1; mul.ftz.f32 %0, t, %2;}"
-      : "=f"(power)
-      : "f"(y), "f"(float_of((127 + exponent) << 23)));
+  float power;  // its relative error is at most 2^-22; subnormal numbers become 0, and y may be anything
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(y + static_cast<float>(exponent)));
   return power;
 #endif
   constexpr float shifter = 0x1.8p23f + 127 + exponent;  // adding it rounds to an integer, which the low bits hold

@@ -43,14 +43,19 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && (!a.is_cuda() || a.get_device_index() == b.get_device_index());
 }
 
-// The tensor in contiguous memory, after a check that it has the shape, dtype and device of x.
-inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
+// The tensor in contiguous memory, after a check that it has the shape and device of x, and a dtype.
+inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x, ScalarType dtype) {
   const auto sizes = tensor.sizes(), expected = x.sizes();
   STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
                   ": expected the shape of x");
-  STD_TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x");
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, ": expected the dtype of ",
+                  dtype == x.scalar_type() ? "x" : "the result");
   STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
+  return contiguous_like(name, tensor, x, x.scalar_type());
 }
 
 inline std::optional<Tensor> contiguous_like(const char* name, const std::optional<Tensor>& tensor, const Tensor& x) {

@@ -25,6 +25,16 @@ static void with_activation(Activation activation, F f) {
   }
 }
 
+// Keeps y within what power_of_two takes, which on a GPU is everything.
+template <class T>
+KERNEL_INLINE T limited(T y, float least, [[maybe_unused]] float most = 0) {
+#ifndef __CUDA_ARCH__
+  y = at_least(y, T(least));
+  if (most > 0) y = at_most(y, T(most));
+#endif
+  return y;
+}
+
 // The normal distribution function Φ(x) = (1 + erf(x / √2)) / 2.
 KERNEL_INLINE double normal_cdf(double x) { return 0.5 * std::erfc(x * -0.70710678118654752440); }
 
@@ -51,7 +61,7 @@ KERNEL_INLINE F normal_tail(F a) {
     p = p * a - 0.459254712f;
     p = p * a - 1.15109134f;
   }
-  return power_of_two<precision, -1>(at_least(p * a, F(-126.0f)));
+  return power_of_two<precision, -1>(limited(p * a, -126.0f));
 }
 
 // The approximations are x · sigmoid(z(x)); for the tanh one, since (1 + tanh(u)) / 2 = sigmoid(2u). This is z / ln(2).
@@ -74,12 +84,16 @@ KERNEL_INLINE T activate(T x) {
     return x;
   } else if constexpr (activation == Activation::none) {
     if constexpr (std::is_same_v<T, double>) return x * normal_cdf(x);
+    if constexpr (std::is_same_v<T, float>) {  // fewer instructions than below; at infinity, that must not multiply it by 0
+      const float bounded = at_most(x, 3e38f);
+      return at_least(x, 0.0f) - absolute(bounded) * normal_tail<precision>(absolute(bounded));
+    }
     const T tail = normal_tail<precision>(absolute(x));
     return x * select(x < T(0), tail, T(1) - tail);
   } else {
     const T y = -logit<activation>(x);
     if constexpr (std::is_same_v<T, double>) return x / (1 + power_of_two(y));
-    else return quotient(x, power_of_two<precision>(at_most(at_least(y, T(-127)), T(128))) + T(1));
+    else return quotient(x, power_of_two<precision>(limited(y, -127.0f, 128.0f)) + T(1));
   }
 }
 
@@ -87,7 +101,7 @@ template <Activation activation, Precision precision = Precision::full, class T>
 KERNEL_INLINE T activation_derivative([[maybe_unused]] T x) {
   [[maybe_unused]] const auto decay = [](T y) {  // 2^y for y ≤ 0
     if constexpr (std::is_same_v<T, double>) return power_of_two(y);
-    else return power_of_two<precision>(at_least(y, T(-127)));
+    else return power_of_two<precision>(limited(y, -127.0f));
   };
   if constexpr (activation == Activation::identity) {
     return T(1);

@@ -124,6 +124,7 @@ class Cpu {
 
   void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
                   Activation activation) const {
+    check_result(tensors.out);
     const Tensor& x = tensors.x;
     const int64_t channels = channels_of(x);
     const Parameter weight("weight", parameters.weight, x, 1), bias("bias", parameters.bias, x, 0);
@@ -147,6 +148,7 @@ class Cpu {
 
   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
                                          Activation activation) const {
+    check_result(tensors.dout);
     const Tensor& h = tensors.h;
     const int64_t channels = channels_of(h);
     const Parameter weight("weight", parameters.weight, h, 1), bias("bias", parameters.bias, h, 0);
@@ -203,6 +205,10 @@ class Cpu {
   }
 
  private:
+  void check_result(const Tensor& out) const {
+    STD_TORCH_CHECK(dtype_of(out) == dtype_, "dtype: the loops for CPUs compute results of the dtype of their rows");
+  }
+
   static const Kernels& loops() {
     static const Kernels& chosen = choose(KERNEL_TABLES);
     return chosen;

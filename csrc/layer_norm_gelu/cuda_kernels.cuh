@@ -19,6 +19,21 @@ namespace cvt_kernels::layer_norm_gelu::cuda {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// The blocks of the most threads whose registers a multiprocessor holds together where nothing is summed over rows: 32
+// warps in all, or 24 where a thread holds 32 values and adds something to each. Single values may take all registers.
+template <int vector, int vectors, bool adds = false>
+constexpr int kBlocksOf = vector == 1 ? 1 : adds && vector * vectors == 32 ? 3 : 4;
+
+template <int VECTOR, int VECTORS>
+constexpr bool kFitsWarp = fits_warp(VECTOR, VECTORS);
+
+template <int VECTOR, int VECTORS, bool ADDS>
+constexpr int kRowsOfThread = rows_of_thread(VECTOR, VECTORS, ADDS);
+
+template <class T>
+constexpr DType kDType = std::is_same_v<T, float> ? DType::float32
+                                                  : std::is_same_v<T, BFloat16> ? DType::bfloat16 : DType::float16;
+
 template <class T>
 constexpr Precision kPrecision = std::is_same_v<T, float> ? Precision::full : Precision::half;
 
@@ -60,7 +75,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, Half) {
   return bits;
 }
 
-// Reads VECTOR adjacent values, by one access of 16 bytes, or a single value.
+// Reads VECTOR adjacent values, by accesses of 16 bytes (8 for four halves), or a single value.
 template <int VECTOR, class T>
 __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
   if constexpr (VECTOR == 1) {
@@ -76,6 +91,10 @@ __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
       const float4 four = *reinterpret_cast<const float4*>(from + i);
       values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
     }
+  } else if constexpr (VECTOR == 4) {
+    const uint2 four = *reinterpret_cast<const uint2*>(from);
+    unpack(four.x, T{}, values[0], values[1]);
+    unpack(four.y, T{}, values[2], values[3]);
   } else {
     static_assert(VECTOR == 8);
     const uint4 eight = *reinterpret_cast<const uint4*>(from);
@@ -86,30 +105,38 @@ __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
   }
 }
 
-// Writes as read() reads, and rounds `values` to what is stored.
+// Writes as read() reads.
 template <int VECTOR, class T>
-__device__ __forceinline__ void write(T* to, float (&values)[VECTOR]) {
+__device__ __forceinline__ void write(T* to, const float (&values)[VECTOR]) {
   if constexpr (VECTOR == 1) {
-    if constexpr (std::is_same_v<T, float>) {
-      *to = values[0];
-    } else {
-      const uint32_t bits = pack(values[0], 0.0f, T{});
-      to->bits = static_cast<uint16_t>(bits);
-      float unused;
-      unpack(bits, T{}, values[0], unused);
-    }
+    if constexpr (std::is_same_v<T, float>) *to = values[0];
+    else to->bits = static_cast<uint16_t>(pack(values[0], 0.0f, T{}));
   } else if constexpr (std::is_same_v<T, float>) {
-    static_assert(VECTOR == 4);
-    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i += 4) {
+      *reinterpret_cast<float4*>(to + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+    }
+  } else if constexpr (VECTOR == 4) {
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack(values[0], values[1], T{}), pack(values[2], values[3], T{}));
   } else {
     static_assert(VECTOR == 8);
-    const uint4 eight = make_uint4(pack(values[0], values[1], T{}), pack(values[2], values[3], T{}),
-                                   pack(values[4], values[5], T{}), pack(values[6], values[7], T{}));
-    *reinterpret_cast<uint4*>(to) = eight;
-    unpack(eight.x, T{}, values[0], values[1]);
-    unpack(eight.y, T{}, values[2], values[3]);
-    unpack(eight.z, T{}, values[4], values[5]);
-    unpack(eight.w, T{}, values[6], values[7]);
+    *reinterpret_cast<uint4*>(to) = make_uint4(pack(values[0], values[1], T{}), pack(values[2], values[3], T{}),
+                                               pack(values[4], values[5], T{}), pack(values[6], values[7], T{}));
+  }
+}
+
+// Rounds values to those that write() stores.
+template <class T, int VECTOR>
+__device__ __forceinline__ void round_to(float (&values)[VECTOR]) {
+  if constexpr (std::is_same_v<T, float>) {
+    return;
+  } else if constexpr (VECTOR == 1) {
+    float unused;
+    unpack(pack(values[0], 0.0f, T{}), T{}, values[0], unused);
+  } else {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i += 2) unpack(pack(values[i], values[i + 1], T{}), T{}, values[i], values[i + 1]);
   }
 }
 
@@ -120,7 +147,7 @@ __device__ __forceinline__ void read_parameter(float (&values)[VECTOR], const vo
   if (from == nullptr) {
 #pragma unroll
     for (float& value : values) value = absent;
-  } else if (is_float) {
+  } else if (is_float || std::is_same_v<T, float>) {
     read<VECTOR>(values, static_cast<const float*>(from) + channel);
   } else {
     read<VECTOR>(values, static_cast<const T*>(from) + channel);
@@ -134,51 +161,120 @@ __device__ __forceinline__ void keep_reads_here() {
 #endif
 }
 
+// The address of element `start`, hidden from the compiler, which would add `start` to every offset from it instead: six
+// instructions of 64 bits for each access, where the address plus an offset of 32 bits is one. Single values, which have
+// their registers full, keep one offset for all pointers.
+template <int VECTOR, class T>
+__device__ __forceinline__ T* advance(T* pointer, int64_t start) {
+  pointer += start;
+#ifdef __CUDA_ARCH__
+  if constexpr (VECTOR > 1) {
+    asm("" : "+l"(pointer));
+    __builtin_assume(__isGlobal(pointer));
+  }
+#endif
+  return pointer;
+}
+
+// 1 / sqrt(x).
+__device__ __forceinline__ float reciprocal_root(float x) {
+#ifdef __CUDA_ARCH__
+  return rsqrtf(x);
+#else
+  return 1 / std::sqrt(x);
+#endif
+}
+
 // Rows in threads -------------------------------------------------------------------------------------------
 
 // The place of a thread's vectors in its row: those of adjacent threads are adjacent. Single values are adjacent in the
 // thread instead, since the compiler keeps an address for each that it cannot tell from the one before.
 template <int VECTOR, int VECTORS>
 struct Place {
-  int lanes, lane;
+  const int channels;
+  const int lanes, lane;
+  const int row, rows_at_once;  // in the block
 
-  __device__ explicit Place(int lanes) : lanes(lanes), lane(static_cast<int>(threadIdx.x) & (lanes - 1)) {}
+  __device__ Place(int channels, int lanes_log2)
+      : channels(channels),
+        lanes(1 << lanes_log2),
+        lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
+        row(static_cast<int>(threadIdx.x) >> lanes_log2),
+        rows_at_once(static_cast<int>(blockDim.x) >> lanes_log2) {}
+
   __device__ int channel(int i) const { return VECTOR == 1 ? lane * VECTORS + i : (i * lanes + lane) * VECTOR; }
-  __device__ int rows_at_once() const { return static_cast<int>(blockDim.x) / lanes; }
-  __device__ int64_t first_row() const {
-    return int64_t{blockIdx.x} * rows_at_once() + static_cast<int>(threadIdx.x) / lanes;
+  __device__ bool has(int i) const { return channel(i) < channels; }
+
+  // Calls f with the channel from which vector i is read. A vector beyond the end of the row is read from its end, which
+  // takes no branch; a single value is not read. Neither may count.
+  template <class F>
+  __device__ void with_readable(int i, F f) const {
+    if constexpr (VECTOR > 1) f(min(channel(i), channels - VECTOR));
+    else if (has(i)) f(channel(i));
   }
 };
 
-struct Pair {
-  float first, second;
+// The place of a thread's vectors in a piece of a flat tensor, which a block has for itself.
+template <int VECTOR, int VECTORS>
+struct Piece {
+  const int64_t first;
+  const int size;
+
+  __device__ explicit Piece(int64_t total)
+      : first(int64_t{blockIdx.x} * capacity()), size(static_cast<int>(min(total - first, int64_t{capacity()}))) {}
+  __device__ static int capacity() { return static_cast<int>(blockDim.x) * VECTOR * VECTORS; }
+  __device__ int offset(int i) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    return VECTOR == 1 ? thread * VECTORS + i : (i * static_cast<int>(blockDim.x) + thread) * VECTOR;
+  }
+  __device__ bool has(int i) const { return offset(i) < size; }
 };
 
-// Sums over the threads of a row, of which each gets the same bits. All threads of the block take part.
-__device__ __forceinline__ Pair sum_over_row(Pair pair, int lanes) {
-  for (int step = min(lanes, static_cast<int>(kWarp)) / 2; step > 0; step /= 2) {
-    pair.first += __shfl_xor_sync(kAllLanes, pair.first, step);
-    pair.second += __shfl_xor_sync(kAllLanes, pair.second, step);
+// The first value of the row, for all its threads.
+template <int VECTOR, int VECTORS>
+__device__ __forceinline__ float first_of_row(float value, const Place<VECTOR, VECTORS>& at) {
+  const unsigned thread = threadIdx.x;
+  if (kFitsWarp<VECTOR, VECTORS> || at.lanes <= static_cast<int>(kWarp)) {
+    return __shfl_sync(kAllLanes, value, static_cast<int>(thread % kWarp) & -at.lanes);
   }
-  if (lanes <= static_cast<int>(kWarp)) return pair;
-  __shared__ Pair warps[kMaxThreads / kWarp];
-  __syncthreads();  // the sums before these have been read
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = pair;
+  __shared__ float firsts[kMaxThreads / kWarp];
+  __syncthreads();  // those before have been read
+  if (at.lane == 0) firsts[at.row] = value;
   __syncthreads();
-  const int count = lanes / static_cast<int>(kWarp);
-  const int first = static_cast<int>(threadIdx.x) / lanes * count;
-  pair = {0, 0};
-  for (int i = first; i < first + count; i++) {
-    pair.first += warps[i].first;
-    pair.second += warps[i].second;
+  return firsts[at.row];
+}
+
+// Sums over the threads of a row, of which each gets the same bits. Several sums hide the time of each other's exchanges.
+// All threads of the block take part.
+template <int VECTOR, int VECTORS, int COUNT>
+__device__ __forceinline__ void sum_over_row(float (&sums)[COUNT], const Place<VECTOR, VECTORS>& at) {
+#pragma unroll 1
+  for (int step = min(at.lanes, static_cast<int>(kWarp)) >> 1; step > 0; step >>= 1) {
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, step);
   }
-  return pair;
+  if (kFitsWarp<VECTOR, VECTORS> || at.lanes <= static_cast<int>(kWarp)) return;
+  __shared__ float warps[kMaxThreads / kWarp][COUNT];
+  __syncthreads();  // the sums before these have been read
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) warps[threadIdx.x / kWarp][i] = sums[i];
+  }
+  __syncthreads();
+  const int count = at.lanes / static_cast<int>(kWarp);
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+#pragma unroll 1
+  for (int warp = at.row * count; warp < (at.row + 1) * count; warp++) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sums[i] += warps[warp][i];
+  }
 }
 
 // Adds the sums that the block's threads have kept for the same channels, in fixed order, and writes them.
 template <int VECTOR, int VECTORS>
 __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float* out,
-                                           const Place<VECTOR, VECTORS>& at, int channels) {
+                                           const Place<VECTOR, VECTORS>& at) {
   __shared__ float total[kMaxChannels / 4];  // longer rows have the block for themselves
   for (int step = at.lanes; step < static_cast<int>(kWarp); step *= 2) {
 #pragma unroll
@@ -187,15 +283,17 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
       for (float& sum : sums[i]) sum += __shfl_xor_sync(kAllLanes, sum, step);
     }
   }
-  const int width = max(at.lanes, static_cast<int>(kWarp));  // threads whose sums are of different channels
-  const int owners = static_cast<int>(blockDim.x) / width, owner = static_cast<int>(threadIdx.x) / width;
-  const bool writes = static_cast<int>(threadIdx.x) % width < at.lanes;  // the others hold the same sums
+  // Warps, or longer rows, whose sums are of the same channels. In a warp the first of them writes for all.
+  const bool shared = at.lanes < static_cast<int>(kWarp);
+  const int owner = shared ? static_cast<int>(threadIdx.x / kWarp) : at.row;
+  const int owners = shared ? static_cast<int>(blockDim.x / kWarp) : at.rows_at_once;
+  const bool writes = static_cast<int>(threadIdx.x % kWarp) < at.lanes;
   for (int turn = 0; turn < owners; turn++) {
     if (turn == owner && writes) {
 #pragma unroll
       for (int i = 0; i < VECTORS; i++) {
         const int channel = at.channel(i);
-        if (channel >= channels) continue;
+        if (!at.has(i)) continue;
 #pragma unroll
         for (int j = 0; j < VECTOR; j++) {
           if (turn > 0) sums[i][j] += total[channel + j];
@@ -210,206 +308,330 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
 
 // LayerNorm -------------------------------------------------------------------------------------------------
 
-// LayerNorm in two passes over the registers. The second also sums the deviations, which exact arithmetic would make 0:
-// where the mean is large and the variance tiny, rounding the mean costs more than all the rest.
-template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) layer_norm_kernel(LayerNormForward call, int lanes) {
-  const Place<VECTOR, VECTORS> at(lanes);
-  const int64_t row = at.first_row();
-  const bool present = row < call.rows;
-  const int64_t start = row * call.channels;
-  float h[VECTORS][VECTOR];
-  float sum = 0;
+// LayerNorm of rows of type T, or of their sums with a residual of type T, in two passes over the registers; a thread
+// holds its part of several rows. Where the mean of floats is large and the variance tiny, rounding the mean would cost
+// more than all the rest, so that floats count from the first of their row. Values of 16 bits are too coarse to need it.
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out, bool ADDS>
+__device__ __forceinline__ void normalize(const LayerNormForward& call, int lanes_log2) {
+  constexpr int ROWS = kRowsOfThread<VECTOR, VECTORS, ADDS>;
+  using In = std::conditional_t<ADDS, Out, T>;
+  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
+  const unsigned rows_of_block = static_cast<unsigned>(at.rows_at_once * ROWS);
+  const int64_t first = static_cast<int64_t>(uint64_t{blockIdx.x} * rows_of_block), start = first * call.channels;
+  const int rows = static_cast<int>(min(call.rows - first, int64_t{rows_of_block}));
+  const In* x = advance<VECTOR>(static_cast<const In*>(call.x), start);
+
+  // Rows that are absent repeat the last one.
+  const auto row_of = [&](int r) { return at.row + r * at.rows_at_once; };
+  const auto offset_of = [&](int r) { return min(row_of(r), rows - 1) * call.channels; };
+  float h[ROWS][VECTORS][VECTOR] = {};
 #pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    const int channel = at.channel(i);
-    if (!present || channel >= call.channels) continue;
-    read<VECTOR>(h[i], static_cast<const T*>(call.x) + start + channel);
-    if (call.residual != nullptr) {
-      float residual[VECTOR];
-      read<VECTOR>(residual, static_cast<const T*>(call.residual) + start + channel);
+  for (int r = 0; r < ROWS; r++) {
 #pragma unroll
-      for (int j = 0; j < VECTOR; j++) h[i][j] += residual[j];
-      write<VECTOR>(static_cast<T*>(call.h) + start + channel, h[i]);
-    }
-#pragma unroll
-    for (float value : h[i]) sum += value;
-  }
-  const float inverse = 1.0f / static_cast<float>(call.channels);
-  const float mean = sum_over_row({sum, 0}, lanes).first * inverse;
-  Pair moments{0, 0};
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (!present || at.channel(i) >= call.channels) continue;
-#pragma unroll
-    for (float& value : h[i]) {
-      value -= mean;
-      moments.first += value;
-      moments.second += value * value;
+    for (int i = 0; i < VECTORS; i++) {
+      at.with_readable(i, [&](int channel) { read<VECTOR>(h[r][i], x + (offset_of(r) + channel)); });
     }
   }
-  moments = sum_over_row(moments, lanes);
-  const float correction = moments.first * inverse;
-  const float variance = moments.second * inverse - correction * correction;
-  const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : variance) + call.eps);
-  if (!present) return;
+  if constexpr (ADDS) {
+    const T* residual = advance<VECTOR>(static_cast<const T*>(call.residual), start);
+    T* sum = advance<VECTOR>(static_cast<T*>(call.h), start);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) {
+        at.with_readable(i, [&](int channel) {
+          float addend[VECTOR];
+          read<VECTOR>(addend, residual + (offset_of(r) + channel));
+#pragma unroll
+          for (int j = 0; j < VECTOR; j++) h[r][i][j] += addend[j];
+          round_to<T>(h[r][i]);
+        });
+        if (row_of(r) < rows && at.has(i)) write<VECTOR>(sum + (offset_of(r) + at.channel(i)), h[r][i]);
+      }
+    }
+  }
+
+  float means[ROWS], squares[ROWS], origins[ROWS] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    if constexpr (std::is_same_v<T, float>) origins[r] = first_of_row(h[r][0][0], at);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+        for (float& value : h[r][i]) value -= origins[r];
+      }
+      float sum = h[r][i][0];
+#pragma unroll
+      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j];
+      sum = at.has(i) ? sum : 0;
+      means[r] = i == 0 ? sum : means[r] + sum;
+    }
+  }
+  sum_over_row(means, at);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    means[r] *= call.inverse;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+#pragma unroll
+      for (float& value : h[r][i]) value -= means[r];
+      float sum = h[r][i][0] * h[r][i][0];
+#pragma unroll
+      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j] * h[r][i][j];
+      sum = at.has(i) ? sum : 0;
+      squares[r] = i == 0 ? sum : squares[r] + sum;
+    }
+  }
+  sum_over_row(squares, at);
+
+  Out* out = advance<VECTOR>(static_cast<Out*>(call.out), start);
+  float rstds[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) rstds[r] = reciprocal_root(squares[r] * call.inverse + call.eps);
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
-    const int channel = at.channel(i);
-    if (channel >= call.channels) continue;
-    float weight[VECTOR], bias[VECTOR];
-    read_parameter<VECTOR, T>(weight, call.weight, channel, call.float_parameters, 1);
-    read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
+    float weight[VECTOR] = {}, bias[VECTOR] = {};
+    at.with_readable(i, [&](int channel) {
+      read_parameter<VECTOR, T>(weight, call.weight, channel, call.float_parameters, 1);
+      read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
+    });
 #pragma unroll
-    for (int j = 0; j < VECTOR; j++) {
-      h[i][j] = activate<activation, kPrecision<T>>((h[i][j] - correction) * rstd * weight[j] + bias[j]);
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int j = 0; j < VECTOR; j++) {
+        h[r][i][j] = activate<activation, kPrecision<Out>>(h[r][i][j] * rstds[r] * weight[j] + bias[j]);
+      }
+      if (row_of(r) < rows && at.has(i)) write<VECTOR>(out + (offset_of(r) + at.channel(i)), h[r][i]);
     }
-    write<VECTOR>(static_cast<T*>(call.out) + start + channel, h[i]);
   }
-  if (at.lane == 0 && call.mean != nullptr) {
-    call.mean[row] = mean + correction;
-    call.rstd[row] = rstd;
+  if (at.lane != 0 || call.mean == nullptr) return;
+  float *mean = advance<VECTOR>(call.mean, first), *rstd = advance<VECTOR>(call.rstd, first);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    if (row_of(r) >= rows) continue;
+    if constexpr (std::is_same_v<T, float>) means[r] += origins[r];
+    mean[row_of(r)] = means[r];
+    rstd[row_of(r)] = rstds[r];
   }
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>)
+    layer_norm_kernel(LayerNormForward call, int lanes_log2) {
+  normalize<T, activation, VECTOR, VECTORS, Out, false>(call, lanes_log2);
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
+    add_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
+  normalize<T, activation, VECTOR, VECTORS, Out, true>(call, lanes_log2);
 }
 
 // With n = normalized h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
 // dx = rstd · (g · weight − mean(g · weight) − n · mean(g · weight · n)) + dh.
-template <class T, Activation activation, int VECTOR, int VECTORS>
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
-    layer_norm_backward_kernel(LayerNormBackward call, int lanes) {
-  const Place<VECTOR, VECTORS> at(lanes);
-  const float inverse = 1.0f / static_cast<float>(call.channels);
+    layer_norm_backward_kernel(LayerNormBackward call, int lanes_log2) {
+  constexpr bool keeps_parameters = VECTORS * VECTOR <= 8;
+  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
   float dweight[VECTORS][VECTOR] = {}, dbias[VECTORS][VECTOR] = {};
-  const int64_t step = int64_t{gridDim.x} * at.rows_at_once();
+  float weight[VECTORS][VECTOR] = {}, bias[VECTORS][VECTOR] = {};
+  const auto read_parameters = [&](int i) {
+    at.with_readable(i, [&](int channel) {
+      read_parameter<VECTOR, T>(weight[i], call.weight, channel, call.float_parameters, 1);
+      if constexpr (activation != Activation::identity) {
+        read_parameter<VECTOR, T>(bias[i], call.bias, channel, call.float_parameters, 0);
+      }
+    });
+  };
+  if constexpr (keeps_parameters) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) read_parameters(i);
+  }
+  const int step = static_cast<int>(gridDim.x) * at.rows_at_once;
   // The number of turns is that of the block, whose threads meet in sum_over_row.
-  for (int64_t first = int64_t{blockIdx.x} * at.rows_at_once(); first < call.rows; first += step) {
-    const int64_t row = first + static_cast<int>(threadIdx.x) / lanes;
-    const bool present = row < call.rows;
-    const int64_t start = row * call.channels;
-    const float mean = present ? call.mean[row] : 0.0f, rstd = present ? call.rstd[row] : 0.0f;
-    float normal[VECTORS][VECTOR], g[VECTORS][VECTOR];
-    Pair sums{0, 0};
+  for (int first = static_cast<int>(blockIdx.x) * at.rows_at_once; first < call.rows; first += step) {
+    const bool present = first + at.row < call.rows;  // else the row is the last one again, and does not count
+    const int row = min(first + at.row, call.rows - 1);
+    const int64_t start = int64_t{row} * call.channels;
+    const float mean = call.mean[row], rstd = call.rstd[row];
+    const T* h = advance<VECTOR>(static_cast<const T*>(call.h), start);
+    const Out* dout = advance<VECTOR>(static_cast<const Out*>(call.dout), start);
+    float normal[VECTORS][VECTOR] = {}, g[VECTORS][VECTOR] = {};
     const auto read_both = [&](int i) {
-      const int64_t offset = start + at.channel(i);
-      read<VECTOR>(normal[i], static_cast<const T*>(call.h) + offset);
-      read<VECTOR>(g[i], static_cast<const T*>(call.dout) + offset);
+      at.with_readable(i, [&](int channel) {
+        read<VECTOR>(normal[i], h + channel);
+        read<VECTOR>(g[i], dout + channel);
+      });
     };
     // Vectors are all under way before the first is used. So many single values would take all registers.
     if constexpr (VECTOR > 1) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
-        if (present && at.channel(i) < call.channels) read_both(i);
-      }
+      for (int i = 0; i < VECTORS; i++) read_both(i);
     }
+    float sums[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-      const int channel = at.channel(i);
-      if (!present || channel >= call.channels) continue;
       if constexpr (VECTOR == 1) {
+        if (!present || !at.has(i)) continue;
         keep_reads_here();
         read_both(i);
       }
-      float weight[VECTOR], bias[VECTOR];
-      read_parameter<VECTOR, T>(weight, call.weight, channel, call.float_parameters, 1);
-      if constexpr (activation != Activation::identity) {
-        read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
-      }
+      if constexpr (!keeps_parameters) read_parameters(i);
+      float part[2];
 #pragma unroll
       for (int j = 0; j < VECTOR; j++) {
         const float n = (normal[i][j] - mean) * rstd;
         float gradient = g[i][j];
         if constexpr (activation != Activation::identity) {
-          gradient *= activation_derivative<activation, kPrecision<T>>(n * weight[j] + bias[j]);
+          gradient *= activation_derivative<activation, kPrecision<Out>>(n * weight[i][j] + bias[i][j]);
         }
-        dweight[i][j] += gradient * n;
-        dbias[i][j] += gradient;
-        gradient *= weight[j];
-        sums.first += gradient;
-        sums.second += gradient * n;
+        if (present) {
+          dweight[i][j] += gradient * n;
+          dbias[i][j] += gradient;
+        }
+        gradient *= weight[i][j];
+        part[0] = j == 0 ? gradient : part[0] + gradient;
+        part[1] = j == 0 ? gradient * n : part[1] + gradient * n;
         normal[i][j] = n;
         g[i][j] = gradient;
       }
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float sum = at.has(i) ? part[k] : 0;
+        sums[k] = VECTOR > 1 && i == 0 ? sum : sums[k] + sum;
+      }
     }
-    sums = sum_over_row(sums, lanes);
-    const float mean_g = sums.first * inverse, mean_gn = sums.second * inverse;
+    sum_over_row(sums, at);
+    const float factor = -rstd * call.inverse, shift = factor * sums[0], slope = factor * sums[1];
+    T* dx = advance<VECTOR>(static_cast<T*>(call.dx), start);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
+      if (!present || !at.has(i)) continue;
       const int channel = at.channel(i);
-      if (!present || channel >= call.channels) continue;
 #pragma unroll
-      for (int j = 0; j < VECTOR; j++) g[i][j] = (g[i][j] - mean_g - normal[i][j] * mean_gn) * rstd;
+      for (int j = 0; j < VECTOR; j++) g[i][j] = g[i][j] * rstd + (normal[i][j] * slope + shift);
       if (call.dh != nullptr) {
         float dh[VECTOR];
-        read<VECTOR>(dh, static_cast<const T*>(call.dh) + start + channel);
+        read<VECTOR>(dh, static_cast<const T*>(call.dh) + (start + channel));
 #pragma unroll
         for (int j = 0; j < VECTOR; j++) g[i][j] += dh[j];
       }
-      write<VECTOR>(static_cast<T*>(call.dx) + start + channel, g[i]);
+      write<VECTOR>(dx + channel, g[i]);
+      if constexpr (!std::is_same_v<T, Out>) {
+        if (call.dbranch != nullptr) write<VECTOR>(static_cast<Out*>(call.dbranch) + (start + channel), g[i]);
+      }
     }
   }
   float* sums = call.sums + int64_t{blockIdx.x} * 2 * call.channels;
-  write_sums(dweight, sums, at, call.channels);
-  write_sums(dbias, sums + call.channels, at, call.channels);
+  write_sums(dweight, sums, at);
+  write_sums(dbias, sums + call.channels, at);
 }
 
 // GELU ------------------------------------------------------------------------------------------------------
 
+// GELU of a flat tensor, of which a block takes one piece.
 template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) gelu_kernel(GeluForward call, int lanes) {
-  const Place<VECTOR, VECTORS> at(lanes);
-  const int64_t start = at.first_row() * call.channels;
-  float x[VECTORS][VECTOR];
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
+  const Piece<VECTOR, VECTORS> at(call.size);
+  const T* x = static_cast<const T*>(call.x) + at.first;
+  T* out = static_cast<T*>(call.out) + at.first;
+  float values[VECTORS][VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
-    const int channel = at.channel(i);
-    if (channel < call.channels && start + channel < call.size) {
-      read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + channel);
-    }
+    if (at.has(i)) read<VECTOR>(values[i], x + at.offset(i));
   }
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
-    const int channel = at.channel(i);
-    if (channel >= call.channels || start + channel >= call.size) continue;
-    float bias[VECTOR];
-    read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
+    if (!at.has(i)) continue;
 #pragma unroll
-    for (int j = 0; j < VECTOR; j++) x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]);
-    write<VECTOR>(static_cast<T*>(call.out) + start + channel, x[i]);
+    for (float& value : values[i]) value = activate<activation, kPrecision<T>>(value);
+    write<VECTOR>(out + at.offset(i), values[i]);
   }
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1) gelu_backward_kernel(GeluBackward call, int lanes) {
-  const Place<VECTOR, VECTORS> at(lanes);
-  const int64_t step = int64_t{gridDim.x} * at.rows_at_once() * call.channels;
-  float dbias[VECTORS][VECTOR] = {};
-  for (int64_t start = at.first_row() * call.channels; start < call.size; start += step) {
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_backward_kernel(GeluBackward call) {
+  const Piece<VECTOR, VECTORS> at(call.size);
+  const T* x = static_cast<const T*>(call.x) + at.first;
+  const T* dout = static_cast<const T*>(call.dout) + at.first;
+  T* dx = static_cast<T*>(call.dx) + at.first;
+  float values[VECTORS][VECTOR], g[VECTORS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    if (!at.has(i)) continue;
+    read<VECTOR>(values[i], x + at.offset(i));
+    read<VECTOR>(g[i], dout + at.offset(i));
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    if (!at.has(i)) continue;
+#pragma unroll
+    for (int j = 0; j < VECTOR; j++) g[i][j] *= activation_derivative<activation, kPrecision<T>>(values[i][j]);
+    write<VECTOR>(dx + at.offset(i), g[i]);
+  }
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
+    bias_gelu_kernel(GeluForward call, int lanes_log2) {
+  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
+  const int64_t row = int64_t{blockIdx.x} * at.rows_at_once + at.row, start = row * call.channels;
+  if (start >= call.size) return;
+  float x[VECTORS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    if (at.has(i)) read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    if (!at.has(i)) continue;
+    float bias[VECTOR];
+    read_parameter<VECTOR, T>(bias, call.bias, at.channel(i), call.float_parameters, 0);
+#pragma unroll
+    for (int j = 0; j < VECTOR; j++) x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]);
+    write<VECTOR>(static_cast<T*>(call.out) + start + at.channel(i), x[i]);
+  }
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
+    bias_gelu_backward_kernel(GeluBackward call, int lanes_log2) {
+  constexpr bool keeps_parameters = VECTORS * VECTOR <= 8;
+  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
+  const int64_t step = int64_t{gridDim.x} * at.rows_at_once * call.channels;
+  float dbias[VECTORS][VECTOR] = {}, bias[VECTORS][VECTOR];
+  if constexpr (keeps_parameters) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      if (at.has(i)) read_parameter<VECTOR, T>(bias[i], call.bias, at.channel(i), call.float_parameters, 0);
+    }
+  }
+  const int64_t first = (int64_t{blockIdx.x} * at.rows_at_once + at.row) * call.channels;
+  for (int64_t start = first; start < call.size; start += step) {
     float x[VECTORS][VECTOR], g[VECTORS][VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-      const int channel = at.channel(i);
-      if (channel < call.channels && start + channel < call.size) {
-        read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + channel);
-        read<VECTOR>(g[i], static_cast<const T*>(call.dout) + start + channel);
-      }
+      if (!at.has(i)) continue;
+      read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
+      read<VECTOR>(g[i], static_cast<const T*>(call.dout) + start + at.channel(i));
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-      const int channel = at.channel(i);
-      if (channel >= call.channels || start + channel >= call.size) continue;
-      float bias[VECTOR];
-      read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
+      if (!at.has(i)) continue;
+      if constexpr (!keeps_parameters) {
+        read_parameter<VECTOR, T>(bias[i], call.bias, at.channel(i), call.float_parameters, 0);
+      }
 #pragma unroll
       for (int j = 0; j < VECTOR; j++) {
-        g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j] + bias[j]);
+        g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j] + bias[i][j]);
         dbias[i][j] += g[i][j];
       }
-      write<VECTOR>(static_cast<T*>(call.dx) + start + channel, g[i]);
+      write<VECTOR>(static_cast<T*>(call.dx) + start + at.channel(i), g[i]);
     }
   }
-  if (call.sums != nullptr) {
-    write_sums(dbias, call.sums + int64_t{blockIdx.x} * call.channels, at, call.channels);
-  }
+  write_sums(dbias, call.sums + int64_t{blockIdx.x} * call.channels, at);
 }
 
 // Sums over blocks ------------------------------------------------------------------------------------------
@@ -430,7 +652,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_over_blocks_kernel(SumOverBlo
   __syncthreads();
   if (part != 0 || channel >= call.channels) return;
   for (int other = 1; other < parts; other++) sum += sums[other * kWarp + threadIdx.x];
-  float value[1] = {sum};
+  const float value[1] = {sum};
   if (call.float_parameters) write<1>(static_cast<float*>(call.out) + channel, value);
   else write<1>(static_cast<T*>(call.out) + channel, value);
 }
@@ -444,6 +666,7 @@ void with_count(int vectors, F f) {
   }(std::make_index_sequence<std::size(counts)>{});
 }
 
+// Calls f with the elements of a vector and the vectors of a thread as constants.
 template <class T, class F>
 void with_layout(const Layout& layout, F f) {
   if (layout.vector == 1) with_count<1, kScalars>(layout.vectors, f);
@@ -451,47 +674,83 @@ void with_layout(const Layout& layout, F f) {
   else with_count<8, kVectors>(layout.vectors, f);
 }
 
-// Calls f with the activation, the elements of a vector and the vectors of a thread as constants, which are the
-// parameters of a kernel's template.
-template <class T, bool or_identity, class F>
-void with_kernel(Activation activation, const Layout& layout, F f) {
-  with_activation<or_identity>(activation, [&](auto kind) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) { f(kind, vector, vectors); });
+template <class T, int vectors, class F>
+void with_flat_layout(const Layout& layout, F f) {
+  if (layout.vector == 1) with_count<1, kScalars>(layout.vectors, f);
+  else f(Constant<std::is_same_v<T, float> ? 4 : 8>{}, Constant<vectors>{});
+}
+
+// Calls f with the activation and the type of a result that differs from T. Those are of LayerNorm alone, and either
+// 16 bits of float, or float of 16 bits.
+template <class T, class F>
+void with_result(DType result, Activation activation, F f) {
+  const auto alone = [&](auto type) { f(Constant<Activation::identity>{}, type); };
+  if (result == kDType<T>) return with_activation(activation, [&](auto kind) { f(kind, T{}); });
+  if constexpr (!std::is_same_v<T, float>) return alone(float{});
+  else if (result == DType::bfloat16) return alone(BFloat16{});
+  else return alone(Half{});
+}
+
+template <class T, class Launch>
+void layer_norm(const LayerNormForward& call, Activation activation, DType result, const Layout& layout,
+                Launch launch) {
+  const int64_t blocks = blocks_to_normalize(layout, call.rows, call.residual != nullptr);
+  with_result<T>(result, activation, [&](auto kind, auto out) {
+    with_layout<T>(layout, [&](auto vector, auto vectors) {
+      using Out = decltype(out);
+      if (call.residual == nullptr) {
+        launch(layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>, blocks, layout.threads, call,
+               log2_of(layout.lanes));
+      } else if constexpr (kind.value == Activation::identity && (std::is_same_v<T, float> || std::is_same_v<T, Out>)) {
+        launch(add_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>, blocks, layout.threads, call,
+               log2_of(layout.lanes));
+      }
+    });
   });
 }
 
 template <class T, class Launch>
-void layer_norm(const LayerNormForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_kernel<T, true>(activation, layout, [&](auto kind, auto vector, auto vectors) {
-    launch(layer_norm_kernel<T, kind.value, vector.value, vectors.value>, blocks_for(layout, call.rows), layout.threads,
-           call, layout.lanes);
-  });
-}
-
-template <class T, class Launch>
-void layer_norm_backward(const LayerNormBackward& call, Activation activation, const Layout& layout, int64_t blocks,
-                         Launch launch) {
-  with_kernel<T, true>(activation, layout, [&](auto kind, auto vector, auto vectors) {
-    launch(layer_norm_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call,
-           layout.lanes);
+void layer_norm_backward(const LayerNormBackward& call, Activation activation, DType result, const Layout& layout,
+                         int64_t blocks, Launch launch) {
+  with_result<T>(result, activation, [&](auto kind, auto out) {
+    with_layout<T>(layout, [&](auto vector, auto vectors) {
+      launch(layer_norm_backward_kernel<T, kind.value, vector.value, vectors.value, decltype(out)>, blocks,
+             layout.threads, call, log2_of(layout.lanes));
+    });
   });
 }
 
 template <class T, class Launch>
 void gelu(const GeluForward& call, Activation activation, const Layout& layout, Launch launch) {
-  with_kernel<T, false>(activation, layout, [&](auto kind, auto vector, auto vectors) {
-    const int64_t rows = (call.size + call.channels - 1) / call.channels;
-    launch(gelu_kernel<T, kind.value, vector.value, vectors.value>, blocks_for(layout, rows), layout.threads, call,
-           layout.lanes);
+  with_activation<false>(activation, [&](auto kind) {
+    if (call.bias == nullptr) {
+      with_flat_layout<T, kFlatVectors>(layout, [&](auto vector, auto vectors) {
+        launch(gelu_kernel<T, kind.value, vector.value, vectors.value>, flat_blocks(layout, call.size), layout.threads,
+               call);
+      });
+    } else {
+      with_layout<T>(layout, [&](auto vector, auto vectors) {
+        launch(bias_gelu_kernel<T, kind.value, vector.value, vectors.value>,
+               blocks_for(layout, call.size / call.channels), layout.threads, call, log2_of(layout.lanes));
+      });
+    }
   });
 }
 
 template <class T, class Launch>
 void gelu_backward(const GeluBackward& call, Activation activation, const Layout& layout, int64_t blocks,
                    Launch launch) {
-  with_kernel<T, false>(activation, layout, [&](auto kind, auto vector, auto vectors) {
-    launch(gelu_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call,
-           layout.lanes);
+  with_activation<false>(activation, [&](auto kind) {
+    if (call.bias == nullptr) {
+      with_flat_layout<T, kFlatBackwardVectors>(layout, [&](auto vector, auto vectors) {
+        launch(gelu_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call);
+      });
+    } else {
+      with_layout<T>(layout, [&](auto vector, auto vectors) {
+        launch(bias_gelu_backward_kernel<T, kind.value, vector.value, vectors.value>, blocks, layout.threads, call,
+               log2_of(layout.lanes));
+      });
+    }
   });
 }
 

@@ -32,11 +32,13 @@ const char* run(void* stream, F f) {
 }  // namespace
 
 const Kernels KERNELS{
-    [](const LayerNormForward& call, Activation activation, const Layout& layout, void* stream) {
-      return run(stream, [&](auto launch) { layer_norm<TYPE>(call, activation, layout, launch); });
+    [](const LayerNormForward& call, Activation activation, DType result, const Layout& layout, void* stream) {
+      return run(stream, [&](auto launch) { layer_norm<TYPE>(call, activation, result, layout, launch); });
     },
-    [](const LayerNormBackward& call, Activation activation, const Layout& layout, int64_t blocks, void* stream) {
-      return run(stream, [&](auto launch) { layer_norm_backward<TYPE>(call, activation, layout, blocks, launch); });
+    [](const LayerNormBackward& call, Activation activation, DType result, const Layout& layout, int64_t blocks,
+       void* stream) {
+      return run(stream,
+                 [&](auto launch) { layer_norm_backward<TYPE>(call, activation, result, layout, blocks, launch); });
     },
     [](const GeluForward& call, Activation activation, const Layout& layout, void* stream) {
       return run(stream, [&](auto launch) { gelu<TYPE>(call, activation, layout, launch); });

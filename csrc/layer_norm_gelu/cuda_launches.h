@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <iterator>
 
@@ -15,6 +16,7 @@
 namespace cvt_kernels::layer_norm_gelu::cuda {
 
 constexpr int kMaxChannels = 8192;
+constexpr int64_t kMaxRows = int64_t{1} << 30;  // of a LayerNorm's backward, which counts them in 32 bits
 
 // The most threads of a block. A thread holds up to 32 values of a row, 16 where it reads them one by one.
 template <int vector>
@@ -29,6 +31,8 @@ struct Layout {
   int threads;  // of a block
 };
 
+// A LayerNorm has two types: that of its rows (x or h), which names the kernels, and that of its result. With a residual,
+// x is of the type of the result: a branch of 16 bits beside a stream of floats, under autocast.
 struct LayerNormForward {
   const void* x;
   const void* residual;  // or null: h = x + residual, else h is x and not written
@@ -40,12 +44,13 @@ struct LayerNormForward {
   float* rstd;
   int64_t rows;
   float eps;
+  float inverse;  // 1 / channels
   int channels;
   bool float_parameters;  // weight and bias are float, whatever the type of x
 };
 
 struct LayerNormBackward {
-  const void* dout;
+  const void* dout;  // of the type of the result
   const void* dh;  // or null: added to dx
   const void* h;
   const void* weight;  // or null
@@ -53,8 +58,10 @@ struct LayerNormBackward {
   const float* mean;
   const float* rstd;
   void* dx;
-  float* sums;  // (blocks, 2, channels): the parts of dweight and of dbias
-  int64_t rows;
+  void* dbranch;  // dx in the type of the result, where that differs from the rows'; or null
+  float* sums;    // (blocks, 2, channels): the parts of dweight and of dbias
+  int rows;
+  float inverse;  // 1 / channels
   int channels;
   bool float_parameters;
 };
@@ -64,7 +71,7 @@ struct GeluForward {
   const void* bias;  // or null
   void* out;
   int64_t size;
-  int channels;  // of a row; without a bias, rows are cut where it suits
+  int channels;  // of a row; 0 without a bias
   bool float_parameters;
 };
 
@@ -75,7 +82,7 @@ struct GeluBackward {
   void* dx;
   float* sums;  // (blocks, channels): the parts of dbias; null without a bias
   int64_t size;
-  int channels;
+  int channels;  // of a row; 0 without a bias
   bool float_parameters;
 };
 
@@ -93,6 +100,17 @@ struct SumOverBlocks {
 inline constexpr int kVectors[] = {1, 3, 4};          // of 8 elements of 16 bits
 inline constexpr int kFloatVectors[] = {2, 4, 6, 8};  // of 4 elements of 32 bits
 inline constexpr int kScalars[] = {16};
+inline constexpr int kFlatVectors = 4;  // of GELU without a bias, which knows no rows
+inline constexpr int kFlatBackwardVectors = 2;
+
+// Says whether rows that are held so never need more than a warp: layout_of takes more vectors instead.
+constexpr bool fits_warp(int vector, int vectors) { return vector > 1 && vector * vectors <= 8; }
+
+// The rows of a thread in the forward of LayerNorm. Short parts of rows come several at once, which share the parameters
+// and the addresses: as many as 64 registers hold.
+constexpr int rows_of_thread(int vector, int vectors, bool adds) {
+  return vector > 1 && vector * vectors <= 8 ? (adds ? 2 : 3) : 1;
+}
 
 // The layout that wastes the fewest threads, then the one with the most vectors in a thread (several loads under way,
 // few exchanges between threads), but with 8 threads to a row so that a load reads whole cache lines.
@@ -114,23 +132,35 @@ inline Layout layout_of(DType dtype, int channels, bool aligned) {
   return best;
 }
 
-// Without a bias, GELU knows no rows and cuts its own, of `width_of` elements. Its backward takes fewer vectors to a
-// thread, since the kernel has registers for the sums of a bias.
+// Without a bias, GELU knows no rows, and a block takes a piece of the tensor. The backward has two tensors to read, and
+// takes fewer vectors of each.
 inline Layout flat_layout(DType dtype, bool aligned, bool backward) {
   if (!aligned) return {1, 16, 128, 128};
-  if (dtype == DType::float32) return {4, backward ? 2 : 4, 128, 128};
-  return {8, backward ? 1 : 4, 128, 128};
+  return {dtype == DType::float32 ? 4 : 8, backward ? kFlatBackwardVectors : kFlatVectors, 128, 128};
 }
 
-inline int width_of(const Layout& layout) { return layout.vector * layout.vectors * layout.lanes; }
+// The number of blocks that cover a flat tensor.
+inline int64_t flat_blocks(const Layout& layout, int64_t size) {
+  const int64_t piece = int64_t{layout.vector} * layout.vectors * layout.threads;
+  return (size + piece - 1) / piece;
+}
 
 // The number of rows that a block works on at a time.
 inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
 
-// The number of blocks that cover all rows at once: without sums over rows, each thread has one row.
+// The number of blocks that cover all rows at once, with one row of each thread.
 inline int64_t blocks_for(const Layout& layout, int64_t rows) {
   return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
 }
+
+// Likewise in the forward of LayerNorm, with all rows of each thread.
+inline int64_t blocks_to_normalize(const Layout& layout, int64_t rows, bool adds) {
+  const int together = rows_of_thread(layout.vector, layout.vectors, adds);
+  return blocks_for(layout, (rows + together - 1) / together);
+}
+
+// The kernels shift by it instead of dividing by a number that they do not know.
+inline int log2_of(int lanes) { return std::countr_zero(static_cast<unsigned>(lanes)); }
 
 // The number of blocks that stay and walk over the rows, for sums over them: as many as the registers hold on sm_80 and
 // sm_90 (docs/kernels.md; sm_100 holds one less of some), each of 128 threads or the equivalent.
@@ -143,8 +173,9 @@ inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiproc
 
 // The launches, for one type of elements, on a stream of the current device. Each returns an error, or null.
 struct Kernels {
-  const char* (*layer_norm)(const LayerNormForward&, Activation, const Layout&, void* stream);
-  const char* (*layer_norm_backward)(const LayerNormBackward&, Activation, const Layout&, int64_t blocks, void* stream);
+  const char* (*layer_norm)(const LayerNormForward&, Activation, DType result, const Layout&, void* stream);
+  const char* (*layer_norm_backward)(const LayerNormBackward&, Activation, DType result, const Layout&, int64_t blocks,
+                                     void* stream);
   const char* (*gelu)(const GeluForward&, Activation, const Layout&, void* stream);
   const char* (*gelu_backward)(const GeluBackward&, Activation, const Layout&, int64_t blocks, void* stream);
   const char* (*sum_over_blocks)(const SumOverBlocks&, void* stream);

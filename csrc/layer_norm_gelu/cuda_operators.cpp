@@ -37,6 +37,11 @@ int channels_for_kernels(const Tensor& x) {
   return static_cast<int>(channels);
 }
 
+int rows_for_kernels(int64_t rows) {
+  STD_TORCH_CHECK(rows <= kMaxRows, "x: got ", rows, " rows, expected up to ", kMaxRows);
+  return static_cast<int>(rows);
+}
+
 // Says whether every load of 16 bytes lies on a multiple of 16.
 bool is_aligned(const Tensor& x, int64_t elements, std::initializer_list<const void*> pointers) {
   const bool whole = elements * static_cast<int64_t>(x.element_size()) % 16 == 0;
@@ -81,11 +86,11 @@ class Gpu {
 
   void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
                   Activation activation) const {
-    const Tensor& x = tensors.x;
-    const int channels = channels_for_kernels(x);
-    const KernelParameters converted(parameters.weight, parameters.bias, x);
+    const Tensor& rows = tensors.h.has_value() ? *tensors.h : tensors.x;
+    const int channels = channels_for_kernels(rows);
+    const KernelParameters converted(parameters.weight, parameters.bias, rows);
     const LayerNormForward call{
-        .x = x.const_data_ptr(),
+        .x = tensors.x.const_data_ptr(),
         .residual = const_data_of(tensors.residual),
         .weight = converted.weight(),
         .bias = converted.bias(),
@@ -93,13 +98,15 @@ class Gpu {
         .out = tensors.out.mutable_data_ptr(),
         .mean = static_cast<float*>(mutable_data_of(tensors.mean)),
         .rstd = static_cast<float*>(mutable_data_of(tensors.rstd)),
-        .rows = x.numel() / channels,
+        .rows = rows.numel() / channels,
         .eps = static_cast<float>(eps),
+        .inverse = 1.0f / static_cast<float>(channels),
         .channels = channels,
         .float_parameters = converted.is_float(),
     };
-    const bool aligned = is_aligned(x, channels, {call.x, call.residual, call.weight, call.bias, call.h, call.out});
-    check(kernels().layer_norm(call, activation, layout_of(dtype_, channels, aligned), stream_));
+    const bool aligned = is_aligned(rows, channels, {call.x, call.residual, call.weight, call.bias, call.h, call.out});
+    const DType result = checked_result(tensors.out, activation, tensors.h.has_value());
+    check(kernels().layer_norm(call, activation, result, layout_of(dtype_, channels, aligned), stream_));
   }
 
   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
@@ -116,17 +123,21 @@ class Gpu {
         .mean = static_cast<const float*>(tensors.mean.const_data_ptr()),
         .rstd = static_cast<const float*>(tensors.rstd.const_data_ptr()),
         .dx = tensors.dx.mutable_data_ptr(),
+        .dbranch = mutable_data_of(tensors.dbranch),
         .sums = nullptr,
-        .rows = h.numel() / channels,
+        .rows = rows_for_kernels(h.numel() / channels),
+        .inverse = 1.0f / static_cast<float>(channels),
         .channels = channels,
         .float_parameters = converted.is_float(),
     };
-    const bool aligned = is_aligned(h, channels, {call.dout, call.dh, call.h, call.weight, call.bias, call.dx});
+    const DType result = checked_result(tensors.dout, activation, tensors.dbranch.has_value());
+    const bool aligned =
+        is_aligned(h, channels, {call.dout, call.dh, call.h, call.weight, call.bias, call.dx, call.dbranch});
     const Layout layout = layout_of(dtype_, channels, aligned);
     const int64_t blocks = resident_blocks(layout, call.rows, multiprocessors());
     const Tensor sums = empty({blocks, 2 * channels}, ScalarType::Float, h);
     call.sums = static_cast<float*>(sums.mutable_data_ptr());
-    check(kernels().layer_norm_backward(call, activation, layout, blocks, stream_));
+    check(kernels().layer_norm_backward(call, activation, result, layout, blocks, stream_));
     return {gradient_of(parameters.weight, h, sums, 0), gradient_of(parameters.bias, h, sums, 1)};
   }
 
@@ -148,7 +159,6 @@ class Gpu {
       layout = layout_of(dtype_, call.channels, is_aligned(x, call.channels, {call.x, call.bias, call.out}));
     } else {
       layout = flat_layout(dtype_, is_aligned(x, call.size, {call.x, call.out}), false);
-      call.channels = width_of(layout);
     }
     check(kernels().gelu(call, activation, layout, stream_));
   }
@@ -173,8 +183,7 @@ class Gpu {
     };
     if (!bias.has_value()) {
       const Layout layout = flat_layout(dtype_, is_aligned(x, call.size, {call.dout, call.x, call.dx}), true);
-      call.channels = width_of(layout);
-      run(layout, (call.size + call.channels - 1) / call.channels);
+      run(layout, flat_blocks(layout, call.size));
       return no_gradient(x);
     }
     call.channels = channels_for_kernels(x);
@@ -188,6 +197,17 @@ class Gpu {
   }
 
  private:
+  // The dtype of a result. Where it is another one than the rows', it is either 16 bits of float32 or float32 of 16 bits;
+  // a sum with a residual is then a branch of 16 bits beside a stream of float32.
+  DType checked_result(const Tensor& out, Activation activation, bool has_branch) const {
+    const DType result = dtype_of(out);
+    const bool narrows = dtype_ == DType::float32 && result != DType::float64;
+    const bool widens = result == DType::float32 && !has_branch;
+    STD_TORCH_CHECK(result == dtype_ || (activation == Activation::identity && (narrows || widens)),
+                    "dtype: there are no CUDA kernels for this result");
+    return result;
+  }
+
   const Kernels& kernels() const {
     switch (dtype_) {
       case DType::bfloat16: return kernels_bfloat16;

@@ -31,10 +31,11 @@ struct ParameterGradients {
   Tensor weight, bias;
 };
 
-// The tensors below are contiguous.
+// The tensors below are contiguous. `out` and `dout` may be of another dtype than the rows that are normalized, those of
+// x or h; a device that does not compute a pair of dtypes refuses the call.
 
 struct LayerNormTensors {
-  Tensor x;
+  Tensor x;  // of the dtype of `out` if there is a residual
   std::optional<Tensor> residual;
   std::optional<Tensor> h;  // x + residual; made only if there is a residual
   Tensor out;
@@ -48,6 +49,7 @@ struct LayerNormBackwardTensors {
   const Tensor& mean;
   const Tensor& rstd;
   Tensor dx;
+  std::optional<Tensor> dbranch;  // dx in the dtype of dout, if it is wanted
 };
 
 struct GeluTensors {
@@ -90,19 +92,20 @@ inline void* mutable_data_of(const std::optional<Tensor>& tensor) {
 
 template <class Device>
 LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& residual, const Parameters& parameters,
-                           double eps, Activation activation, bool with_statistics) {
-  const Device device(input);
-  channels_of(input);  // rejects a tensor that has no rows
-  const auto sizes = input.sizes();
+                           double eps, Activation activation, ScalarType dtype, bool with_statistics) {
+  const Tensor& rows = residual.has_value() ? *residual : input;
+  const Device device(rows);
+  channels_of(rows);  // rejects a tensor that has no rows
+  const auto sizes = rows.sizes();
   const auto statistic = [&]() -> std::optional<Tensor> {
     if (!with_statistics) return std::nullopt;
-    return empty(sizes.slice(0, sizes.size() - 1), accumulator_of(input), input);
+    return empty(sizes.slice(0, sizes.size() - 1), accumulator_of(rows), rows);
   };
   const LayerNormTensors tensors{
-      .x = contiguous_like("x", input, input),
-      .residual = contiguous_like("residual", residual, input),
-      .h = residual.has_value() ? std::optional(uninitialized_like(input)) : std::nullopt,
-      .out = uninitialized_like(input),
+      .x = contiguous_like("x", input, rows, residual.has_value() ? dtype : rows.scalar_type()),
+      .residual = contiguous_like("residual", residual, rows),
+      .h = residual.has_value() ? std::optional(uninitialized_like(rows)) : std::nullopt,
+      .out = empty(sizes, dtype, rows),
       .mean = statistic(),
       .rstd = statistic(),
   };
@@ -113,51 +116,54 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps,
-                                              const std::string& activation) {
-  const auto made = normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), true);
+                                              const std::string& activation, ScalarType dtype) {
+  const auto made = normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, true);
   return {made.out, *made.mean, *made.rstd};
 }
 
 template <class Device>
 Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                            double eps, const std::string& activation) {
-  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), false).out;
+                            double eps, const std::string& activation, ScalarType dtype) {
+  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, false).out;
 }
 
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                                           const std::optional<Tensor>& weight,
-                                                          const std::optional<Tensor>& bias, double eps) {
-  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, true);
+                                                          const std::optional<Tensor>& bias, double eps,
+                                                          ScalarType dtype) {
+  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, dtype, true);
   return {*made.h, made.out, *made.mean, *made.rstd};
 }
 
 template <class Device>
 std::tuple<Tensor, Tensor> add_layer_norm_inference(const Tensor& x, const Tensor& residual,
                                                     const std::optional<Tensor>& weight,
-                                                    const std::optional<Tensor>& bias, double eps) {
-  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, false);
+                                                    const std::optional<Tensor>& bias, double eps, ScalarType dtype) {
+  const auto made = normalize<Device>(x, residual, {weight, bias}, eps, Activation::identity, dtype, false);
   return {*made.h, made.out};
 }
 
 template <class Device>
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const std::optional<Tensor>& dh,
-                                                       const Tensor& h, const Tensor& mean, const Tensor& rstd,
-                                                       const std::optional<Tensor>& weight,
-                                                       const std::optional<Tensor>& bias,
-                                                       const std::string& activation) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dout, const std::optional<Tensor>& dh,
+                                                               const Tensor& h, const Tensor& mean, const Tensor& rstd,
+                                                               const std::optional<Tensor>& weight,
+                                                               const std::optional<Tensor>& bias,
+                                                               const std::string& activation, bool with_dbranch) {
   const Device device(h);
   check_statistics(mean, rstd, h);
   const LayerNormBackwardTensors tensors{
-      .dout = contiguous_like("dout", dout, h),
+      .dout = contiguous_like("dout", dout, h, dout.scalar_type()),
       .dh = contiguous_like("dh", dh, h),
       .h = contiguous_like("h", h, h),
       .mean = mean,
       .rstd = rstd,
       .dx = uninitialized_like(h),
+      .dbranch = with_dbranch ? std::optional(empty(h.sizes(), dout.scalar_type(), h)) : std::nullopt,
   };
   auto gradients = device.layer_norm_backward(tensors, {weight, bias}, activation_of(activation));
-  return {tensors.dx, std::move(gradients.weight), std::move(gradients.bias)};
+  return {tensors.dx, with_dbranch ? *tensors.dbranch : empty({0}, dout.scalar_type(), h),
+          std::move(gradients.weight), std::move(gradients.bias)};
 }
 
 template <class Device>

@@ -17,22 +17,32 @@ from ..ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
 from ..ops.linear import linear
 
 
-def normalize(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Computes LayerNorm over the last dimension in the dtypes of ``norm``, a plain or Microsoft's one."""
+def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Computes LayerNorm over the last dimension in the dtypes of ``norm``, a plain or Microsoft's one.
+
+    The result is rounded to ``dtype``, if one is given.
+    """
     if type(norm) is not nn.LayerNorm:  # Microsoft's, which computes in float32 whatever comes
-        return layer_norm(x.float(), norm.weight, norm.bias, eps=norm.eps).type(x.dtype)
+        out = layer_norm(x.float(), norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
+        return out if dtype is not None else out.type(x.dtype)
     if _dtypes_differ(x, norm.weight):
         return norm(x)  # PyTorch knows which mixtures it takes
-    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps)
+    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
+
+
+def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Computes LayerNorm for layers that read it in autocast's dtype, where autocast is on."""
+    return normalize(norm, x, checks.autocast_dtype(x))
 
 
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of a branch and the residual stream, and the LayerNorm of this sum."""
+    """Returns the sum of a branch and the residual stream, and the LayerNorm of this sum for layers."""
     casts = type(norm) is not nn.LayerNorm and not branch.dtype == stream.dtype == torch.float32
     if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, norm.weight):
         stream = branch + stream
-        return stream, normalize(norm, stream)
-    return add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps)
+        return stream, normalize_for_layers(norm, stream)
+    dtype = checks.autocast_dtype(stream)
+    return add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from .fused import (
     embed,
     gelu_operator,
     linear_gelu,
-    normalize,
+    normalize_for_layers,
 )
 
 _WORDS = ("query", "key", "value")
@@ -66,7 +66,7 @@ def _output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
 
 
 def _layer(self: Any, hidden_state: Tensor, height: int, width: int) -> Tensor:
-    branch = self.attention(normalize(self.layernorm_before, hidden_state), height, width)
+    branch = self.attention(normalize_for_layers(self.layernorm_before, hidden_state), height, width)
     stream, y = add_and_normalize(self.layernorm_after, self.drop_path(branch), hidden_state)
     return self.drop_path(self.output(self.intermediate(y), stream))  # output adds the stream itself
 

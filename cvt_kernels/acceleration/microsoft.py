@@ -24,7 +24,7 @@ from .fused import (
     embed,
     gelu_operator,
     linear_gelu,
-    normalize,
+    normalize_for_layers,
 )
 from .ours import own_class
 
@@ -57,7 +57,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 
 def _block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
-    branch = self.drop_path(self.attn(normalize(self.norm1, x), h, w))
+    branch = self.drop_path(self.attn(normalize_for_layers(self.norm1, x), h, w))
     stream, y = add_and_normalize(self.norm2, branch, x)
     return stream + self.drop_path(self.mlp(y))
 

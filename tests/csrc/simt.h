@@ -26,11 +26,15 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct uint3 {
   unsigned x, y, z;
 };
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 using std::max;
@@ -50,7 +54,8 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(kStack);
   State state;
   float value;  // what it gives to a shuffle, then what it gets
-  int step;
+  int lane;     // whose value it gets
+  int kind;     // the step of a shuffle by steps; -1 if each thread names a lane
 };
 
 struct Scheduler {
@@ -108,10 +113,10 @@ inline void shuffle(unsigned first) {
   Fiber* warp = &scheduler.fibers[first];
   float values[kWarpSize];
   for (unsigned lane = 0; lane < kWarpSize; lane++) {
-    if (warp[lane].step != warp[0].step) fail("threads of a warp are at different shuffles");
+    if (warp[lane].kind != warp[0].kind) fail("threads of a warp are at different shuffles");
     values[lane] = warp[lane].value;
   }
-  for (unsigned lane = 0; lane < kWarpSize; lane++) warp[lane].value = values[lane ^ static_cast<unsigned>(warp->step)];
+  for (unsigned lane = 0; lane < kWarpSize; lane++) warp[lane].value = values[warp[lane].lane];
 }
 
 inline void prepare(Fiber& fiber) {
@@ -165,11 +170,25 @@ void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int t
 
 inline void __syncthreads() { simt::wait(simt::State::at_barrier); }
 
-inline float __shfl_xor_sync(unsigned mask, float value, int step) {
-  if (mask != 0xffffffffu) simt::fail("a shuffle of a part of a warp");
-  simt::Fiber& fiber = *simt::scheduler.current;
+namespace simt {
+
+inline float exchange(unsigned mask, float value, unsigned lane, int kind) {
+  if (mask != 0xffffffffu) fail("a shuffle of a part of a warp");
+  if (lane >= kWarpSize) fail("a shuffle from beyond the warp");
+  Fiber& fiber = *scheduler.current;
   fiber.value = value;
-  fiber.step = step;
-  simt::wait(simt::State::at_shuffle);
+  fiber.lane = static_cast<int>(lane);
+  fiber.kind = kind;
+  wait(State::at_shuffle);
   return fiber.value;
+}
+
+}  // namespace simt
+
+inline float __shfl_xor_sync(unsigned mask, float value, int step) {
+  return simt::exchange(mask, value, threadIdx.x % simt::kWarpSize ^ static_cast<unsigned>(step), step);
+}
+
+inline float __shfl_sync(unsigned mask, float value, int lane) {
+  return simt::exchange(mask, value, static_cast<unsigned>(lane), -1);
 }

@@ -13,7 +13,7 @@ using namespace cvt_kernels::layer_norm_gelu;
 namespace {
 
 struct KernelCall {
-  int64_t operation, dtype, activation, rows, channels, misalignment, multiprocessors, backwards;
+  int64_t operation, dtype, result, activation, rows, channels, misalignment, multiprocessors, backwards;
   int64_t has_addend, has_weight, has_bias, float_parameters;
   double eps;
 };
@@ -52,12 +52,16 @@ void run(const KernelCall& call) {
   const auto launch = [&](auto kernel, int64_t blocks, int threads, const auto&... arguments) {
     simt::launch(backwards, kernel, blocks, threads, arguments...);
   };
-  const auto dtype = static_cast<DType>(call.dtype);
+  const auto dtype = static_cast<DType>(call.dtype), result = static_cast<DType>(call.result);
   const auto activation = static_cast<Activation>(call.activation);
   const int channels = static_cast<int>(call.channels);
   const size_t element = sizeof(T), parameter = float_parameters ? sizeof(float) : element;
   const size_t offset = static_cast<size_t>(call.misalignment) * element;
   const size_t size = static_cast<size_t>(call.rows * call.channels) * element;
+  const size_t result_element = result == DType::float32 ? sizeof(float) : sizeof(BFloat16);
+  const size_t result_offset = static_cast<size_t>(call.misalignment) * result_element;
+  const size_t result_size = static_cast<size_t>(call.rows * call.channels) * result_element;
+  const float inverse = 1.0f / static_cast<float>(channels);
   const size_t vector = static_cast<size_t>(call.channels) * parameter;
   const size_t statistics = static_cast<size_t>(call.rows) * sizeof(float);
   const auto sum = [&](const float* sums, int64_t index, int64_t count, int64_t blocks) {
@@ -73,29 +77,32 @@ void run(const KernelCall& call) {
   const bool aligned = call.misalignment == 0 && call.channels % (16 / static_cast<int64_t>(element)) == 0;
   cuda::Layout layout = cuda::layout_of(dtype, channels, aligned);
 
+  // x is what a LayerNorm normalizes, or adds a branch to, which is of the type of the result.
   const void* x = memory.input(true, size, offset);
-  const void* addend = memory.input(call.has_addend != 0, size, offset);
+  const bool adds = call.has_addend != 0, is_forward = call.operation == 0 || call.operation == 4;
+  const void* addend = is_forward ? memory.input(adds, result_size, result_offset) : memory.input(adds, size, offset);
   const void* weight = memory.input(call.has_weight != 0, vector, 0);
   const void* bias = memory.input(call.has_bias != 0, vector, 0);
-  if (call.operation == 0 || call.operation == 4) {  // layer_norm: addend is the residual
-    void* h = addend == nullptr ? nullptr : memory.output(size, offset);
-    void* out = memory.output(size, offset);
+  if (is_forward) {  // layer_norm
+    void* h = adds ? memory.output(size, offset) : nullptr;
+    void* out = memory.output(result_size, result_offset);
     auto* mean = static_cast<float*>(memory.output(statistics, 0));
     auto* rstd = static_cast<float*>(memory.output(statistics, 0));
     const int64_t rows = call.rows + (call.operation == 4);  // one too many
-    cuda::layer_norm<T>({x, addend, weight, bias, h, out, mean, rstd, rows, static_cast<float>(call.eps), channels,
-                         float_parameters},
-                        activation, layout, launch);
+    cuda::layer_norm<T>({adds ? addend : x, adds ? x : nullptr, weight, bias, h, out, mean, rstd, rows,
+                         static_cast<float>(call.eps), inverse, channels, float_parameters},
+                        activation, result, layout, launch);
   } else if (call.operation == 1) {  // its backward: addend is dh
     const auto* mean = static_cast<const float*>(memory.input(true, statistics, 0));
     const auto* rstd = static_cast<const float*>(memory.input(true, statistics, 0));
-    const void* dout = memory.input(true, size, offset);
+    const void* dout = memory.input(true, result_size, result_offset);
     void* dx = memory.output(size, offset);
+    void* dbranch = adds && result != dtype ? memory.output(result_size, result_offset) : nullptr;
     const int64_t blocks = cuda::resident_blocks(layout, call.rows, static_cast<int>(call.multiprocessors));
     float* sums = sums_of(blocks, 2);
-    cuda::layer_norm_backward<T>({dout, addend, x, weight, bias, mean, rstd, dx, sums, call.rows, channels,
-                                  float_parameters},
-                                 activation, layout, blocks, launch);
+    cuda::layer_norm_backward<T>({dout, addend, x, weight, bias, mean, rstd, dx, dbranch, sums,
+                                  static_cast<int>(call.rows), inverse, channels, float_parameters},
+                                 activation, result, layout, blocks, launch);
     if (weight != nullptr) sum(sums, 0, 2, blocks);
     if (bias != nullptr) sum(sums, 1, 2, blocks);
   } else {  // gelu, and its backward
@@ -104,15 +111,16 @@ void run(const KernelCall& call) {
       const bool whole = elements % (16 / static_cast<int64_t>(element)) == 0;
       layout = cuda::flat_layout(dtype, call.misalignment == 0 && whole, call.operation == 3);
     }
-    const int width = bias == nullptr ? cuda::width_of(layout) : channels;
+    const int width = bias == nullptr ? 0 : channels;
     if (call.operation == 2) {
       void* out = memory.output(size, offset);
       cuda::gelu<T>({x, bias, out, elements, width, float_parameters}, activation, layout, launch);
     } else {
       const void* dout = memory.input(true, size, offset);
       void* dx = memory.output(size, offset);
-      const int64_t rows = (elements + width - 1) / width;
-      const int64_t blocks = cuda::resident_blocks(layout, rows, static_cast<int>(call.multiprocessors));
+      const int64_t blocks = bias == nullptr ? cuda::flat_blocks(layout, elements)
+                                             : cuda::resident_blocks(layout, call.rows,
+                                                                     static_cast<int>(call.multiprocessors));
       float* sums = bias == nullptr ? nullptr : sums_of(blocks, 1);
       cuda::gelu_backward<T>({dout, x, bias, dx, sums, elements, width, float_parameters}, activation, layout,
                              blocks, launch);

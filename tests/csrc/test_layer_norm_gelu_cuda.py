@@ -1,5 +1,6 @@
 """The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as machine code, and on a GPU."""
 
+import functools
 import importlib.util
 import io
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
-from tests.checks import assert_accurate, compiler, not_built
+from tests.checks import assert_accurate, compiler, not_built, recorded_operators
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -32,7 +33,7 @@ class KernelCall(NamedTuple):
 
     operation: str
     x: Tensor
-    addend: Tensor | None = None  # residual, or dh
+    addend: Tensor | None = None  # a branch that is added to x, in the dtype of the result; of a backward, dh
     weight: Tensor | None = None
     bias: Tensor | None = None
     more: tuple[Tensor, ...] = ()  # of a backward: mean, rstd of LayerNorm; dout
@@ -41,13 +42,16 @@ class KernelCall(NamedTuple):
     multiprocessors: int = 1
     backwards: bool = False
     eps: float = 1e-5
+    result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for that of x
 
     def pack(self) -> bytes:
         """Returns the call as the program reads it."""
         parameters = [t for t in (self.weight, self.bias) if t is not None]
+        numbers = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
         header = (
             PROGRAM.index(self.operation),
-            {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[self.x.dtype],
+            numbers[self.x.dtype],
+            numbers[self.result or self.x.dtype],
             ACTIVATIONS.index(self.activation),
             self.x.numel() // self.x.shape[-1],
             self.x.shape[-1],
@@ -58,17 +62,19 @@ class KernelCall(NamedTuple):
             any(t.dtype == torch.float32 for t in parameters),
         )
         arrays = [t for t in (self.x, self.addend, self.weight, self.bias, *self.more) if t is not None]
-        return struct.pack("12qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+        return struct.pack("13qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
 
     def results(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Returns the shapes and dtypes of the tensors that the program writes."""
         like_x = (self.x.shape, self.x.dtype)
+        like_out = (self.x.shape, self.result or self.x.dtype)
+        both = self.addend is not None and like_out != like_x
         statistics = (self.x.shape[:-1], torch.float32)
         parameters = [t for t in (self.weight, self.bias) if t is not None]
         vector = (self.x.shape[-1:], parameters[0].dtype if parameters else self.x.dtype)
         return {
-            "layer_norm": [like_x] * (1 + (self.addend is not None)) + [statistics] * 2,
-            "layer_norm_backward": [like_x] + [vector] * len(parameters),
+            "layer_norm": [like_x] * (self.addend is not None) + [like_out] + [statistics] * 2,
+            "layer_norm_backward": [like_x] + [like_out] * both + [vector] * len(parameters),
             "gelu": [like_x],
             "gelu_backward": [like_x] + [vector] * len(parameters),
         }[self.operation]
@@ -111,18 +117,21 @@ def make(
     weight=True,
     bias=True,
     parameters=None,
+    result=None,
     **more,
 ):
     """Returns a call with random arguments; ``parameters`` is the dtype of weight and bias."""
-    x, residual, dout = (2 * torch.randn(3, *shape, dtype=torch.float64)).to(dtype).unbind()
+    x, added, dout = (2 * torch.randn(3, *shape, dtype=torch.float64)).unbind()
+    x, dout = x.to(dtype), dout.to(result or dtype)
+    added = added.to(dtype if operation == "layer_norm_backward" else result or dtype)
     vectors = torch.randn(2, shape[-1], dtype=torch.float64).to(parameters or dtype).unbind()
     if operation == "layer_norm_backward":
         statistics = (*(t.float() for t in mean_and_rstd(x.double(), 1e-5)), dout)
     else:
         statistics = (dout,) if operation == "gelu_backward" else ()
     return KernelCall(
-        operation, x, residual if addend else None, vectors[0] if weight and "norm" in operation else None,
-        vectors[1] if bias else None, statistics, activation, **more,
+        operation, x, added if addend else None, vectors[0] if weight and "norm" in operation else None,
+        vectors[1] if bias else None, statistics, activation, result=result, **more,
     )  # fmt: skip
 
 
@@ -144,7 +153,10 @@ def expected(call: KernelCall, dtype: torch.dtype) -> list[Tensor]:
         inputs = [t for t in (x, weight, bias) if t is not None]
     if call.more:
         gradients = torch.autograd.grad(out, inputs, call.more[-1].to(dtype))
-        return [gradients[0] if addend is None else gradients[0] + addend, *gradients[1:]]
+        if addend is None:
+            return list(gradients)
+        both = call.result not in (None, call.x.dtype)
+        return [gradients[0] + addend] * (1 + both) + list(gradients[1:])
     if call.operation == "gelu":
         return [out.detach()]
     stored = h.to(call.x.dtype).double()  # of what is stored
@@ -167,20 +179,36 @@ every_call = pytest.mark.parametrize(
 )
 
 
+def adds(operation, activation):
+    """Says whether a kernel takes an addend: no operator activates the LayerNorm of a sum."""
+    return operation == "layer_norm_backward" or (operation == "layer_norm" and activation == "identity")
+
+
+def assert_results_accurate(call, results, dtype):
+    """Compares with PyTorch's own operators in a dtype, rounded to that of the results."""
+    exact, theirs = expected(call, torch.float64), expected(call, dtype)
+    for got, same, right in zip(results, theirs, exact, strict=True):
+        if got.shape == call.x.shape[:-1]:  # mean or rstd: kept in float32, whatever PyTorch does
+            torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
+        else:
+            assert_accurate(got, same.to(got.dtype), right, factor=3 if call.more else 2)
+
+
 @every_call
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
     calls = [
-        make(operation, (rows, channels), dtype, activation, addend=rows % 2 == 1 and "norm" in operation)
+        make(
+            operation,
+            (rows, channels),
+            dtype,
+            activation,
+            addend=rows % 2 == 1 and adds(operation, activation),
+        )
         for rows, channels in ((150, 64), (49, 192), (25, 384), (10, 1024))
     ]
     for call, results in zip(calls, run(*calls), strict=True):
-        exact, theirs = expected(call, torch.float64), expected(call, dtype)
-        for got, same, right in zip(results, theirs, exact, strict=True):
-            if got.shape == call.x.shape[:-1]:  # mean or rstd: kept in float32, whatever PyTorch does
-                torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
-            else:
-                assert_accurate(got, same, right, factor=3 if call.more else 2)
+        assert_results_accurate(call, results, dtype)
 
 
 def assert_right(run, calls, dtype):
@@ -201,6 +229,38 @@ ONCE = [
 every_operation = pytest.mark.parametrize(("operation", "activation"), ONCE, ids=["-".join(c) for c in ONCE])
 
 
+MIXED = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
+         (torch.float16, torch.float32)]  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "layer_norm_backward"])
+@pytest.mark.parametrize(("dtype", "result"), MIXED, ids=str)
+def test_results_of_another_dtype(run, operation, dtype, result):
+    """A stream of float32 beside branches of 16 bits; a convolution of 16 bits before a stream of float32."""
+    calls = [
+        make(operation, (rows, channels), dtype, addend=adds, parameters=torch.float32, result=result)
+        for rows, channels in ((150, 64), (49, 192), (25, 384), (5, 65), (3, 1100), (3, 8192))
+        for adds in (False, *[True] * (dtype == torch.float32))
+    ]
+    for call, results in zip(calls, run(*calls), strict=True):
+        assert_results_accurate(call, results, torch.float32)
+
+
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float16], ids=str)
+def test_a_result_of_another_dtype_is_rounded_once(run, result):
+    """The gradient of a branch is that of the stream, rounded; the result likewise that in float32."""
+    calls = [
+        make("layer_norm", (70, 64), torch.float32),
+        make("layer_norm_backward", (70, 64), torch.float32),
+    ]
+    narrow = make("layer_norm_backward", (70, 64), torch.float32, addend=True, result=result)
+    (wide, *statistics), _, (dx, dbranch, *_) = run(*calls, narrow)
+    (got, *same), *_ = run(calls[0]._replace(result=result))
+    assert torch.equal(got, wide.to(result))
+    assert all(torch.equal(a, b) for a, b in zip(statistics, same, strict=True))
+    assert torch.equal(dbranch, dx.to(result))
+
+
 @every_operation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
@@ -215,8 +275,12 @@ def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_of_rows(run, operation, activation, dtype):
     """No row, one, a block that is not full; several turns of the blocks that stay."""
+    if operation == "layer_norm":
+        activation = "identity"
     calls = [
-        make(operation, (rows, 64), dtype, activation, addend="norm" in operation) for rows in (0, 1, 37)
+        make(operation, (rows, 64), dtype, activation, addend=addend)
+        for rows in (0, 1, 37, 97)
+        for addend in (False, *[True] * adds(operation, activation))
     ]
     calls.append(make(operation, (700, 48), dtype, activation))
     calls.append(make(operation, (40, 1100), dtype, activation))
@@ -247,6 +311,25 @@ def test_accuracy_at_a_huge_mean_and_a_tiny_variance(run):
     x = 1e4 + 1e-3 * torch.randn(16, 384)
     ((got, _, _),) = run(KernelCall("layer_norm", x))
     assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()), factor=1)
+
+
+@pytest.mark.parametrize("channels", [64, 384, 2000])
+def test_accuracy_where_the_first_value_of_a_row_lies_far_off(run, channels):
+    """It is the origin from which the others are counted."""
+    x = torch.randn(16, channels)
+    x[:, 0] += 1e4
+    ((got, _, _),) = run(KernelCall("layer_norm", x))
+    assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("channels", [64, 384, 8192])
+def test_accuracy_of_16_bits_at_a_huge_mean_and_a_tiny_variance(run, dtype, channels):
+    """All values but one are the same, and that one is the next number: no row has less variance."""
+    x = torch.full((4, channels), 1000.0, dtype=dtype)
+    x[range(4), [0, 1, 5, channels - 1]] = torch.tensor(1000.0).mul(1 + 2 * torch.finfo(dtype).eps).to(dtype)
+    ((got, _, _),) = run(KernelCall("layer_norm", x))
+    assert_accurate(got, reference.layer_norm(x), reference.layer_norm(x.double()))
 
 
 @every_operation
@@ -285,11 +368,11 @@ def test_no_kernel_spills():
 
 
 @pytest.mark.parametrize(
-    "layout", ["NS_8BFloat16ELNS0_10ActivationE1ELi8ELi3", "fLNS0_10ActivationE1ELi4ELi6"]
+    "layout", ["NS_8BFloat16ELNS0_10ActivationE1ELi8ELi3ES3_", "fLNS0_10ActivationE1ELi4ELi6Ef"]
 )
 def test_accesses_are_of_16_bytes(layout):
     """Activations and parameters move so at the widths of CvT; mean and rstd are single floats."""
-    name = f"_ZN11cvt_kernels15layer_norm_gelu4cuda17layer_norm_kernelI{layout}EEEvNS1_16LayerNormForwardEi"
+    name = f"_ZN11cvt_kernels15layer_norm_gelu4cuda17layer_norm_kernelI{layout}EEvNS1_16LayerNormForwardEi"
     code = cuobjdump("--dump-sass", "--function", name)
     reads, writes = re.findall(r"LDG\S*", code), re.findall(r"STG\S*", code)
     assert reads
@@ -375,6 +458,32 @@ def test_the_current_stream_and_the_dtypes_of_autocast():
             torch.testing.assert_close(ours, theirs)
         ours, theirs = (f.add_layer_norm(full, half, weight) for f in (ck, reference))
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191)], ids=str)
+def test_a_stream_of_float32_beside_branches_on_a_gpu(half, shape):
+    """Under autocast each kernel reads and writes every tensor as it is."""
+    branch, stream, weight, bias = cuda_arguments("add_layer_norm", shape, torch.float32)
+    branch = branch.to(half)
+    calls = {
+        "add_layer_norm": ([branch, stream, weight, bias], half, [torch.float32, half]),
+        "layer_norm": ([stream, weight, bias], half, [half]),
+        "layer_norm of a branch": ([branch, weight, bias], None, [torch.float32]),
+    }
+    for name, (tensors, dtype, results) in calls.items():
+        ours, theirs = (functools.partial(getattr(f, name.split()[0]), dtype=dtype) for f in (ck, reference))
+        with torch.autocast("cuda", half), ck.use_backend("native"):
+            with torch.no_grad(), recorded_operators() as called:
+                ours(*tensors)
+            mine, same_dtype = (outputs_and_gradients(f, tensors) for f in (ours, theirs))
+        assert all(operator.startswith("cvt_kernels.") for operator in called)
+        exact = outputs_and_gradients(theirs, [t.double() for t in tensors])
+        assert [t.dtype for t in mine[0]] == results
+        for factor, group in zip((2, 3), range(2), strict=True):
+            for got, same, right in zip(mine[group], same_dtype[group], exact[group], strict=True):
+                assert_accurate(got, same, right, factor=factor)
 
 
 @pytest.mark.gpu

@@ -29,11 +29,13 @@ class CudaCase(NamedTuple):
         activation: ``"none"`` (exact), ``"tanh"`` or ``"quick"`` GELU; ``"identity"`` is LayerNorm alone.
         vector: Elements of one access.
         vectors: Accesses of a thread in one row.
+        result: The dtype of a LayerNorm that has another one than its rows; else empty.
     """
 
     activation: str
     vector: int
     vectors: int
+    result: str = ""
 
 
 class CudaKernels(NamedTuple):
@@ -139,11 +141,18 @@ def parse_function(mangled: str) -> tuple[str, CudaCase | None]:
         ValueError: It is no kernel of csrc/layer_norm_gelu.
     """
     match = re.search(
-        r"\d+([a-z_]+)_kernelI(?:f|NS_\w+?E)(?:LNS\d*_10ActivationE(\d)ELi(\d+)ELi(\d+)E)?", mangled
+        r"\d+([a-z_]+)_kernelI(f|NS_\w+?E)(?:LNS\d*_10ActivationE(\d)ELi(\d+)ELi(\d+)E(f|NS_\w+?E)?)?",
+        mangled,
     )
     if match is None:
         raise ValueError(f"a kernel of another kind in the extension: {mangled}")
-    kernel, activation, vector, vectors = match.groups()
+    kernel, rows, activation, vector, vectors, result = match.groups()
     if activation is None:
         return kernel, None
-    return kernel, CudaCase(_ACTIVATIONS[int(activation)], int(vector), int(vectors))
+    # A type of 16 bits that is repeated has no name.
+    other = "" if result in (None, rows) else _dtype_of(result)
+    return kernel, CudaCase(_ACTIVATIONS[int(activation)], int(vector), int(vectors), other)
+
+
+def _dtype_of(mangled: str) -> str:
+    return next(dtype for dtype, name in _CUDA_TYPES.items() if mangled.startswith(_mangled(name)))

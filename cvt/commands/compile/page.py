@@ -70,7 +70,8 @@ def line_name(row: dict[str, Any]) -> str:
     for case in row["cases"]:
         if "vector" in case:
             single = " single" if case["vector"] == 1 else ""
-            return f"`{name}`, {case['vector'] * case['vectors']}{single} elements"
+            result = f" to {case['result']}" if case["result"] else ""
+            return f"`{name}`, {case['vector'] * case['vectors']}{single} elements{result}"
     return f"`{name}`"
 
 

@@ -114,7 +114,8 @@ def _purpose(cases: Sequence[LaunchCase | CudaCase], *, brief: bool) -> str:
     by_setting: dict[str, list[str]] = {}
     for case in cases:
         if isinstance(case, CudaCase):
-            return f"{case.activation}, {case.vectors} × {case.vector}"
+            result = f" to {case.result}" if case.result else ""
+            return f"{case.activation}, {case.vectors} × {case.vector}{result}"
         by_setting.setdefault("stage" if brief else _setting(case), []).append(str(case.stage))
     return ", ".join(
         f"{setting} {' '.join(dict.fromkeys(numbers))}" for setting, numbers in by_setting.items()

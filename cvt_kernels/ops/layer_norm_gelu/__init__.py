@@ -17,6 +17,7 @@ from ..registration import images_within, register_native, register_reference, s
 GELU_VARIANTS = ("none", "tanh", "quick")
 
 _MAX_CUDA_CHANNELS = 8192
+_MAX_CUDA_ROWS = 2**30
 _SAMPLE = 2**18  # elements
 
 
@@ -25,23 +26,40 @@ def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str
         return None
     if x.dtype == torch.float64:
         return "has no CUDA kernels for float64"
-    if operator not in ("gelu", "bias_gelu") and x.shape[-1] > _MAX_CUDA_CHANNELS:
-        return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
+    if operator not in ("gelu", "bias_gelu"):
+        if x.shape[-1] > _MAX_CUDA_CHANNELS:
+            return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
+        if x.numel() > _MAX_CUDA_ROWS * x.shape[-1]:
+            return f"has CUDA kernels for up to {_MAX_CUDA_ROWS} rows"
     return None
 
 
 def _signature(
-    x: Tensor, *tensors: Tensor | None, eps: float = 0.0, approximate: str = "identity"
+    x: Tensor,
+    *tensors: Tensor | None,
+    eps: float = 0.0,
+    approximate: str = "identity",
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     bare = len(tensors) > 1 and (tensors[-1] is None or tensors[-2] is None)
-    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate, bare
+    named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
+    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate, bare, named
 
 
-def _shape_class(gradient: bool, shape: Sequence[int], contiguous: bool, approximate: str, bare: bool) -> str:
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    contiguous: bool,
+    approximate: str,
+    bare: bool,
+    named: torch.dtype | None,
+) -> str:
     channels = shape[-1] if shape else 1
     words = {"identity": "", "none": "exact, "}.get(approximate, f"{approximate}, ")
     words += f"{size_class(math.prod(shape))} elements, {channels} channels"
-    return words + (", without weight or bias" if bare else "") + ("" if contiguous else ", strided")
+    words += ", without weight or bias" if bare else ""
+    words += "" if named is None else f", to {checks.dtype_name(named)}"
+    return words + ("" if contiguous else ", strided")
 
 
 def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> tuple[Any, dict[str, Any]]:
@@ -64,7 +82,12 @@ for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_no
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Computes LayerNorm over the last dimension (Ba et al. 2016).
 
@@ -75,9 +98,12 @@ def layer_norm(
         weight: ``(C,)``, or None for 1.
         bias: ``(C,)``, or None for 0.
         eps: Added to the (biased) variance.
+        dtype: The dtype to which the result is rounded, unless ``x`` is float64; None for that of ``x``, or
+            under autocast that of ``F.layer_norm``, which is float32 on a GPU. A layer that computes in
+            autocast's dtype reads fewer bytes if it is named here.
 
     Returns:
-        The shape and dtype of ``x``; under autocast the dtype that ``F.layer_norm`` gives.
+        The shape of ``x``.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
@@ -85,7 +111,10 @@ def layer_norm(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     _check_layer_norm(x, weight, bias, eps)
-    return dispatch.call("layer_norm", x, weight, bias, eps=eps)
+    if dtype is None:
+        return dispatch.call("layer_norm", x, weight, bias, eps=eps)
+    checks.check_float_dtype("dtype", dtype)
+    return dispatch.call("layer_norm", x, weight, bias, eps=eps, dtype=dtype)
 
 
 def add_layer_norm(
@@ -95,6 +124,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes h = x + residual and layer_norm(h).
 
@@ -104,6 +134,7 @@ def add_layer_norm(
         weight: ``(C,)``, or None for 1.
         bias: ``(C,)``, or None for 0.
         eps: Added to the (biased) variance.
+        dtype: As in :func:`layer_norm`, for the LayerNorm. The sum keeps its dtype.
 
     Returns:
         The sum and its LayerNorm, each of the shape of ``x``.
@@ -117,7 +148,10 @@ def add_layer_norm(
     checks.check_float_tensor("residual", residual, "of the shape of x")
     checks.check_shape("residual", residual, tuple(x.shape), "as x")
     checks.check_like("residual", residual, "x", x)
-    return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps)
+    if dtype is None:
+        return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps)
+    checks.check_float_dtype("dtype", dtype)
+    return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps, dtype=dtype)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

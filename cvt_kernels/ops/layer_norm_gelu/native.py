@@ -5,6 +5,9 @@ for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for f
 ``g = dout · f'(u)``, ``dbias = Σ g``, ``dweight = Σ g · x̂`` and, with ``g ← g · weight``,
 ``dh = rstd · (g − mean(g) − x̂ · mean(g · x̂))``. GELU saves its input and bias.
 
+On a GPU, LayerNorm reads and writes each tensor in its own dtype where under autocast a stream of float32
+meets branches of 16 bits.
+
 Sums over rows are taken in a fixed order: the same bits every time, whatever the number of threads. Inputs
 that are not contiguous are copied first; results are contiguous.
 """
@@ -42,9 +45,15 @@ def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        activation: str,
+        dtype: torch.dtype,
     ) -> Tensor:
-        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation)
+        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.activation = activation
         return out
@@ -52,17 +61,25 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, dout, None), None, None
+        dx, _, dweight, dbias = _gradients(ctx, dout, None)
+        return dx, dweight, dbias, None, None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps)
+        h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(h, weight, bias, mean, rstd)
         ctx.activation = "identity"
+        ctx.branch_dtype = x.dtype
         ctx.set_materialize_grads(False)  # often only one of the two outputs is used
         return h, out
 
@@ -70,9 +87,11 @@ class _AddLayerNorm(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return dh, dh, None, None, None
-        dx, dweight, dbias = _gradients(ctx, dout, dh)
-        return dx, dx, dweight, dbias, None
+            dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
+            return dbranch, dh, None, None, None, None
+        differs = ctx.branch_dtype != ctx.saved_tensors[0].dtype
+        dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=differs)
+        return dbranch, dx, dweight, dbias, None, None
 
 
 class _Gelu(torch.autograd.Function):
@@ -90,13 +109,20 @@ class _Gelu(torch.autograd.Function):
         return dx, None if bias is None else dbias, None
 
 
-def _gradients(ctx: Any, dout: Tensor, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of h, weight and bias."""
+def _gradients(
+    ctx: Any, dout: Tensor, dh: Tensor | None, *, with_dbranch: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of h, of h in the dtype of ``dout`` if that is wanted, of weight and of bias."""
     h, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _ops.layer_norm_backward.default(
-        dout, dh, h, mean, rstd, weight, bias, ctx.activation
+    dx, dbranch, dweight, dbias = _ops.layer_norm_backward.default(
+        dout, dh, h, mean, rstd, weight, bias, ctx.activation, with_dbranch
     )
-    return dx, None if weight is None else dweight, None if bias is None else dbias
+    return (
+        dx,
+        dbranch if with_dbranch else dx,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+    )
 
 
 # Shapes for torch.compile, which traces through the functions above ----------------------------------------
@@ -113,36 +139,61 @@ def _gradient_like(x: Tensor, parameter: Tensor | None) -> Tensor:
 
 @torch.library.register_fake("cvt_kernels::layer_norm")
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), _statistics_like(x), _statistics_like(x)
+    return x.new_empty(x.shape, dtype=dtype), _statistics_like(x), _statistics_like(x)
 
 
 @torch.library.register_fake("cvt_kernels::add_layer_norm")
 def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), _statistics_like(x), _statistics_like(x)
+    h = residual.new_empty(residual.shape)
+    return h, h.new_empty(h.shape, dtype=dtype), _statistics_like(h), _statistics_like(h)
 
 
 @torch.library.register_fake("cvt_kernels::layer_norm_inference")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
-    return x.new_empty(x.shape)
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @torch.library.register_fake("cvt_kernels::add_layer_norm_inference")
 def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    h = residual.new_empty(residual.shape)
+    return h, h.new_empty(h.shape, dtype=dtype)
 
 
 @torch.library.register_fake("cvt_kernels::layer_norm_backward")
 def _(
     dout: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, activation: str,
+    bias: Tensor | None, activation: str, with_dbranch: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return h.new_empty(h.shape), _gradient_like(mean, weight), _gradient_like(mean, bias)
+    dbranch = dout.new_empty(h.shape if with_dbranch else 0)
+    return h.new_empty(h.shape), dbranch, _gradient_like(mean, weight), _gradient_like(mean, bias)
 
 
 @torch.library.register_fake("cvt_kernels::gelu")
@@ -157,47 +208,87 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 
 # The backend: the public functions of the same names, whose checks it relies on ----------------------------
 #
-# Under autocast the dtypes are those of PyTorch: a sum is promoted, F.gelu keeps what it gets, and so does
-# F.layer_norm on the CPU; on a GPU it computes in float32. Where no gradient is wanted the operators are
-# called without autograd's bookkeeping, which costs as much as a small call, and without statistics.
+# Under autocast the dtypes are those of PyTorch, unless the caller names that of the result: a sum is
+# promoted, F.gelu keeps what it gets, and so does F.layer_norm on the CPU; on a GPU it computes in float32.
+# Where no gradient is wanted the operators are called without autograd's bookkeeping, which costs as much as
+# a small call, and without statistics.
 
 
-def _as_autocast_normalizes(x: Tensor) -> Tensor:
-    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
+def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of the LayerNorm of rows of a dtype, for which the caller may have named one."""
+    if rows == torch.float64:
+        return rows
+    if named is not None:
+        return named
+    return torch.float32 if device.type == "cuda" and torch.is_autocast_enabled("cuda") else rows
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
-    return _normalize(x, weight, bias, eps, "identity")
+    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
 
 
 def layer_norm_gelu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
 ) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_gelu``."""
-    return _normalize(x, weight, bias, eps, approximate)
+    x = x.to(_result_dtype(x.device, x.dtype, None))
+    return _call_layer_norm(x, weight, bias, eps, approximate, x.dtype)
 
 
-def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str) -> Tensor:
-    x = _as_autocast_normalizes(x)
+def _normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64):
+        return _call_layer_norm(x, weight, bias, eps, "identity", dtype)
+    return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype).to(dtype)
+
+
+def _call_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
     if checks.wants_gradient(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps, activation)
-    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation)
+        return _LayerNorm.apply(x, weight, bias, eps, activation, dtype)
+    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype)
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
-    if x.dtype != residual.dtype:
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), residual.to(dtype)
-    if _as_autocast_normalizes(x) is not x:
-        h = x + residual
-        return h, _normalize(h, weight, bias, eps, "identity")
+    stream = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
+    result = _result_dtype(x.device, stream, dtype)
+    if not _reads_as_they_are(x, residual, result):
+        x, residual = x.to(stream), residual.to(stream)
+        if result != stream:
+            h = x + residual
+            return h, _normalize(h, weight, bias, eps, result)
     if checks.wants_gradient(x, residual, weight, bias):
-        return _AddLayerNorm.apply(x, residual, weight, bias, eps)
-    return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps)
+        return _AddLayerNorm.apply(x, residual, weight, bias, eps, result)
+    return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
+
+
+def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:
+    """Says whether a kernel adds a branch of 16 bits to a stream of float32 and writes 16 bits."""
+    return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
 def gelu(x: Tensor, *, approximate: str) -> Tensor:

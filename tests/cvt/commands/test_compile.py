@@ -177,7 +177,10 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
     assert f"CUDA kernels of {arch}: those of the built extension" in out
     assert_flawless(rows)
     kernels = {row["kernel"] for row in rows}
-    assert kernels == {"layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "sum_over_blocks"}
+    assert kernels == {
+        "layer_norm", "add_layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "bias_gelu",
+        "bias_gelu_backward", "sum_over_blocks",
+    }  # fmt: skip
     activations = ("identity", "none", "tanh", "quick")
     layouts = {
         "bfloat16": [(1, 16), (8, 1), (8, 3), (8, 4)],
@@ -185,8 +188,10 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
     }
     for dtype, expected in layouts.items():
         layer_norms = [row for row in rows if row["kernel"] == "layer_norm" and row["dtypes"] == [dtype]]
+        others = ["bfloat16", "float16"] if dtype == "float32" else ["float32"]
+        results = [*((name, "") for name in activations), *(("identity", result) for result in others)]
         assert sorted(tuple(row["cases"][0].values()) for row in layer_norms) == sorted(
-            (activation, *layout) for activation in activations for layout in expected
+            (activation, *layout, result) for activation, result in results for layout in expected
         )
     for row in rows:
         if row["kernel"] == "gelu" and row["cases"][0]["vector"] == 8:
@@ -203,7 +208,7 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
         "cuda_kernels._cubins_of_extension = lambda arch: {}",
     )  # fmt: skip
     assert "CUDA kernels of sm_80: compiled from csrc by " in out
-    assert len(rows) == 2 * 16 + 2 * 12 + 1
+    assert len(rows) == 2 * 20 + 4 + 2 * 6 + 2 * 12 + 1
     assert_flawless(rows)
 
 

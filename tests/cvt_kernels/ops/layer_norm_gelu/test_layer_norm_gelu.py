@@ -1,10 +1,13 @@
 """LayerNorm, GELU and their combinations: what they accept and refuse, on every backend of a CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.checks import record_calls
+from cvt_kernels import dispatch
+from tests.checks import python_blocks, record_calls, run_blocks
 
 X, W, B = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
 ONE_CALL_EACH = {
@@ -63,6 +66,24 @@ def test_autocast_gives_the_dtype_of_pytorch():
     torch.testing.assert_close(normalized, torch.nn.functional.layer_norm(h, (8,), W, B))
 
 
+def test_the_page_runs_as_it_stands(capsys):
+    page = Path(__file__).parents[4] / "docs" / "layer_norm_gelu.md"
+    run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert capsys.readouterr().out == "torch.bfloat16 torch.float32 torch.bfloat16\n"
+
+
+@pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm"])
+def test_a_named_dtype_is_another_kind_of_call(operator):
+    """But on a CPU not that of x, which is what the call gives without it."""
+    arguments, settings = ONE_CALL_EACH[operator]
+    plain, same, other = (
+        dispatch.question(operator, *arguments, **settings, dtype=dtype)
+        for dtype in (None, torch.float32, torch.bfloat16)
+    )
+    assert plain == same
+    assert other == plain + ", to bfloat16"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -73,6 +94,8 @@ def test_autocast_gives_the_dtype_of_pytorch():
         (lambda: ck.layer_norm(X, W, B, eps=0), ValueError, "eps: got 0, expected a positive number"),
         (lambda: ck.layer_norm(X, W, B, eps=float("nan")), ValueError, "eps: got nan"),
         (lambda: ck.layer_norm(X.long(), W, B), TypeError, "x: got dtype int64"),
+        (lambda: ck.layer_norm(X, W, B, dtype=torch.long), TypeError, "dtype: got torch.int64, expected"),
+        (lambda: ck.add_layer_norm(X, X, W, B, dtype="half"), TypeError, "dtype: got 'half', expected"),
         (lambda: ck.layer_norm(torch.tensor(1.0)), ValueError, r"x: got shape \(\), expected \(..., ch"),
         (lambda: ck.layer_norm(X[..., :0]), ValueError, "x: got shape"),
         (lambda: ck.add_layer_norm(X, X[:1], W, B), ValueError, "residual: got shape .* as x"),

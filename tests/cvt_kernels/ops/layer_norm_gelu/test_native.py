@@ -243,12 +243,14 @@ def test_opcheck():
 
     x, residual, weight, bias = arguments("add_layer_norm", (4, 6), torch.bfloat16)
     ops = torch.ops.cvt_kernels
-    _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5, "none")
+    _, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5, "none", x.dtype)
     for op, args in (
-        (ops.layer_norm, (x, weight, None, 1e-5, "quick")),
-        (ops.add_layer_norm, (x, residual, None, bias, 1e-5)),
-        (ops.layer_norm_backward, (residual, None, x, mean, rstd, weight, None, "tanh")),
-        (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity")),
+        (ops.layer_norm, (x, weight, None, 1e-5, "quick", x.dtype)),
+        (ops.layer_norm_inference, (x, weight, None, 1e-5, "identity", x.dtype)),
+        (ops.add_layer_norm, (x, residual, None, bias, 1e-5, x.dtype)),
+        (ops.add_layer_norm_inference, (x, residual, None, bias, 1e-5, x.dtype)),
+        (ops.layer_norm_backward, (residual, None, x, mean, rstd, weight, None, "tanh", False)),
+        (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity", True)),
         (ops.gelu, (x.mT, None, "none")),
         (ops.gelu_backward, (residual, x, bias, "quick")),
         (ops.gelu_backward, (residual, x, None, "none")),
@@ -279,8 +281,22 @@ def test_operators_check_what_they_would_read():
     x, weight, bias = arguments("layer_norm", (4, 6), torch.float32)
     ops = machine.load_extension() and torch.ops.cvt_kernels
     for call, message in (
-        (lambda: ops.layer_norm(x, weight[:5], bias, 1e-5, "none"), r"weight: expected \(channels,\)"),
-        (lambda: ops.add_layer_norm(x, x[:2], weight, bias, 1e-5), "residual: expected the shape of x"),
+        (
+            lambda: ops.layer_norm(x, weight[:5], bias, 1e-5, "none", x.dtype),
+            r"weight: expected \(channels,\)",
+        ),
+        (
+            lambda: ops.add_layer_norm(x[:2], x, weight, bias, 1e-5, x.dtype),
+            "x: expected the shape of x",
+        ),
+        (
+            lambda: ops.add_layer_norm(x, x, weight, bias, 1e-5, torch.half),
+            "x: expected the dtype of the result",
+        ),
+        (
+            lambda: ops.layer_norm(x, weight, bias, 1e-5, "none", torch.half),
+            "results of the dtype of their rows",
+        ),
         (lambda: ops.gelu(x.long(), None, "none"), "x: expected float64, float32"),
         (lambda: ops.gelu(x, None, "relu"), "activation: got 'relu'"),
         (lambda: ops.gelu_backward(x.half(), x, None, "none"), "dout: expected the dtype of x"),
@@ -303,6 +319,35 @@ def test_autocast_gives_the_dtypes_of_pytorch():
         for operator, tensors in calls.items():
             ours, theirs = (getattr(f, operator)(*tensors) for f in (ck, reference))
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("named", DTYPES, ids=str)
+def test_a_named_dtype(operator, dtype, named):
+    """The result has it, and the values and gradients of the reference; a sum and float64 keep theirs."""
+    tensors = arguments(operator, (37, 64), dtype)
+    check(operator, {"dtype": named}, tensors)
+    outputs = getattr(ck, operator)(*tensors, dtype=named)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert [out.dtype for out in outputs] == [dtype, named][-len(outputs) :]
+    exact = getattr(ck, operator)(*(t.double() for t in tensors), dtype=named)
+    assert {out.dtype for out in (exact if isinstance(exact, tuple) else (exact,))} == {torch.float64}
+
+
+def test_a_named_dtype_for_a_branch_beside_a_stream():
+    """Under autocast: the sum is of the stream's dtype, and so is its gradient."""
+    branch, stream, weight, bias = arguments("add_layer_norm", (37, 64), torch.float32)
+    tensors = [branch.bfloat16(), stream, weight, bias]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (
+            outputs_and_gradients(f.add_layer_norm, tensors, {"dtype": torch.bfloat16})
+            for f in (ck, reference)
+        )
+    assert [t.dtype for t in ours[:4]] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    exact = outputs_and_gradients(reference.add_layer_norm, [t.double() for t in tensors], {})
+    for i, (got, same, right) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_accurate(got, same, right, factor=2.0 if i < 2 else 3.0)
 
 
 def test_double_backward_raises():
