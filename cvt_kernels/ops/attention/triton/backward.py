@@ -108,10 +108,10 @@ def _attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
     MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, keys if MASKED else whole, BLOCK_KV):
-        dq = _dq_step(dq, q, dout, lse, delta, row, first, head, BLOCK_KV, MASKED, SPEC)
     if TAIL and not MASKED:
         dq = _dq_step(dq, q, dout, lse, delta, row, whole, head, TAIL, True, SPEC)
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
+        dq = _dq_step(dq, q, dout, lse, delta, row, first, head, BLOCK_KV, MASKED, SPEC)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
     store_rows(dq_rows, row, dq * scale, SPEC)
 
@@ -167,6 +167,7 @@ def _attention_bwd_dkdv_kernel(
     v = load_rows(head.v, key, True, SPEC)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
+    tl.assume(queries > 0)
     for first in range(0, queries, BLOCK_Q):
         row = first + tl.arange(0, BLOCK_Q)
         dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, False, SPEC)
@@ -208,6 +209,7 @@ def _attention_bwd_kernel(
     v = load_rows(head.v, key, True, SPEC)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
+    tl.assume(queries > 0)
     for first in range(0, queries, BLOCK_Q):
         row = first + tl.arange(0, BLOCK_Q)
         dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, True, SPEC)

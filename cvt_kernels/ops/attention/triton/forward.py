@@ -200,10 +200,10 @@ def _attention_fwd_loop_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
     MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, keys if MASKED else whole, BLOCK_KV):
-        maximum, total, acc = _online_step(maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, SPEC)
     if TAIL and not MASKED:
         maximum, total, acc = _online_step(maximum, total, acc, q, row, whole, head, TAIL, True, SPEC)
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
+        maximum, total, acc = _online_step(maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     _store_softmax(out, lse_ptr + place.plane * 2 * queries, row, maximum, total, acc, SPEC)
 
