@@ -105,7 +105,7 @@ def _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST: tl.constexpr, S
 
 @triton.jit
 def _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS: tl.constexpr, SPEC: tl.constexpr):
-    """Stores normalized rows and, if asked to, their ``stats``; zeros and (+∞, 1) where nothing was summed."""
+    """Stores normalized rows and, if asked, their ``stats``; zeros and (+∞, 1) where nothing was summed."""
     if SPEC.has_bias:
         is_excluded = total == 0.0
         maximum = tl.where(is_excluded, float("inf"), maximum)
@@ -143,8 +143,9 @@ def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, S
 
 @triton.jit(do_not_specialize=["blocks", "rows"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
-    rows, BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    strides, scale, log2_scale, heads, queries, keys, blocks, rows,
+    BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     place = locate(blocks, heads)
@@ -175,8 +176,9 @@ def _launch_on_chip(arguments: LaunchArguments, out: Tensor, stats: Tensor | Non
     blocks = -(-queries // rows)
     machine.launch(
         _attention_fwd_kernel, (batch * heads * blocks,), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats, blocks=blocks, rows=rows,
-        BLOCK_Q=config.block_q, TILES=key_tiles(arguments.keys, config.block_kv), STORE_STATS=stats is not None,
+        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
+        blocks=blocks, rows=rows, BLOCK_Q=config.block_q,
+        TILES=key_tiles(arguments.keys, config.block_kv), STORE_STATS=stats is not None,
     )  # fmt: skip
 
 
@@ -198,7 +200,8 @@ def _loop_step(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, STORE_STATS: tl.constexpr,
     SPEC: tl.constexpr,
 ):  # fmt: skip

@@ -313,15 +313,18 @@ def test_inference_gives_the_same_without_statistics(keys, shape):
 
 
 def test_batches_share_one_compiled_kernel():
-    """What depends on the batch is not specialized, among it what is 1 for one image; the interpreter hides it."""
+    """Looks at kernels that are not interpreted: nothing that depends on the batch is specialized."""
     code = """
 import torch
 from cvt_kernels import machine
 from cvt_kernels.ops.attention.triton import backward, forward
 
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
 def specializations(batch, queries, keys, shape):
-    q, k, v = (torch.empty(batch, n, 2, 64, dtype=torch.float16, device="meta") for n in (queries, keys, keys))
-    bias = None if shape is None else torch.empty(shape, dtype=torch.float16, device="meta")
+    q, k, v = (meta(batch, n, 2, 64) for n in (queries, keys, keys))
+    bias = None if shape is None else meta(*shape)
     with machine.recorded_launches(machine.Chip(90, 132)) as launches:
         out, stats = forward.attention_forward(q, k, v, bias, 0.3)
         backward.attention_backward(q, k, v, bias, out, stats, out, 0.3)
@@ -329,7 +332,7 @@ def specializations(batch, queries, keys, shape):
     def kind(value):
         if isinstance(value, tuple):
             return [kind(part) for part in value]
-        return 1 if value == 1 else value % 16 == 0 if isinstance(value, int) else None
+        return (value == 1, value % 16 == 0) if isinstance(value, int) else None
 
     return [
         [launch.arguments[p.name] if p.is_constexpr else kind(launch.arguments[p.name])
@@ -347,7 +350,7 @@ for sizes in ((197, 50), (784, 196), (700, 784)):
 
 
 def test_numbers_at_the_ends_of_their_range():
-    """Takes scores that all but underflow beside one that does not, and values near the largest of float16."""
+    """Takes one key whose score is far above the others, and large values."""
     q, k, v = make(20, 150, dtype=torch.float32)
     q, k = torch.ones_like(q), torch.zeros_like(k)
     k[:, 7], k[:, 8] = 100.0, -1e4
