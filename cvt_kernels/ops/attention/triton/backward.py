@@ -76,15 +76,15 @@ def _probabilities(scores, factor, stats, AXIS: tl.constexpr):
 
 @triton.jit
 def _shift_and_rest(stats, SPEC: tl.constexpr):
-    """Returns m + log2 Σ of rows, where p = 2^(s − shift), and the factor that corrects its rounding.
-
-    A factor of 0 stands for a row that the bias excludes.
-    """
+    """Returns m + log2 Σ of rows, where p = 2^(s − shift), and the factor that corrects its rounding."""
     log2_sum = -tl.log2(tl.where(stats.reciprocal > 0, stats.reciprocal, 1.0))  # 0 beyond the last query
-    shift = stats.maximum + log2_sum
-    rest = tl.exp2(stats.maximum - shift + log2_sum)
+    maximum = stats.maximum
     if SPEC.has_bias:
-        rest = tl.where(shift == float("inf"), 0.0, rest)
+        maximum = tl.where(stats.maximum == float("inf"), 0.0, maximum)
+    shift = maximum + log2_sum
+    rest = tl.exp2(shift - maximum - log2_sum)
+    if SPEC.has_bias:
+        shift = tl.where(stats.maximum == float("inf"), float("inf"), shift)
     return shift, rest
 
 
