@@ -105,9 +105,9 @@ def attention_launches(
     q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
     table = meta(heads, queries, keys) if bias else None
     with machine.recorded_launches(chip) as launches:
-        out, lse = forward.attention_forward(q, k, v, table, channels**-0.5)
-        if training:
-            backward.attention_backward(q, k, v, table, out, lse, out, channels**-0.5, need_bias=bias)
+        out, stats = forward.attention_forward(q, k, v, table, channels**-0.5, need_stats=training)
+        if stats is not None:
+            backward.attention_backward(q, k, v, table, out, stats, out, channels**-0.5, need_bias=bias)
     return launches
 
 

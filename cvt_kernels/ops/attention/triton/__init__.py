@@ -10,15 +10,19 @@ of two inside the kernels (``BLOCK_D``), with zeros.
 
 Softmax, in float32, works in powers of two: p = 2^(s · scale · log2 e − m), one FMA and one ``exp2``. The
 maximum m enters every term of a row as the same number, so its rounding cancels, however large the scores.
-The forward saves ``lse``, log2 of the sum of the powers, as the pair (m, log2 Σ p): added up, scores of 10⁴
-would leave it an error of 5·10⁻⁴. It is (+∞, 0) for a row that the bias excludes, whose probabilities are
-thus 0 in the backward too. The backward computes the probabilities again from q, k and ``lse``
-(``backward``).
+Where gradients are needed, the forward saves the ``stats`` of each row, the pair (m, 1/Σ p), from which the
+backward computes the probabilities again (``backward``). As one number, m + log2 Σ p, scores of 10⁴ would
+leave it an error of 5·10⁻⁴. The pair is (+∞, 1) for a row that the bias excludes, whose probabilities are
+thus 0 in the backward too.
+
+On sm_90 a product that runs asynchronously (HGMMA) is waited for at once where the compiler cannot tell that
+a loop is entered, or where other code follows it that continues its sums: hence ``tl.assume`` before loops
+over queries, and the last, masked tile of keys before the loop over the others.
 
 No atomics; every sum has a fixed order. Launches, in bytes (read + written once, as if what programs share
 came from L2; e per element, N = Nq + Nkv and C = h·D):
 
-- forward: 2·B·N·C·e + 8·B·h·Nq
+- forward: 2·B·N·C·e, and 8·B·h·Nq for ``stats``
 - backward in one launch: B·(3·Nq + 4·Nkv)·C·e + 12·B·h·Nq; in two: B·(6·Nq + 6·Nkv)·C·e + 24·B·h·Nq
 """
 

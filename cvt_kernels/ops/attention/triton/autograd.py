@@ -26,9 +26,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """Saves everything it was given, the output and ``lse``."""
-        out, lse = attention_forward(q, k, v, bias, scale)
-        ctx.save_for_backward(q, k, v, bias, out, lse)
+        """Saves everything it was given, the output and ``stats``."""
+        out, stats = attention_forward(q, k, v, bias, scale)
+        ctx.save_for_backward(q, k, v, bias, out, stats)
         ctx.scale = scale
         return out
 
@@ -37,47 +37,53 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; those of k and v together."""
         _, need_k, need_v, need_bias, _ = ctx.needs_input_grad
-        q, k, v, bias, out, lse = ctx.saved_tensors
+        q, k, v, bias, out, stats = ctx.saved_tensors
         gradients = attention_backward(
-            q, k, v, bias, out, lse, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
+            q, k, v, bias, out, stats, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
         )
         return *gradients, None
 
 
 @torch.library.custom_op("cvt_kernels::attention", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    return attention_forward(q, k, v, bias, scale)
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, need_stats: bool = True
+) -> tuple[Tensor, Tensor]:
+    out, stats = attention_forward(q, k, v, bias, scale, need_stats=need_stats)
+    return out, q.new_empty(0, dtype=accumulator_dtype(q)) if stats is None else stats
 
 
 @_forward_op.register_fake
-def _(q, k, v, bias, scale):
+def _(q, k, v, bias, scale, need_stats=True):
     batch, queries, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
+    shape = (batch, heads, 2, queries) if need_stats else (0,)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=accumulator_dtype(q))
 
 
 @torch.library.custom_op("cvt_kernels::attention_backward", mutates_args=())
 def _backward_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, need_bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    gradients = attention_backward(q, k, v, bias, out, lse, dout, scale, need_bias=need_bias)
+    gradients = attention_backward(q, k, v, bias, out, stats, dout, scale, need_bias=need_bias)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 @_backward_op.register_fake
-def _(q, k, v, bias, out, lse, dout, scale, need_bias):
+def _(q, k, v, bias, out, stats, dout, scale, need_bias):
     return [t.new_empty(t.shape) for t in (q, k, v, *([bias] if need_bias else []))]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, ctx.scale = inputs
+    q, k, v, bias, ctx.scale, need_stats = inputs
+    if not need_stats:
+        raise ValueError("need_stats: got False, expected True, since the gradients need them")
     ctx.save_for_backward(q, k, v, bias, *output)
 
 
 def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    _, _, _, need_bias, _ = ctx.needs_input_grad
+    _, _, _, need_bias, *_ = ctx.needs_input_grad
     gradients = _backward_op(*ctx.saved_tensors, dout, ctx.scale, need_bias)
-    return *gradients, *([] if need_bias else [None]), None
+    return *gradients, *([] if need_bias else [None]), None, None
 
 
 _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
@@ -120,6 +126,9 @@ def attention(
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    needs_gradient = checks.wants_gradient(q, k, v, bias)
     if torch.compiler.is_compiling():
-        return _forward_op(q, k, v, bias, scale)[0]
-    return _Attention.apply(q, k, v, bias, scale)
+        return _forward_op(q, k, v, bias, scale, needs_gradient)[0]
+    if needs_gradient:
+        return _Attention.apply(q, k, v, bias, scale)
+    return attention_forward(q, k, v, bias, scale, need_stats=False)[0]

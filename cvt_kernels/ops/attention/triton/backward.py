@@ -1,4 +1,4 @@
-"""The backward kernels of attention, which compute the probabilities again from q, k and ``lse``.
+"""The backward kernels of attention, which compute the probabilities again from q, k and ``stats``.
 
 With δ = Σ_j p_j dp_j:
 
@@ -6,7 +6,8 @@ With δ = Σ_j p_j dp_j:
 
 - all keys in one tile: one launch. A program owns one head of one image and walks over its queries; δ comes
   from p and dp, and ``out`` is not read.
-- otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries.
+- otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries. A row of dq
+  has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end.
 - dbias: a program owns a tile of the bias and walks over the images, heads and queries that share it, so
   nothing of size (B, h, Nq, Nkv) is written unless the bias has it. That costs the two products q kᵀ and dout
   vᵀ once more.
@@ -47,35 +48,49 @@ ENOUGH_BIAS_PROGRAMS = 512
 # Probabilities, again -------------------------------------------------------------------------------------
 
 
-class LogSumExp(NamedTuple):
-    """The two parts of the logarithm, to base 2, of the sum of the powers of some rows of scores."""
+class SoftmaxStats(NamedTuple):
+    """The maximum of some rows of scores, and the reciprocal of the sum of the powers."""
 
     maximum: tl.tensor
-    log2_sum: tl.tensor
+    reciprocal: tl.tensor
 
 
 @triton.jit
-def _load_lse(lse_ptr, row, queries):
-    """Returns the LogSumExp of rows; (+∞, 0) beyond the last query, where the probabilities are thus 0."""
-    return LogSumExp(
-        maximum=tl.load(lse_ptr + row, mask=row < queries, other=float("inf")),
-        log2_sum=tl.load(lse_ptr + queries + row, mask=row < queries, other=0.0),
+def _load_stats(stats_ptr, row, queries):
+    """Returns the SoftmaxStats of rows; zeros beyond the last query, where the probabilities are thus 0."""
+    return SoftmaxStats(
+        maximum=tl.load(stats_ptr + row, mask=row < queries, other=0.0),
+        reciprocal=tl.load(stats_ptr + queries + row, mask=row < queries, other=0.0),
     )
 
 
 @triton.jit
-def _probabilities(scores, factor, lse, AXIS: tl.constexpr):
+def _probabilities(scores, factor, stats, AXIS: tl.constexpr):
     """Returns p of what ``scores_of`` returns, a tile in which keys lie along AXIS."""
-    maximum, log2_sum = tl.expand_dims(lse.maximum, AXIS), tl.expand_dims(lse.log2_sum, AXIS)
-    return tl.exp2(scores * factor - maximum - log2_sum)
+    maximum, reciprocal = tl.expand_dims(stats.maximum, AXIS), tl.expand_dims(stats.reciprocal, AXIS)
+    return tl.exp2(scores * factor - maximum) * reciprocal
 
 
 # dq -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def _shift_and_rest(stats, SPEC: tl.constexpr):
+    """Returns m + log2 Σ of rows, where p = 2^(s − shift), and the factor that corrects its rounding."""
+    log2_sum = -tl.log2(tl.where(stats.reciprocal > 0, stats.reciprocal, 1.0))  # 0 beyond the last query
+    maximum = stats.maximum
+    if SPEC.has_bias:
+        maximum = tl.where(stats.maximum == float("inf"), 0.0, maximum)
+    shift = maximum + log2_sum
+    rest = tl.exp2(shift - maximum - log2_sum)
+    if SPEC.has_bias:
+        shift = tl.where(stats.maximum == float("inf"), float("inf"), shift)
+    return shift, rest
+
+
+@triton.jit
 def _dq_step(
-    dq, q, dout, lse, delta, row, first, head,
+    dq, q, dout, shift, delta, row, first, head,
     BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Takes one more tile of keys into dq."""
@@ -83,14 +98,14 @@ def _dq_step(
     k = load_rows(head.k, key, MASKED, SPEC)
     v = load_rows(head.v, key, MASKED, SPEC)
     scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
-    p = _probabilities(scores, factor, lse, 1)
+    p = tl.exp2(scores * factor - shift[:, None])
     ds = p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
     return dq + dot(ds, k, SPEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -104,16 +119,16 @@ def _attention_bwd_dq_kernel(
     delta = tl.sum(out.to(SPEC.accumulator) * dout.to(SPEC.accumulator), axis=1)
     tl.store(delta_ptr + place.plane * queries + row, delta, mask=row < queries)
     q = load_rows(head.q, row, True, SPEC)
-    lse = _load_lse(lse_ptr + place.plane * 2 * queries, row, queries)
+    shift, rest = _shift_and_rest(_load_stats(stats_ptr + place.plane * 2 * queries, row, queries), SPEC)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
     MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, keys if MASKED else whole, BLOCK_KV):
-        dq = _dq_step(dq, q, dout, lse, delta, row, first, head, BLOCK_KV, MASKED, SPEC)
     if TAIL and not MASKED:
-        dq = _dq_step(dq, q, dout, lse, delta, row, whole, head, TAIL, True, SPEC)
+        dq = _dq_step(dq, q, dout, shift, delta, row, whole, head, TAIL, True, SPEC)
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
+        dq = _dq_step(dq, q, dout, shift, delta, row, first, head, BLOCK_KV, MASKED, SPEC)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
-    store_rows(dq_rows, row, dq * scale, SPEC)
+    store_rows(dq_rows, row, dq * (rest * scale)[:, None], SPEC)
 
 
 def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
@@ -131,12 +146,12 @@ def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
 
 
 @triton.jit
-def _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, MASKED: tl.constexpr, SPEC: tl.constexpr):
+def _dv_step(dv, k, key, row, head, dout_rows, stats_ptr, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Takes one more tile of queries into dv; returns their q, dout and pᵀ, [keys, queries], besides."""
     q = load_rows(head.q, row, True, SPEC)
-    lse = _load_lse(lse_ptr, row, head.q.count)
+    stats = _load_stats(stats_ptr, row, head.q.count)
     scores, factor = scores_of(k, tl.trans(q), row[None, :], key[:, None], head, MASKED, SPEC)
-    p = _probabilities(scores, factor, lse, 0)
+    p = _probabilities(scores, factor, stats, 0)
     dout = load_rows(dout_rows, row, True, SPEC)
     return dv + dot(p, dout, SPEC), q, dout, p
 
@@ -149,9 +164,9 @@ def _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPE
     store_rows(dv_rows, key, dv, SPEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dk_ptr, dv_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -160,16 +175,17 @@ def _attention_bwd_dkdv_kernel(
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
-    lse_ptr += place.plane * 2 * queries
+    stats_ptr += place.plane * 2 * queries
     delta_ptr += place.plane * queries
     key = place.block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     k = load_rows(head.k, key, True, SPEC)
     v = load_rows(head.v, key, True, SPEC)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
+    tl.assume(queries > 0)
     for first in range(0, queries, BLOCK_Q):
         row = first + tl.arange(0, BLOCK_Q)
-        dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, False, SPEC)
+        dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, stats_ptr, False, SPEC)
         delta = tl.load(delta_ptr + row, mask=row < queries, other=0.0)
         ds = p * (dot(v, tl.trans(dout), SPEC) - delta[None, :])
         dk += dot(ds, q, SPEC)
@@ -191,7 +207,7 @@ def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
 
 @triton.jit
 def _attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -201,16 +217,18 @@ def _attention_bwd_kernel(
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
-    lse_ptr += place.plane * 2 * queries
+    stats_ptr += place.plane * 2 * queries
     delta_ptr += place.plane * queries
     key = tl.arange(0, BLOCK_KV)
     k = load_rows(head.k, key, True, SPEC)
     v = load_rows(head.v, key, True, SPEC)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], SPEC.accumulator)
+    if SPEC.element.primitive_bitwidth == 16:  # in float32 it would cost registers
+        tl.assume(queries > 0)
     for first in range(0, queries, BLOCK_Q):
         row = first + tl.arange(0, BLOCK_Q)
-        dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, lse_ptr, True, SPEC)
+        dv, q, dout, p = _dv_step(dv, k, key, row, head, dout_rows, stats_ptr, True, SPEC)
         dp = dot(v, tl.trans(dout), SPEC)
         delta = tl.sum(p * dp, axis=0)
         tl.store(delta_ptr + row, delta, mask=row < queries)
@@ -232,9 +250,14 @@ def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tenso
 # dbias ----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "splits", "query_blocks", "key_blocks", "bias_images", "bias_heads", "bias_queries",
+        "shared_images", "shared_heads", "shared_blocks",
+    ]
+)  # fmt: skip
 def _attention_bwd_bias_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dbias_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, splits, query_blocks, key_blocks,
     bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SUM_QUERIES: tl.constexpr, SPEC: tl.constexpr,
@@ -262,8 +285,8 @@ def _attention_bwd_bias_kernel(
         q = load_rows(head.q, row, True, SPEC)
         k = load_rows(head.k, key, True, SPEC)
         scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
-        lse = _load_lse(lse_ptr + place.plane * 2 * queries, row, queries)
-        p = _probabilities(scores, factor, lse, 1)
+        stats = _load_stats(stats_ptr + place.plane * 2 * queries, row, queries)
+        p = _probabilities(scores, factor, stats, 1)
         v = load_rows(head.v, key, True, SPEC)
         dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
         delta = tl.load(delta_ptr + place.plane * queries + row, mask=row < queries, other=0.0)
@@ -307,7 +330,7 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
 
 
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, *, need_kv: bool = True, need_bias: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Returns the gradients of q, k, v and the bias, contiguous; None for one neither needed nor free."""
@@ -317,7 +340,7 @@ def attention_backward(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     arguments = LaunchArguments.of(q, k, v, bias, scale)._asdict()
     arguments |= {"dout_ptr": dout, "dout_strides": token_strides(dout)}
-    arguments |= {"lse_ptr": lse, "delta_ptr": lse.new_empty(batch, heads, queries)}
+    arguments |= {"stats_ptr": stats, "delta_ptr": stats.new_empty(batch, heads, queries)}
     if keys <= configuration_for("bwd", q).block_kv:
         _launch_at_once(arguments, dq, dk, dv)
     else:

@@ -69,11 +69,11 @@ CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
         "bwd_bias": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
     },
     (90, 2, 64): {
-        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2),
+        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=1),
         "fwd_loop": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3),
         "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
         "bwd_dq": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=3),
         "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
     },
     (90, 2, 128): {
@@ -260,12 +260,14 @@ class LaunchArguments(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> LaunchArguments:
         """Returns the arguments for a call; a tensor that the kernels cannot read as it lies is copied."""
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
-        batch, queries, heads, _ = q.shape
-        keys = k.shape[1]
+        _, queries, heads, _ = q.shape
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if bias is not None:
             bias = _maybe_contiguous_bias(bias)
-            bias_strides = bias.expand(batch, heads, queries, keys).stride()
+            strides = (
+                0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
+            )
+            bias_strides = (0, 0, 0, 0)[bias.ndim :] + tuple(strides)
         return cls(
             q_ptr=q,
             k_ptr=k,
@@ -276,7 +278,7 @@ class LaunchArguments(NamedTuple):
             log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
             heads=heads,
             queries=queries,
-            keys=keys,
+            keys=k.shape[1],
             SPEC=KernelSpec.of(q, bias, scale),
         )
 
@@ -363,6 +365,12 @@ def contiguous_rows(ptr, place, count, heads, SPEC: tl.constexpr):
     """Returns the Rows of one head of a contiguous tensor."""
     start = (place.image * count * heads + place.head) * SPEC.head_dim
     return Rows(ptr=ptr + start, stride=heads * SPEC.head_dim, count=count)
+
+
+@triton.jit
+def rows_from(rows, first):
+    """Returns the Rows that begin at the token ``first``."""
+    return Rows(ptr=rows.ptr + first * rows.stride, stride=rows.stride, count=rows.count - first)
 
 
 @triton.jit

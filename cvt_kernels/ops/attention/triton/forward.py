@@ -1,12 +1,11 @@
-"""The forward kernels of attention, which write the output and ``lse``.
+"""The forward kernels of attention, which write the output and, where gradients are needed, ``stats``.
 
-Keys are cut into tiles whose widths add up to little more than Nkv:
+Keys are cut into tiles whose widths add up to little more than Nkv, and the softmax is rescaled as larger
+scores turn up:
 
-- as many keys as registers allow (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. All
-  scores of a row exist at once, so the softmax is taken as it is written. K and V are loaded once per
-  program, which walks over several tiles of queries.
-- beyond: whole tiles, unmasked, and a masked last one as narrow as fits: 784 = 12 · 64 + 16. The softmax is
-  rescaled as larger scores turn up.
+- as many keys as fit on the chip (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. K
+  and V are loaded once per program, which walks over several tiles of queries.
+- beyond: a masked tile for the last keys, as narrow as fits, and whole ones, unmasked: 784 = 16 + 12 · 64.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from .common import (
     load_rows,
     locate,
     padded,
+    rows_from,
     scores_of,
     store_rows,
     tail_width,
@@ -37,9 +37,9 @@ from .common import (
 
 # Tiles of keys --------------------------------------------------------------------------------------------
 
-#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: some waves
-#: of what a GPU of 132 multiprocessors holds, lest the last wave leave it idle.
-ENOUGH_PROGRAMS = 2048
+#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: two waves
+#: and more of what a GPU of 132 multiprocessors holds, three to six programs each.
+ENOUGH_PROGRAMS = 1024
 
 
 class KeyTiles(NamedTuple):
@@ -50,7 +50,7 @@ class KeyTiles(NamedTuple):
 
 
 def keys_on_chip(head_dim: int, element_size: int, has_bias: bool) -> int:
-    """Returns the most keys whose scores the forward keeps in registers at once; more would spill."""
+    """Returns the most keys that the forward keeps on the chip."""
     if head_dim > 64 or element_size > 2:
         return 64
     return 128 if has_bias else 208
@@ -73,6 +73,15 @@ def key_tiles(keys: int, widest: int) -> KeyTiles:
 
 
 @triton.jit
+def _empty_softmax(BLOCK_Q: tl.constexpr, SPEC: tl.constexpr):
+    """Returns the maximum, sum and output of rows that have met no key yet."""
+    BLOCK_D: tl.constexpr = SPEC.block_d
+    maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
+    total = tl.zeros([BLOCK_Q], SPEC.accumulator)
+    return maximum, total, tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+
+
+@triton.jit
 def _finite_maximum(maximum, SPEC: tl.constexpr):
     """Returns what to subtract: 0 where the bias has excluded all keys so far, lest −∞ − −∞ be NaN."""
     if SPEC.has_bias:
@@ -81,15 +90,31 @@ def _finite_maximum(maximum, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC: tl.constexpr):
-    """Stores normalized rows of the output and their ``lse``; zeros and (+∞, 0) where nothing was summed."""
+def _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST: tl.constexpr, SPEC: tl.constexpr):
+    """Takes a tile's scores, as ``scores_of`` returns them, and values into the maximum, sum and output."""
+    new_maximum = tl.max(scores, axis=1) * factor
+    if not IS_FIRST:
+        new_maximum = tl.maximum(maximum, new_maximum)
+    finite_maximum = _finite_maximum(new_maximum, SPEC)
+    p = tl.exp2(scores * factor - finite_maximum[:, None])
+    if IS_FIRST:
+        return new_maximum, tl.sum(p, axis=1), dot(p, v, SPEC)
+    shrink = tl.exp2(maximum - finite_maximum)
+    return new_maximum, total * shrink + tl.sum(p, axis=1), acc * shrink[:, None] + dot(p, v, SPEC)
+
+
+@triton.jit
+def _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS: tl.constexpr, SPEC: tl.constexpr):
+    """Stores normalized rows and, if asked, their ``stats``; zeros and (+∞, 1) where nothing was summed."""
     if SPEC.has_bias:
         is_excluded = total == 0.0
         maximum = tl.where(is_excluded, float("inf"), maximum)
         total = tl.where(is_excluded, 1.0, total)
-    store_rows(out, row, acc / total[:, None], SPEC)
-    tl.store(lse_ptr + row, maximum, mask=row < out.count)
-    tl.store(lse_ptr + out.count + row, tl.log2(total), mask=row < out.count)
+    reciprocal = 1.0 / total
+    store_rows(out, row, acc * reciprocal[:, None], SPEC)
+    if STORE_STATS:
+        tl.store(stats_ptr + row, maximum, mask=row < out.count)
+        tl.store(stats_ptr + out.count + row, reciprocal, mask=row < out.count)
 
 
 # Keys on the chip -----------------------------------------------------------------------------------------
@@ -107,47 +132,42 @@ def _load_tile(rows, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexp
 
 @triton.jit
 def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
+    """Returns what ``scores_of`` does; only the last 16 keys of the last tile may be beyond the last key."""
     key = _keys_of_tile(TILES, INDEX)
-    MASKED: tl.constexpr = len(TILES.widths) == INDEX + 1
-    return scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
+    scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
+    if len(TILES.widths) == INDEX + 1:
+        is_certain = tl.arange(0, TILES.widths[INDEX]) < TILES.widths[INDEX] - 16  # known to the compiler
+        scores = tl.where((is_certain | (key < head.k.count))[None, :], scores, float("-inf"))
+    return scores, factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "rows"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
-    rows, BLOCK_Q: tl.constexpr, TILES: tl.constexpr, SPEC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    strides, scale, log2_scale, heads, queries, keys, blocks, rows,
+    BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
-    BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
-    lse_ptr += place.plane * 2 * queries
+    stats_ptr += place.plane * 2 * queries
     ks, vs = (), ()
     for i in tl.static_range(len(TILES.widths)):
         ks = ks + (_load_tile(head.k, TILES, i, SPEC),)
         vs = vs + (_load_tile(head.v, TILES, i, SPEC),)
     start = place.block * rows
     for first in range(start, tl.minimum(start + rows, queries), BLOCK_Q):
+        q = load_rows(rows_from(head.q, first), tl.arange(0, BLOCK_Q), True, SPEC)
         row = first + tl.arange(0, BLOCK_Q)
-        q = load_rows(head.q, row, True, SPEC)
-        scores_of_tiles = ()
-        maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
+        maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
         for i in tl.static_range(len(TILES.widths)):
             scores, factor = _scores_of_tile(q, ks[i], row, head, TILES, i, SPEC)
-            scores_of_tiles = scores_of_tiles + (scores,)
-            maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        maximum = _finite_maximum(maximum * factor, SPEC)
-        total = tl.zeros([BLOCK_Q], SPEC.accumulator)
-        acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
-        for i in tl.static_range(len(TILES.widths)):
-            p = tl.exp2(scores_of_tiles[i] * factor - maximum[:, None])
-            total += tl.sum(p, axis=1)
-            acc += dot(p, vs[i], SPEC)
-        _store_softmax(out, lse_ptr, row, maximum, total, acc, SPEC)
+            maximum, total, acc = _take_tile(maximum, total, acc, scores, factor, vs[i], i == 0, SPEC)
+        _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+def _launch_on_chip(arguments: LaunchArguments, out: Tensor, stats: Tensor | None) -> None:
     batch, queries, heads, _ = out.shape
     config = configuration_for("fwd", out)
     tiles = -(-queries // config.block_q)
@@ -156,8 +176,9 @@ def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> Non
     blocks = -(-queries // rows)
     machine.launch(
         _attention_fwd_kernel, (batch * heads * blocks,), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks, rows=rows,
-        BLOCK_Q=config.block_q, TILES=key_tiles(arguments.keys, config.block_kv),
+        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
+        blocks=blocks, rows=rows, BLOCK_Q=config.block_q,
+        TILES=key_tiles(arguments.keys, config.block_kv), STORE_STATS=stats is not None,
     )  # fmt: skip
 
 
@@ -165,58 +186,56 @@ def _launch_on_chip(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> Non
 
 
 @triton.jit
-def _online_step(
+def _loop_step(
     maximum, total, acc, q, row, first, head,
-    BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, IS_FIRST: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Takes one more tile of keys into the running maximum, sum and output."""
-    key = first + tl.arange(0, BLOCK_KV)
+    """Loads the tile of keys that begins at ``first`` and takes it into the maximum, sum and output."""
+    key = first + tl.arange(0, WIDTH)
     k = load_rows(head.k, key, MASKED, SPEC)
     scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
-    finite_maximum = _finite_maximum(new_maximum, SPEC)
-    p = tl.exp2(scores * factor - finite_maximum[:, None])
-    shrink = tl.exp2(maximum - finite_maximum)
     v = load_rows(head.v, key, MASKED, SPEC)
-    return new_maximum, total * shrink + tl.sum(p, axis=1), acc * shrink[:, None] + dot(p, v, SPEC)
+    return _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST, SPEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, strides, scale, log2_scale, heads, queries, keys, blocks,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    strides, scale, log2_scale, heads, queries, keys, blocks,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, STORE_STATS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of queries, in a loop over whole tiles of keys and a last of width TAIL (0: none).
+    """Computes one tile of queries over the last keys, of width TAIL (0: none), then whole tiles in a loop.
 
     A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
     """
-    BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = load_rows(head.q, row, True, SPEC)
-    maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
-    total = tl.zeros([BLOCK_Q], SPEC.accumulator)
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
+    maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
     MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
-    for first in range(0, keys if MASKED else whole, BLOCK_KV):
-        maximum, total, acc = _online_step(maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, SPEC)
     if TAIL and not MASKED:
-        maximum, total, acc = _online_step(maximum, total, acc, q, row, whole, head, TAIL, True, SPEC)
+        maximum, total, acc = _loop_step(maximum, total, acc, q, row, whole, head, TAIL, True, True, SPEC)
+    for first in range(0, keys if MASKED else whole, BLOCK_KV):
+        maximum, total, acc = _loop_step(
+            maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, False, SPEC
+        )
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
-    _store_softmax(out, lse_ptr + place.plane * 2 * queries, row, maximum, total, acc, SPEC)
+    stats_ptr += place.plane * 2 * queries
+    _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _launch_loop(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
+def _launch_loop(arguments: LaunchArguments, out: Tensor, stats: Tensor | None) -> None:
     batch, queries, heads, _ = out.shape
     config = configuration_for("fwd_loop", out)
     blocks = -(-queries // config.block_q)
     machine.launch(
         _attention_fwd_loop_kernel, (batch * heads * blocks,), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, lse_ptr=lse, blocks=blocks,
+        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats, blocks=blocks,
         BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-        TAIL=tail_width(arguments.keys, config.block_kv, out.element_size()),
+        TAIL=tail_width(arguments.keys, config.block_kv, out.element_size()), STORE_STATS=stats is not None,
     )  # fmt: skip
 
 
@@ -224,15 +243,15 @@ def _launch_loop(arguments: LaunchArguments, out: Tensor, lse: Tensor) -> None:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output (B, Nq, h, D) and ``lse`` (B, h, 2, Nq)."""
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, *, need_stats: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the output (B, Nq, h, D) and, if needed, ``lse`` (B, h, 2, Nq)."""
     batch, queries, heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q))
+    stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
     arguments = LaunchArguments.of(q, k, v, bias, scale)
     if k.shape[1] <= keys_on_chip(head_dim, q.element_size(), bias is not None):
-        _launch_on_chip(arguments, out, lse)
+        _launch_on_chip(arguments, out, stats)
     else:
-        _launch_loop(arguments, out, lse)
-    return out, lse
+        _launch_loop(arguments, out, stats)
+    return out, stats

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, run_python
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
@@ -284,6 +284,82 @@ def test_no_gradient_is_computed_that_nobody_needs(launched):
     assert q.grad is not None
 
 
+@pytest.mark.parametrize("shape", [None, (5, None)])
+@pytest.mark.parametrize("keys", [20, 100, 300])
+def test_inference_gives_the_same_without_statistics(keys, shape):
+    """Calls where nobody needs gradients store no statistics, and are not recorded by autograd."""
+    shape = shape and tuple(keys if n is None else n for n in shape)
+    q, k, v, *bias = make(5, keys, bias=shape, dtype=torch.float16)
+    settings = {"bias": bias[0] if bias else None}
+    if bias:
+        bias[0][1] = -torch.inf
+    stored = []
+
+    def take(launch):
+        stored.append(launch.arguments["STORE_STATS"])
+        launch.start()
+
+    compiled = torch.compile(lambda q: ck.attention(q, k, v, **settings), fullgraph=True, backend="aot_eager")
+    with machine.intercepted_launches(take), ck.use_backend("triton"):
+        trained = ck.attention(q.clone().requires_grad_(), k, v, **settings)
+        inferred = [ck.attention(q, k, v, **settings), compiled(q)]
+        with torch.no_grad():
+            inferred.append(ck.attention(q.clone().requires_grad_(), k, v, **settings))
+    assert stored == [True, False, False, False]
+    assert trained.requires_grad
+    for out in inferred:
+        assert not out.requires_grad
+        assert torch.equal(out, trained.detach())
+
+
+def test_batches_share_one_compiled_kernel():
+    """Looks at kernels that are not interpreted: nothing that depends on the batch is specialized."""
+    code = """
+import torch
+from cvt_kernels import machine
+from cvt_kernels.ops.attention.triton import backward, forward
+
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+def specializations(batch, queries, keys, shape):
+    q, k, v = (meta(batch, n, 2, 64) for n in (queries, keys, keys))
+    bias = None if shape is None else meta(*shape)
+    with machine.recorded_launches(machine.Chip(90, 132)) as launches:
+        out, stats = forward.attention_forward(q, k, v, bias, 0.3)
+        backward.attention_backward(q, k, v, bias, out, stats, out, 0.3)
+
+    def kind(value):
+        if isinstance(value, tuple):
+            return [kind(part) for part in value]
+        return (value == 1, value % 16 == 0) if isinstance(value, int) else None
+
+    return [
+        [launch.arguments[p.name] if p.is_constexpr else kind(launch.arguments[p.name])
+         for p in launch.kernel.params if not p.do_not_specialize]
+        for launch in launches
+    ]
+
+for sizes in ((197, 50), (784, 196), (700, 784)):
+    for shape in (None, (sizes[1],), (2, *sizes)):
+        of_one = specializations(1, *sizes, shape)
+        assert all(specializations(batch, *sizes, shape) == of_one for batch in (2, 16, 33, 256, 512)), sizes
+"""
+    result = run_python(code, TRITON_INTERPRET="0")
+    assert result.returncode == 0, result.stderr
+
+
+def test_numbers_at_the_ends_of_their_range():
+    """Takes one key whose score is far above the others, and large values."""
+    q, k, v = make(20, 150, dtype=torch.float32)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    k[:, 7], k[:, 8] = 100.0, -1e4
+    v[:, :7] = 6e4
+    out, *gradients = run("triton", [q, k, v], scale=1.0)
+    torch.testing.assert_close(out, v[:, 7:8].expand_as(out))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @given(keys=st.integers(1, 600), widest=st.sampled_from([16, 64, 128]))
 @example(keys=50, widest=64)
 @example(keys=196, widest=128)
@@ -427,9 +503,10 @@ def test_registered_operators_pass_opcheck(keys):
     forward, backward = torch.ops.cvt_kernels.attention, torch.ops.cvt_kernels.attention_backward
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     q, k, v, bias = make(3, keys, bias=(3, keys))
-    out, lse = forward(q, k, v, bias, 0.3)
-    torch.library.opcheck(backward.default, (q, k, v, bias, out, lse, q, 0.3, True), test_utils=tests)
-    torch.library.opcheck(backward.default, (q, k, v, None, out, lse, q, 0.3, False), test_utils=tests)
+    out, stats = forward(q, k, v, bias, 0.3)
+    torch.library.opcheck(backward.default, (q, k, v, bias, out, stats, q, 0.3, True), test_utils=tests)
+    torch.library.opcheck(backward.default, (q, k, v, None, out, stats, q, 0.3, False), test_utils=tests)
+    torch.library.opcheck(forward.default, (q, k, v, bias, 0.3, False), test_utils=tests)
     q, k, v, bias = (t.requires_grad_() for t in (q, k, v, bias))
     torch.library.opcheck(forward.default, (q, k, v, bias, 0.3), test_utils=tests)
     torch.library.opcheck(forward.default, (q, k, v, None, 0.3), test_utils=tests)
