@@ -141,6 +141,25 @@ def _projection_statistics(launch: machine.Launch) -> Work:
     )
 
 
+def _projection_walk_statistics(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    return Work(
+        programs=_programs(launch),
+        outputs=_walk_outputs(arguments),
+        bytes=_bytes(arguments["x_ptr"], arguments["partial_ptr"]),
+        trips=_walk_trips(arguments),
+    )
+
+
+def _walk_outputs(arguments: dict[str, Any]) -> int:
+    """Returns the elements of all branches' convolutions in a walk, without the class token."""
+    grids = (
+        (-(-arguments["height"] // stride), -(-arguments["width"] // stride))
+        for stride in arguments["STRIDES"]
+    )
+    return arguments["batch"] * arguments["CHANNELS"] * sum(height * width for height, width in grids)
+
+
 def _projection_backward_sums(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     return Work(
@@ -318,6 +337,7 @@ def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
 _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_fwd_kernel": _projection_forward,
     "_conv_projection_walk_fwd_kernel": _projection_walk_forward,
+    "_conv_projection_walk_stats_kernel": _projection_walk_statistics,
     "_conv_projection_stats_kernel": _projection_statistics,
     "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
     "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,

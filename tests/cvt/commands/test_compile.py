@@ -60,15 +60,10 @@ def compile_ahead(tmp_path):
     return run
 
 
-#: Kernels whose products the assembler still serializes on sm_90, in half precision.
-SERIALIZED = {"attention_fwd_loop", "attention_bwd_dq", "attention_bwd"}
-
-
-def assert_flawless(rows, *, serialized=frozenset()):
+def assert_flawless(rows):
     for row in rows:
         resources = row["resources"]
-        flaws = [flaw for flaw in row["flaws"] if row["kernel"] not in serialized or flaw[:3] != "C75"]
-        assert flaws == []
+        assert row["flaws"] == []
         assert row["uncounted"] is None or row["arch"] != "sm_90", row
         assert (resources["stack"], resources["spill_loads"], resources["spill_stores"]) == (0, {}, {}), row
         assert 0 < resources["registers"] <= 255

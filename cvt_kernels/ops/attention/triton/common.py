@@ -113,11 +113,11 @@ CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
-        "fwd": Budget(instructions_per_tile=560, registers=192),
-        "fwd_loop": Budget(instructions_per_tile=310, registers=128),
-        "bwd": Budget(instructions_per_tile=940, registers=168),
-        "bwd_dq": Budget(instructions_per_tile=310, registers=128),
-        "bwd_dkdv": Budget(instructions_per_tile=400, registers=200),
+        "fwd": Budget(instructions_per_tile=400, registers=168),
+        "fwd_loop": Budget(instructions_per_tile=290, registers=128),
+        "bwd": Budget(instructions_per_tile=860, registers=168),
+        "bwd_dq": Budget(instructions_per_tile=250, registers=128),
+        "bwd_dkdv": Budget(instructions_per_tile=490, registers=144),
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])

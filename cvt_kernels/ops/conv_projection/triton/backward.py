@@ -35,7 +35,7 @@ from .common import (
 # Sums over regions ----------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=("channels", "regions"))
+@triton.jit(do_not_specialize=("regions",))
 def _sum_regions_kernel(
     partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
 ):

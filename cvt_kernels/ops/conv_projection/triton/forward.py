@@ -165,7 +165,7 @@ def _conv_projection_stats_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("channels", "regions"))
+@triton.jit(do_not_specialize=("regions",))
 def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, regions, TILE: tl.constexpr):
     """Merges (branches, 2, regions, C) and counts (branches, regions) to mean and variance (branches, C).
 
