@@ -23,7 +23,7 @@ _FAMILIES = {
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
 CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
-    90: {("layer_norm", CudaCase("identity", 8, 1)): Budget(instructions_per_output=80, registers=48)},
+    90: {("layer_norm", CudaCase("identity", 8, 1)): Budget(instructions_per_output=20, registers=64)},
 }
 
 

@@ -312,9 +312,10 @@ def _attention_work(
 #: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
 _ELEMENTS = 256 * 56 * 56 * 64
 _CUDA_THREADS = 128
-# Each thread adds up its row's sums with 3 shuffles in a loop, since 8 lanes share a row; the two loops after
-# it add up warps, for rows that no warp holds. Both sums of LayerNorm do so.
-_LAYER_NORM_TRIPS = (3, 0, 0) * 2
+# Each thread adds up its rows' sums with 3 shuffles in a loop, since 8 lanes share a row; the two loops after
+# it add up warps, for rows that no warp holds, which 8 elements of a thread never are. Both sums of LayerNorm
+# do so.
+_SUM_TRIPS, _SUM_TRIPS_OF_WARPS = (3,), (3, 0, 0)
 
 
 def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
@@ -322,12 +323,16 @@ def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
 
     These are the rows of CvT's widths: 64 and 192 elements, and 384 except for one more shuffle.
     """
-    trips = {"layer_norm": _LAYER_NORM_TRIPS, "gelu": ()}.get(kernel)
-    if case is None or trips is None or case.vector == 1:
+    if case is None or kernel not in ("layer_norm", "gelu") or case.vector == 1 or case.result:
         return None
+    elements = case.vector * case.vectors
+    trips: tuple[int, ...] = ()
+    if kernel == "layer_norm":
+        trips = 2 * (_SUM_TRIPS if elements <= 8 else _SUM_TRIPS_OF_WARPS)
+        elements *= 3 if elements <= 8 else 1  # rows_of_thread in csrc/layer_norm_gelu/cuda_launches.h
     size = 4 if dtype == "float32" else 2
     return Work(
-        programs=-(-_ELEMENTS // (_CUDA_THREADS * case.vector * case.vectors)),
+        programs=-(-_ELEMENTS // (_CUDA_THREADS * elements)),
         outputs=_ELEMENTS,
         bytes=2 * size * _ELEMENTS,
         trips=trips,

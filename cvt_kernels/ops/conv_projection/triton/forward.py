@@ -12,6 +12,7 @@ from .... import machine
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
+    LaunchConfig,
     LaunchPlan,
     Tile,
     bounds_of,
@@ -223,6 +224,7 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
     config = configuration("merge_stats", machine.chip(partial.device).capability)
+    assert isinstance(config, LaunchConfig)
     machine.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
@@ -280,6 +282,7 @@ def update_running_statistics(
         corrections: n / (n − 1), which makes the variance unbiased.
     """
     config = configuration("update_running", machine.chip(mean.device).capability)
+    assert isinstance(config, LaunchConfig)
     machine.launch(
         _update_running_kernel, (len(rows),), on=mean, options=config.options,
         mean_ptr=mean, var_ptr=variance, running_mean_ptrs=tuple(running_means),
