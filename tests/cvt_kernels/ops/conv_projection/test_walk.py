@@ -1,4 +1,4 @@
-"""The forward of conv_projection as a walk, and the general kernels on the convolutions that a walk serves."""
+"""The forward of conv_projection as a walk, and the general kernels on what a walk serves."""
 
 import itertools
 
