@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels.checks import autocast_dtype, autocast_enabled
+from cvt_kernels.checks import autocast_enabled, dtype_for_layers
 from cvt_kernels.ops.attention.modules import project_and_attend
 
 from .config import CvTConfig, StageConfig
@@ -165,9 +165,9 @@ class Block(nn.Module):
         return LayerScale(config.embed_dim, config.layer_scale)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        # Under autocast the layers of a branch compute in its dtype; the residual stream keeps its own.
-        dtype = autocast_dtype(x)
-        branch = self.drop_path(self.ls1(self.attn(self.norm1(x, dtype), grid)))
+        dtype = dtype_for_layers(x)
+        named = {} if dtype is None or not isinstance(self.norm1, LayerNorm) else {"dtype": dtype}
+        branch = self.drop_path(self.ls1(self.attn(self.norm1(x, **named), grid)))
         norm2 = self.norm2  # in one pass with the residual sum, so that its own forward is not called
         x, y = ck.add_layer_norm(branch, x, norm2.weight, norm2.bias, eps=norm2.eps, dtype=dtype)
         return x + self.drop_path(self.ls2(self.mlp(y)))

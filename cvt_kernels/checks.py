@@ -90,3 +90,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if autocast_enabled(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return None
+
+
+def dtype_for_layers(x: Tensor) -> torch.dtype | None:
+    """Returns autocast's dtype on a GPU, where a LayerNorm of ``x`` gives float32 by itself; None elsewhere.
+
+    The layers after a LayerNorm compute in it. Named to ``layer_norm``, it saves their casts.
+    """
+    return autocast_dtype(x) if x.is_cuda else None

@@ -31,8 +31,8 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
 
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Computes LayerNorm for layers that read it in autocast's dtype, where autocast is on."""
-    return normalize(norm, x, checks.autocast_dtype(x))
+    """Computes LayerNorm for the layers after it, on a GPU in the dtype that autocast has for them."""
+    return normalize(norm, x, checks.dtype_for_layers(x))
 
 
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tup
     if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, norm.weight):
         stream = branch + stream
         return stream, normalize_for_layers(norm, stream)
-    dtype = checks.autocast_dtype(stream)
+    dtype = checks.dtype_for_layers(stream)
     return add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 

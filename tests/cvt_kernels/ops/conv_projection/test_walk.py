@@ -127,7 +127,7 @@ def test_more_branches_than_registers_for_weights():
 
 @pytest.mark.parametrize(("needed", "pairs"), [(1, 1), (7, 1), (14, 2), (28, 4), (48, 4), (3, 1)])
 def test_pairs_of_columns_of_a_program(needed, pairs):
-    """As many as leave no warp without columns, or as few without as can be."""
+    """Returns as many as leave the fewest warps without columns."""
     assert walk._pairs(needed, 4) == pairs
 
 
