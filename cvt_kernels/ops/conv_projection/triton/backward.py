@@ -31,6 +31,8 @@ from .common import (
     store_pixels,
     tile_positions,
 )
+from .walk import is_walk
+from .walk_backward import walk_backward_sums
 
 # Sums over regions ----------------------------------------------------------------------------------------
 
@@ -131,16 +133,26 @@ def backward_sums(
 ) -> Tensor:  # fmt: skip
     """Returns Σdy = dβ and Σdy·x̂ = dγ of every branch: (branches, 2, C)."""
     x = maybe_contiguous(x)
-    channels = x.shape[2]
+    partial = (walk_backward_sums if is_walk(geometry) else _partial_sums)(
+        x, geometry, weights, means, variances, dys
+    )
+    return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
+
+
+def _partial_sums(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
+    variances: Sequence[Tensor], dys: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = LaunchPlan.of("bwd_sums", x, geometry)
-    partial = x.new_empty(2 * len(weights), plan.regions, channels, dtype=accumulator_dtype(x))
+    partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
         _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
         var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
         stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
     )  # fmt: skip
-    return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, channels)
+    return partial
 
 
 # The convolutions -----------------------------------------------------------------------------------------

@@ -426,3 +426,48 @@ def walk_step(
         else:
             lower = lower + ((),)
     return upper, lower, start_sums(starts, next_pixels, taps, STRIDES), last_raw
+
+
+# The maps of a branch -------------------------------------------------------------------------------------
+#
+# Output (r, c) of a branch of stride 2 lies at (2r, 2c) of the input, in the upper left pixel of a lane's
+# pair of rows and columns, so that the column masks of the input are those of its outputs too.
+
+
+@triton.jit
+def output_size(size, STRIDE: tl.constexpr):
+    """Returns the rows or columns of a branch's output for those of the input."""
+    if STRIDE == 2:
+        size = (size + 1) // 2
+    return size
+
+
+@triton.jit
+def output_rows(
+    ptr, place, height, width, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """Returns the :class:`WalkRows` of a branch's map (Hᵢ, Wᵢ, C) of one image, which begins at ``ptr``.
+
+    They are a lane's outputs: two adjacent ones, or one where the stride is 2. With HALO, they are the outputs
+    that a lane's two columns of the input reach: one more on both sides, or after it where the stride is 2.
+    """
+    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    masks = column_masks(place.col, width, place.unit_mask, -1, 4)
+    ptr = units(ptr, WALK)
+    if STRIDE == 1:
+        if HALO:
+            ptr -= DISTANCE
+        else:
+            masks = (masks[1], masks[2])
+    elif HALO:
+        masks = (masks[1], masks[3])
+    else:
+        masks = (masks[1],)
+    return WalkRows(
+        ptr=ptr,
+        stride=output_size(width, STRIDE) * DISTANCE,
+        lane=place.col // STRIDE * DISTANCE + place.unit,
+        masks=masks,
+        height=output_size(height, STRIDE),
+    )
