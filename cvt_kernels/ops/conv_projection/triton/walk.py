@@ -465,9 +465,9 @@ def output_rows(
     else:
         masks = (masks[1],)
     return WalkRows(
-        ptr=ptr,
+        ptr=ptr + (place.col // STRIDE * DISTANCE + place.unit),
         stride=output_size(width, STRIDE) * DISTANCE,
-        lane=place.col // STRIDE * DISTANCE + place.unit,
+        lane=0,
         masks=masks,
         height=output_size(height, STRIDE),
     )
