@@ -449,8 +449,8 @@ def output_rows(
 ):  # fmt: skip
     """Returns the :class:`WalkRows` of a branch's map (Hᵢ, Wᵢ, C) of one image, which begins at ``ptr``.
 
-    They are a lane's outputs: two adjacent ones, or one where the stride is 2. With HALO, they are the outputs
-    that a lane's two columns of the input reach: one more on both sides, or after it where the stride is 2.
+    A lane's columns are those of its outputs: two, or one where the stride is 2. With HALO they are those that
+    its columns of the input take part in: one more on both sides, or one more after it where the stride is 2.
     """
     DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
     masks = column_masks(place.col, width, place.unit_mask, -1, 4)

@@ -1,7 +1,9 @@
 """The backward kernels of the projection as walks: gradients of parameters, of convolutions and of the input.
 
-For y = γ (conv(x) − mean) · rstd + β and the statistics of the batch, with n values per channel:
-dconv = γ · rstd · (dy − Σdy / n − (conv(x) − mean) · rstd · Σdy·x̂ / n); with given statistics it is γ · rstd · dy.
+With y = γ x̂ + β, x̂ = (conv(x) − mean) · rstd and n values per channel, the gradient of the convolution is
+dconv = γ · rstd · (dy − Σdy / n − x̂ · Σdy·x̂ / n) with the statistics of the batch, else γ · rstd · dy.
+
+Gradients dy of outputs are (B, Tᵢ, C), class token first; dconv is (B, Hᵢ·Wᵢ, C).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from .walk import (
     output_rows,
     output_size,
     rows_of,
+    start_sums,
     store_row,
-    walk_start,
     walk_step,
     widen,
 )
@@ -50,7 +52,7 @@ def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def _store_region(partial_ptr, plane, tiles, place, CHANNELS: tl.constexpr):
-    """Writes the sums of tiles over their lanes to this region of (tiles, regions, C), ``plane`` elements apart."""
+    """Writes the sums of tiles over their lanes to this region, ``plane`` elements apart."""
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     for t in tl.static_range(len(tiles)):
         total = tl.sum(tiles[t], axis=0, keep_dims=True)
@@ -74,7 +76,7 @@ def _first_output(
 
 @triton.jit
 def _load_dys(dys, row, height, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr):
-    """Returns every branch's raw gradients of the outputs at ``row`` and ``row`` + 1 of the input, a tuple per row.
+    """Returns every branch's raw dys at ``row`` and ``row`` + 1 of the input, a tuple per row.
 
     A branch of stride 2 has the former only.
     """
@@ -85,6 +87,23 @@ def _load_dys(dys, row, height, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, W
             raw = raw + (load_at(dys[i], row + 1, row + 1 < height, CHANNELS, WALK),)
         raws = raws + (raw,)
     return raws
+
+
+@triton.jit
+def _start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
+    """Returns what ``walk_start`` does, from a load of the row before that no condition of the row masks.
+
+    Such masks would take a predicate per column throughout the walk.
+    """
+    before = widen(load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK), WALK)
+    begun = start_sums(starts, before, taps, STRIDES)
+    sums = ()
+    for i in tl.static_range(len(STRIDES)):
+        own = ()
+        for n in tl.static_range(len(begun[i])):
+            own = own + (tl.where(row > 0, begun[i][n], starts[i]),)
+        sums = sums + (own,)
+    return sums, load_at(rows, row, True, STEP, WALK)
 
 
 @triton.jit
@@ -120,7 +139,7 @@ def _conv_projection_walk_bwd_sums_kernel(
         for i in tl.static_range(len(STRIDES)):
             dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
             dys = dys + (output_rows(dy_ptr, place, height, width, STRIDES[i], False, CHANNELS, WALK),)
-        sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
+        sums, raw = _start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
         for row in range(place.first_row, place.end_row, 2):
             raw_dys = _load_dys(dys, row, height, STRIDES, CHANNELS, WALK)
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
@@ -144,9 +163,12 @@ def walk_backward_sums(
 ) -> Tensor:  # fmt: skip
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
+    options = plan.options
+    if len(weights) == 3 and geometry.strides.count(1) > 1:
+        options = options | {"maxnreg": max(options["maxnreg"], 168)}  # the sums of more rows would spill
     partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
-        _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=options,
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
         var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
@@ -164,11 +186,11 @@ def _affine(
 ):  # fmt: skip
     """Returns (scale, start, taps) with which dconv = scale · dy + start + the convolution by these taps.
 
-    With given statistics there is nothing but the scale.
+    With given statistics start is 0, and there are no taps.
     """
     rstd = _inverse_deviation(var_ptr, eps, place, WALK)
     scale = load_vector(gamma_ptr, place, WALK) * rstd
-    start = scale
+    (start,) = _zeros(1, WALK)
     taps = ()
     if BATCH_STATS:
         slope = load_vector(sums_ptr + CHANNELS, place, WALK) * inverse_count * rstd * scale
@@ -182,16 +204,10 @@ def _affine(
 
 @triton.jit
 def _load_step(
-    rows,
-    dys,
-    row,
-    height,
-    STEP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WALK: tl.constexpr,
-):
-    """Returns the raw pixels at ``row`` + 1 and ``row`` + 2, and every branch's raw dys of the step at ``row``."""
+    rows, dys, row, height,
+    STEP: tl.constexpr, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Returns what the step at ``row`` loads: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
     next_raw = load_at(rows, row + 1, row + 1 < height, STEP, WALK)
     last_raw = load_at(rows, row + 2, row + 2 < height, STEP, WALK)
     return next_raw, last_raw, _load_dys(dys, row, height, STRIDES, CHANNELS, WALK)
@@ -212,10 +228,7 @@ def _gradients_of_outputs(
     dys = widen(raw_dys, WALK)
     sums = ()
     for n in tl.static_range(len(dys)):
-        if len(taps) > 0:
-            sums = sums + (tl.fma(dys[n], scale, start),)
-        else:
-            sums = sums + (dys[n] * scale,)
+        sums = sums + (tl.fma(dys[n], scale, start),)
     if len(taps) > 0:
         for a in tl.static_range(3):
             sums = add_row(sums, window[a], taps, a)
@@ -332,9 +345,10 @@ def walk_backward_conv(
 
 @triton.jit
 def _reach_input_1(upper, lower, following, raw, rows, row, taps, CHANNELS: tl.constexpr, WALK: tl.constexpr):
-    """Adds what a branch of stride 1 contributes to the input at ``row``, and to the sums of the two rows after it.
+    """Adds what a branch of stride 1 contributes to the input at ``row`` and the two rows after it.
 
-    It is a convolution of dconv by the turned taps. Returns the three sums and the raw dconv at ``row`` + 2.
+    It is a convolution of dconv by the turned taps. Returns the three sums, the last of which lacks the rows
+    to come, and the raw dconv at ``row`` + 2.
     """
     next_raw = load_at(rows, row + 1, row + 1 < rows.height, CHANNELS, WALK)
     last_raw = load_at(rows, row + 2, row + 2 < rows.height, CHANNELS, WALK)
@@ -348,10 +362,10 @@ def _reach_input_1(upper, lower, following, raw, rows, row, taps, CHANNELS: tl.c
 
 @triton.jit
 def _reach_input_2(upper, lower, raw, rows, row, height, taps, CHANNELS: tl.constexpr, WALK: tl.constexpr):
-    """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1, of two columns each.
+    """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1.
 
-    Output (r, c) lies at (2r, 2c): an even row or column of the input is reached by one output, an odd one by
-    two. Returns the two sums and the raw dconv of the outputs at ``row`` + 2.
+    An even row or column of the input is reached by one row or column of outputs, an odd one by two. The taps
+    are turned. Returns the two sums and the raw dconv at ``row`` + 2.
     """
     next_raw = load_at(rows, row // 2 + 1, row + 2 < height, CHANNELS, WALK)
     here, right = widen(raw, WALK)
