@@ -18,6 +18,7 @@ from .... import machine
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
+    MAX_BRANCHES,
     WalkPlan,
     add_row,
     column_masks,
@@ -51,9 +52,8 @@ def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def _store_region(partial_ptr, plane, tiles, place, CHANNELS: tl.constexpr):
-    """Writes the sums of tiles over their lanes to this region, ``plane`` elements apart."""
-    partial_ptr += place.region.to(tl.int64) * CHANNELS
+def _store_sums(partial_ptr, plane, tiles, place):
+    """Writes the sums of tiles over their lanes, ``plane`` elements apart."""
     for t in tl.static_range(len(tiles)):
         total = tl.sum(tiles[t], axis=0, keep_dims=True)
         tl.store(partial_ptr + t * plane + place.c, total, mask=place.c_mask)
@@ -90,20 +90,16 @@ def _load_dys(dys, row, height, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, W
 
 
 @triton.jit
-def _start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
-    """Returns what ``walk_start`` does, from a load of the row before that no condition of the row masks.
+def _load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the raw pixels of the row before, zeros at the first.
 
-    Such masks would take a predicate per column throughout the walk.
+    A mask of the row in the loads would take a predicate per column throughout the walk.
     """
-    before = widen(load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK), WALK)
-    begun = start_sums(starts, before, taps, STRIDES)
-    sums = ()
-    for i in tl.static_range(len(STRIDES)):
-        own = ()
-        for n in tl.static_range(len(begun[i])):
-            own = own + (tl.where(row > 0, begun[i][n], starts[i]),)
-        sums = sums + (own,)
-    return sums, load_at(rows, row, True, STEP, WALK)
+    above = ()
+    raw = load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK)
+    for n in tl.static_range(len(raw)):
+        above = above + (tl.where(row > 0, raw[n], 0),)
+    return above
 
 
 @triton.jit
@@ -139,7 +135,9 @@ def _conv_projection_walk_bwd_sums_kernel(
         for i in tl.static_range(len(STRIDES)):
             dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
             dys = dys + (output_rows(dy_ptr, place, height, width, STRIDES[i], False, CHANNELS, WALK),)
-        sums, raw = _start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
+        above = widen(_load_above(rows, place.first_row, STEP, WALK), WALK)
+        sums = start_sums(starts, above, taps, STRIDES)
+        raw = load_at(rows, place.first_row, True, STEP, WALK)
         for row in range(place.first_row, place.end_row, 2):
             raw_dys = _load_dys(dys, row, height, STRIDES, CHANNELS, WALK)
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
@@ -151,10 +149,11 @@ def _conv_projection_walk_bwd_sums_kernel(
                 added = added + (total,)
             totals = added
     plane = regions.to(tl.int64) * CHANNELS
+    partial_ptr += place.region.to(tl.int64) * CHANNELS
     for i in tl.static_range(len(STRIDES)):
         rstd = _inverse_deviation(var_ptrs[i], epss[i], place, WALK)
         tiles = (totals[i][0], totals[i][1] * rstd)
-        _store_region(partial_ptr + 2 * i * plane, plane, tiles, place, CHANNELS)
+        _store_sums(partial_ptr + 2 * i * plane, plane, tiles, place)
 
 
 def walk_backward_sums(
@@ -164,8 +163,8 @@ def walk_backward_sums(
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
     options = plan.options
-    if len(weights) == 3 and geometry.strides.count(1) > 1:
-        options = options | {"maxnreg": max(options["maxnreg"], 168)}  # the sums of more rows would spill
+    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) > 1:
+        options = options | {"maxnreg": max(options["maxnreg"], 168)}  # their sums would spill
     partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
         _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=options,
@@ -250,6 +249,23 @@ def _add_weight_gradients(dws, window, dconvs):
     return added
 
 
+@triton.jit
+def _store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+    """Writes the sums of 9 tiles over their lanes, ``plane`` elements apart.
+
+    Eight of them are one tile [P, BC, 8], since one reduction takes less time than eight, to compile too.
+    """
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
+    even = tl.join(tl.join(dws[0], dws[4]), tl.join(dws[2], dws[6]))
+    odd = tl.join(tl.join(dws[1], dws[5]), tl.join(dws[3], dws[7]))
+    totals = tl.sum(tl.join(even, odd).reshape([P, BC, 8]), axis=0)
+    lane = c.reshape([BC, 1]) + tl.arange(0, 8)[None, :] * plane
+    tl.store(partial_ptr + lane, totals, mask=(c < CHANNELS).reshape([BC, 1]))
+    last = tl.sum(dws[8], axis=0, keep_dims=True)
+    tl.store(partial_ptr + 8 * plane + c, last, mask=c < CHANNELS)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _conv_projection_walk_bwd_conv_kernel(
     x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
@@ -283,7 +299,7 @@ def _conv_projection_walk_bwd_conv_kernel(
             dys = dys + (output_rows(dy_ptr, place, height, width, STRIDES[i], False, CHANNELS, WALK),)
             out = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
             outs = outs + (out + (place.col // STRIDES[i] * CHANNELS + place.c),)
-        above = load_at(rows, place.first_row - 1, place.first_row > 0, STEP, WALK)
+        above = _load_above(rows, place.first_row, STEP, WALK)
         raw = load_at(rows, place.first_row, True, STEP, WALK)
         ahead = _load_step(rows, dys, place.first_row, height, STEP, STRIDES, CHANNELS, WALK)
         for row in range(place.first_row, place.end_row, 2):
@@ -309,8 +325,13 @@ def _conv_projection_walk_bwd_conv_kernel(
             above = next_raw
             raw = last_raw
     plane = regions.to(tl.int64) * CHANNELS
+    partial_ptr += place.region.to(tl.int64) * CHANNELS
+    # The channels again: the walk leaves no register to keep them in.
+    BC: tl.constexpr = WALK.channels
+    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
+    c = tl.program_id(0) * BC - place.region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
     for i in tl.static_range(len(STRIDES)):
-        _store_region(partial_ptr + 9 * i * plane, plane, dws[i], place, CHANNELS)
+        _store_weight_gradients(partial_ptr + 9 * i * plane, plane, dws[i], c, CHANNELS, WALK)
 
 
 def walk_backward_conv(
@@ -427,10 +448,8 @@ def _conv_projection_walk_bwd_input_kernel(
             rows = output_rows(dconv_ptr, place, height, width, STRIDES[i], True, CHANNELS, WALK)
             first = place.first_row // STRIDES[i]
             if STRIDES[i] == 1:
-                before = widen(load_at(rows, tl.maximum(first - 1, 0), True, CHANNELS, WALK), WALK)
-                left, right = add_row(sums, before, taps[i], 0)
-                # A mask of the row in the load would take a predicate per column throughout the walk.
-                sums = (tl.where(first > 0, left, sums[0]), tl.where(first > 0, right, sums[1]))
+                above = widen(_load_above(rows, first, CHANNELS, WALK), WALK)
+                sums = add_row(sums, above, taps[i], 0)
             maps = maps + (rows,)
             raws = raws + (load_at(rows, first, True, CHANNELS, WALK),)
         for row in range(place.first_row, place.end_row, 2):
