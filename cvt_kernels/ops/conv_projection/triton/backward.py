@@ -13,6 +13,7 @@ from .... import machine
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
+    LaunchConfig,
     LaunchPlan,
     Tile,
     bounds_of,
@@ -64,6 +65,7 @@ def _sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> T
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
     config = configuration("sum_regions", machine.chip(partial.device).capability)
+    assert isinstance(config, LaunchConfig)
     machine.launch(
         _sum_regions_kernel, (-(-channels // config.channels), rows), on=partial, options=config.options,
         partial_ptr=partial, sum_ptr=total, channels=channels, regions=regions,

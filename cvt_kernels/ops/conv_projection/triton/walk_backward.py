@@ -163,8 +163,8 @@ def walk_backward_sums(
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
     options = plan.options
-    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) > 1:
-        options = options | {"maxnreg": max(options["maxnreg"], 168)}  # their sums would spill
+    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:  # those of CvT need no more
+        options = options | {"maxnreg": max(options["maxnreg"], 168)}
     partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
         _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=options,
@@ -271,11 +271,12 @@ def _conv_projection_walk_bwd_conv_kernel(
     x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
     inverse_counts, batch, groups, height, width, strips, strip_rows, col_blocks, regions, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
-    BATCH_STATS: tl.constexpr, WALK: tl.constexpr,
+    BATCH_STATS: tl.constexpr, AHEAD: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Writes dconv of every branch over a strip of some images, and the share of its weight's gradient.
 
-    The partial sums are (9 · branches, regions, C). They and the taps stay in registers.
+    The partial sums are (9 · branches, regions, C). They and the taps stay in registers, which leaves few warps
+    to hide the latency of loads behind: with AHEAD, each step loads what the next one needs.
     """
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
     affine = ()
@@ -301,10 +302,16 @@ def _conv_projection_walk_bwd_conv_kernel(
             outs = outs + (out + (place.col // STRIDES[i] * CHANNELS + place.c),)
         above = _load_above(rows, place.first_row, STEP, WALK)
         raw = load_at(rows, place.first_row, True, STEP, WALK)
-        ahead = _load_step(rows, dys, place.first_row, height, STEP, STRIDES, CHANNELS, WALK)
+        if AHEAD:
+            ahead = _load_step(rows, dys, place.first_row, height, STEP, STRIDES, CHANNELS, WALK)
         for row in range(place.first_row, place.end_row, 2):
-            next_raw, last_raw, raw_dys = ahead
-            ahead = _load_step(rows, dys, row + 2, height, STEP, STRIDES, CHANNELS, WALK)
+            if AHEAD:
+                next_raw, last_raw, raw_dys = ahead
+                ahead = _load_step(rows, dys, row + 2, height, STEP, STRIDES, CHANNELS, WALK)
+            else:
+                next_raw, last_raw, raw_dys = _load_step(
+                    rows, dys, row, height, STEP, STRIDES, CHANNELS, WALK
+                )
             window = (widen(above, WALK), widen(raw, WALK), widen(next_raw, WALK), widen(last_raw, WALK))
             updated = ()
             for i in tl.static_range(len(STRIDES)):
@@ -356,7 +363,9 @@ def walk_backward_conv(
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
         sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
         inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None, **plan.arguments,
+        stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None,
+        AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
+        **plan.arguments,
     )  # fmt: skip
     return partial
 
