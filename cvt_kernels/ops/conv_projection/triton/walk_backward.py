@@ -275,8 +275,8 @@ def _conv_projection_walk_bwd_conv_kernel(
 ):  # fmt: skip
     """Writes dconv of every branch over a strip of some images, and the share of its weight's gradient.
 
-    The partial sums are (9 · branches, regions, C). They and the taps stay in registers, which leaves few warps
-    to hide the latency of loads behind: with AHEAD, each step loads what the next one needs.
+    The partial sums are (9 · branches, regions, C). They and the taps stay in registers, which leaves few
+    warps to hide the latency of loads: with AHEAD, each step loads what the next one needs.
     """
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
     affine = ()
