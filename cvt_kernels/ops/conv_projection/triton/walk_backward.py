@@ -23,10 +23,11 @@ from .walk import (
     add_row,
     column_masks,
     load_at,
+    load_outputs,
     load_vector,
     load_weights,
     locate_walk,
-    output_rows,
+    output_lanes,
     output_size,
     rows_of,
     start_sums,
@@ -75,31 +76,42 @@ def _first_output(
 
 
 @triton.jit
-def _load_dys(dys, row, height, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def _load_dys(dys, rows, row, width, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr):
     """Returns every branch's raw dys at ``row`` and ``row`` + 1 of the input, a tuple per row.
 
     A branch of stride 2 has the former only.
     """
     raws = ()
     for i in tl.static_range(len(STRIDES)):
-        raw = (load_at(dys[i], row // STRIDES[i], row < height, CHANNELS, WALK),)
-        if STRIDES[i] == 1:
-            raw = raw + (load_at(dys[i], row + 1, row + 1 < height, CHANNELS, WALK),)
+        raw = ()
+        for r in tl.static_range(3 - STRIDES[i]):
+            is_row = row + r < rows.height
+            own_row = row // STRIDES[i] + r
+            raw = raw + (
+                load_outputs(
+                    dys[i], own_row, is_row, width, rows.masks, STRIDES[i], False, CHANNELS, WALK
+                ),
+            )  # fmt: skip
         raws = raws + (raw,)
     return raws
 
 
 @triton.jit
 def _load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
-    """Returns the raw pixels of the row before, zeros at the first.
+    """Returns the raw pixels of the row before, zeros at the first."""
+    return _if_below(load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK), row)
 
-    A mask of the row in the loads would take a predicate per column throughout the walk.
+
+@triton.jit
+def _if_below(raw, row):
+    """Returns raw pixels if ``row`` is not the first, else zeros.
+
+    A mask of the row in their loads would take a predicate per column throughout the walk.
     """
-    above = ()
-    raw = load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK)
+    tiles = ()
     for n in tl.static_range(len(raw)):
-        above = above + (tl.where(row > 0, raw[n], 0),)
-    return above
+        tiles = tiles + (tl.where(row > 0, raw[n], 0),)
+    return tiles
 
 
 @triton.jit
@@ -134,12 +146,12 @@ def _conv_projection_walk_bwd_sums_kernel(
         dys = ()
         for i in tl.static_range(len(STRIDES)):
             dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
-            dys = dys + (output_rows(dy_ptr, place, height, width, STRIDES[i], False, CHANNELS, WALK),)
+            dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
         above = widen(_load_above(rows, place.first_row, STEP, WALK), WALK)
         sums = start_sums(starts, above, taps, STRIDES)
         raw = load_at(rows, place.first_row, True, STEP, WALK)
         for row in range(place.first_row, place.end_row, 2):
-            raw_dys = _load_dys(dys, row, height, STRIDES, CHANNELS, WALK)
+            raw_dys = _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
             added = ()
             for i in tl.static_range(len(STRIDES)):
@@ -203,19 +215,17 @@ def _affine(
 
 @triton.jit
 def _load_step(
-    rows, dys, row, height,
+    rows, dys, row, width,
     STEP: tl.constexpr, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Returns what the step at ``row`` loads: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
-    next_raw = load_at(rows, row + 1, row + 1 < height, STEP, WALK)
-    last_raw = load_at(rows, row + 2, row + 2 < height, STEP, WALK)
-    return next_raw, last_raw, _load_dys(dys, row, height, STRIDES, CHANNELS, WALK)
+    next_raw = load_at(rows, row + 1, row + 1 < rows.height, STEP, WALK)
+    last_raw = load_at(rows, row + 2, row + 2 < rows.height, STEP, WALK)
+    return next_raw, last_raw, _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
 
 
 @triton.jit
-def _gradients_of_outputs(
-    window, raw_dys, masks, is_row, scale, start, taps, STRIDE: tl.constexpr, WALK: tl.constexpr
-):
+def _gradients_of_outputs(window, raw_dys, masks, is_row, scale, start, taps, WALK: tl.constexpr):
     """Returns dconv of a lane's outputs of one row as a tuple, zeros where there are none.
 
     Args:
@@ -297,21 +307,19 @@ def _conv_projection_walk_bwd_conv_kernel(
         outs = ()
         for i in tl.static_range(len(STRIDES)):
             dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
-            dys = dys + (output_rows(dy_ptr, place, height, width, STRIDES[i], False, CHANNELS, WALK),)
+            dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
             out = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
             outs = outs + (out + (place.col // STRIDES[i] * CHANNELS + place.c),)
         above = _load_above(rows, place.first_row, STEP, WALK)
         raw = load_at(rows, place.first_row, True, STEP, WALK)
         if AHEAD:
-            ahead = _load_step(rows, dys, place.first_row, height, STEP, STRIDES, CHANNELS, WALK)
+            ahead = _load_step(rows, dys, place.first_row, width, STEP, STRIDES, CHANNELS, WALK)
         for row in range(place.first_row, place.end_row, 2):
             if AHEAD:
                 next_raw, last_raw, raw_dys = ahead
-                ahead = _load_step(rows, dys, row + 2, height, STEP, STRIDES, CHANNELS, WALK)
+                ahead = _load_step(rows, dys, row + 2, width, STEP, STRIDES, CHANNELS, WALK)
             else:
-                next_raw, last_raw, raw_dys = _load_step(
-                    rows, dys, row, height, STEP, STRIDES, CHANNELS, WALK
-                )
+                next_raw, last_raw, raw_dys = _load_step(rows, dys, row, width, STEP, STRIDES, CHANNELS, WALK)
             window = (widen(above, WALK), widen(raw, WALK), widen(next_raw, WALK), widen(last_raw, WALK))
             updated = ()
             for i in tl.static_range(len(STRIDES)):
@@ -322,7 +330,7 @@ def _conv_projection_walk_bwd_conv_kernel(
                     out_row = row // STRIDES[i] + r
                     rows_3 = (window[r], window[r + 1], window[r + 2])
                     dconvs = _gradients_of_outputs(
-                        rows_3, raw_dys[i][r], masks, is_row, scale, start, taps, STRIDES[i], WALK
+                        rows_3, raw_dys[i][r], masks, is_row, scale, start, taps, WALK
                     )
                     out_ptr = outs[i] + out_row * output_size(width, STRIDES[i]) * CHANNELS
                     store_row(out_ptr, 0, dconvs, masks, is_row, CHANNELS)
@@ -374,14 +382,17 @@ def walk_backward_conv(
 
 
 @triton.jit
-def _reach_input_1(upper, lower, following, raw, rows, row, taps, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def _reach_input_1(
+    upper, lower, following, raw, dconvs, row, height, width, masks, taps,
+    CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
     """Adds what a branch of stride 1 contributes to the input at ``row`` and the two rows after it.
 
     It is a convolution of dconv by the turned taps. Returns the three sums, the last of which lacks the rows
     to come, and the raw dconv at ``row`` + 2.
     """
-    next_raw = load_at(rows, row + 1, row + 1 < rows.height, CHANNELS, WALK)
-    last_raw = load_at(rows, row + 2, row + 2 < rows.height, CHANNELS, WALK)
+    next_raw = load_outputs(dconvs, row + 1, row + 1 < height, width, masks, 1, True, CHANNELS, WALK)
+    last_raw = load_outputs(dconvs, row + 2, row + 2 < height, width, masks, 1, True, CHANNELS, WALK)
     dconv = widen(raw, WALK)
     next_dconv = widen(next_raw, WALK)
     upper = add_row(add_row(upper, dconv, taps, 1), next_dconv, taps, 2)
@@ -391,13 +402,18 @@ def _reach_input_1(upper, lower, following, raw, rows, row, taps, CHANNELS: tl.c
 
 
 @triton.jit
-def _reach_input_2(upper, lower, raw, rows, row, height, taps, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def _reach_input_2(
+    upper, lower, raw, dconvs, row, height, width, masks, taps,
+    CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
     """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1.
 
     An even row or column of the input is reached by one row or column of outputs, an odd one by two. The taps
     are turned. Returns the two sums and the raw dconv at ``row`` + 2.
     """
-    next_raw = load_at(rows, row // 2 + 1, row + 2 < height, CHANNELS, WALK)
+    next_raw = load_outputs(
+        dconvs, row // 2 + 1, row + 2 < height, width, masks, 2, True, CHANNELS, WALK
+    )  # fmt: skip
     here, right = widen(raw, WALK)
     below_here, below_right = widen(next_raw, WALK)
     upper_right = tl.fma(right, taps[5], tl.fma(here, taps[3], upper[1]))
@@ -442,6 +458,7 @@ def _conv_projection_walk_bwd_input_kernel(
     for i in tl.static_range(len(STRIDES)):
         taps = taps + (_turned(load_weights(w_ptrs[i], place, WALK)),)
     masks = column_masks(place.col, width, place.c_mask, 0, 2)
+    reached = column_masks(place.col, width, place.unit_mask, -1, 4)
     lane = place.col * CHANNELS + place.c
     for n in range(place.images):
         image = place.first_image + n * groups
@@ -449,18 +466,21 @@ def _conv_projection_walk_bwd_input_kernel(
         if CLASS_TOKEN:
             _add_class_tokens(dx, dy_ptrs, image, height, width, place, STRIDES, CHANNELS, WALK)
             dx += CHANNELS
-        maps = ()
+        dconvs = ()
         raws = ()
         sums = _zeros(2, WALK)
         for i in tl.static_range(len(STRIDES)):
             dconv_ptr = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
-            rows = output_rows(dconv_ptr, place, height, width, STRIDES[i], True, CHANNELS, WALK)
+            lanes = output_lanes(dconv_ptr, place, STRIDES[i], True, CHANNELS, WALK)
             first = place.first_row // STRIDES[i]
             if STRIDES[i] == 1:
-                above = widen(_load_above(rows, first, CHANNELS, WALK), WALK)
-                sums = add_row(sums, above, taps[i], 0)
-            maps = maps + (rows,)
-            raws = raws + (load_at(rows, first, True, CHANNELS, WALK),)
+                above = load_outputs(
+                    lanes, tl.maximum(first - 1, 0), True, width, reached, 1, True, CHANNELS, WALK
+                )
+                sums = add_row(sums, widen(_if_below(above, first), WALK), taps[i], 0)
+            raw = load_outputs(lanes, first, True, width, reached, STRIDES[i], True, CHANNELS, WALK)
+            dconvs = dconvs + (lanes,)
+            raws = raws + (raw,)
         for row in range(place.first_row, place.end_row, 2):
             upper = sums
             lower = _zeros(2, WALK)
@@ -469,11 +489,32 @@ def _conv_projection_walk_bwd_input_kernel(
             for i in tl.static_range(len(STRIDES)):
                 if STRIDES[i] == 1:
                     upper, lower, sums, raw = _reach_input_1(
-                        upper, lower, sums, raws[i], maps[i], row, taps[i], CHANNELS, WALK
+                        upper,
+                        lower,
+                        sums,
+                        raws[i],
+                        dconvs[i],
+                        row,
+                        height,
+                        width,
+                        reached,
+                        taps[i],
+                        CHANNELS,
+                        WALK,
                     )
                 else:
                     upper, lower, raw = _reach_input_2(
-                        upper, lower, raws[i], maps[i], row, height, taps[i], CHANNELS, WALK
+                        upper,
+                        lower,
+                        raws[i],
+                        dconvs[i],
+                        row,
+                        height,
+                        width,
+                        reached,
+                        taps[i],
+                        CHANNELS,
+                        WALK,
                     )
                 next_raws = next_raws + (raw,)
             raws = next_raws
