@@ -93,7 +93,8 @@ def _configs(region_rows: int) -> dict[str, Config]:
     )
     walk = WalkConfig(pairs=4, channels=64, registers=128, resident_warps=16)
     return {
-        **dict.fromkeys(("walk_fwd", "walk_stats", "walk_bwd_sums"), walk),
+        **dict.fromkeys(("walk_fwd", "walk_stats", "walk_bwd_sums", "walk_bwd_input"), walk),
+        "walk_bwd_conv": replace(walk, registers=255, resident_warps=8),
         **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
         **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
         **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),

@@ -432,3 +432,54 @@ def walk_step(
         else:
             lower = lower + ((),)
     return upper, lower, start_sums(starts, next_pixels, taps, STRIDES), last_raw
+
+
+# The maps of a branch -------------------------------------------------------------------------------------
+#
+# Output (r, c) of a branch of stride 2 lies at (2r, 2c) of the input, in the upper left pixel of a lane's
+# pair of rows and columns, so that the column masks of the input are those of its outputs too.
+
+
+@triton.jit
+def output_size(size, STRIDE: tl.constexpr):
+    """Returns the rows or columns of a branch's output for those of the input."""
+    if STRIDE == 2:
+        size = (size + 1) // 2
+    return size
+
+
+@triton.jit
+def output_lanes(
+    ptr, place, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr
+):
+    """Returns pointers [P, units] to row 0 of a branch's map (Hᵢ, Wᵢ, C) of one image, which begins at ``ptr``.
+
+    A lane's columns are those of its outputs: two, or one where the stride is 2. With HALO they are those that
+    its columns of the input take part in: one more on both sides, or one more after it where the stride is 2.
+    The pointers are to the first of them.
+    """
+    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    ptr = units(ptr, WALK)
+    if HALO and STRIDE == 1:
+        ptr -= DISTANCE
+    return ptr + (place.col // STRIDE * DISTANCE + place.unit)
+
+
+@triton.jit
+def load_outputs(
+    lanes, row, is_row, width, masks, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """Returns the raw tiles of a row of such a map as a tuple, zeros unless ``is_row``.
+
+    ``masks`` are those of a lane's columns −1 to 2 of the input.
+    """
+    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    if STRIDE == 1:
+        if not HALO:
+            masks = (masks[1], masks[2])
+    elif HALO:
+        masks = (masks[1], masks[3])
+    else:
+        masks = (masks[1],)
+    return load_row(lanes + row * (output_size(width, STRIDE) * DISTANCE), 0, masks, is_row, DISTANCE)

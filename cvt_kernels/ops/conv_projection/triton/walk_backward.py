@@ -1,0 +1,534 @@
+"""The backward kernels of the projection as walks: gradients of parameters, of convolutions and of the input.
+
+With y = γ x̂ + β, x̂ = (conv(x) − mean) · rstd and n values per channel, the gradient of the convolution is
+dconv = γ · rstd · (dy − Σdy / n − x̂ · Σdy·x̂ / n) with the statistics of the batch, else γ · rstd · dy.
+
+Gradients dy of outputs are (B, Tᵢ, C), class token first; dconv is (B, Hᵢ·Wᵢ, C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...triton_launch import accumulator_dtype
+from .common import Geometry
+from .walk import (
+    MAX_BRANCHES,
+    WalkPlan,
+    add_row,
+    column_masks,
+    load_at,
+    load_outputs,
+    load_vector,
+    load_weights,
+    locate_walk,
+    output_lanes,
+    output_size,
+    rows_of,
+    start_sums,
+    store_row,
+    walk_step,
+    widen,
+)
+
+_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "regions", "stride_b")
+
+# Sums over the batch --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
+    """Returns COUNT tiles [P, BC] of zeros as a tuple."""
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = tiles + (tl.zeros([P, BC], WALK.accumulator),)
+    return tiles
+
+
+@triton.jit
+def _store_sums(partial_ptr, plane, tiles, place):
+    """Writes the sums of tiles over their lanes, ``plane`` elements apart."""
+    for t in tl.static_range(len(tiles)):
+        total = tl.sum(tiles[t], axis=0, keep_dims=True)
+        tl.store(partial_ptr + t * plane + place.c, total, mask=place.c_mask)
+
+
+@triton.jit
+def _inverse_deviation(var_ptr, eps, place, WALK: tl.constexpr):
+    """Returns 1 / √(var + ε), [P, BC]."""
+    return 1.0 / tl.sqrt(load_vector(var_ptr, place, WALK) + eps)
+
+
+@triton.jit
+def _first_output(
+    ptr, image, height, width, STRIDE: tl.constexpr, CLASS_TOKEN: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Returns the pointer to an image's first output pixel in (B, Tᵢ, C), after the class token."""
+    pixels = output_size(height, STRIDE) * output_size(width, STRIDE)
+    return ptr + (image * (pixels + CLASS_TOKEN) + CLASS_TOKEN) * CHANNELS
+
+
+@triton.jit
+def _load_dys(dys, rows, row, width, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+    """Returns every branch's raw dys at ``row`` and ``row`` + 1 of the input, a tuple per row.
+
+    A branch of stride 2 has the former only.
+    """
+    raws = ()
+    for i in tl.static_range(len(STRIDES)):
+        raw = ()
+        for r in tl.static_range(3 - STRIDES[i]):
+            is_row = row + r < rows.height
+            own_row = row // STRIDES[i] + r
+            raw = raw + (
+                load_outputs(
+                    dys[i], own_row, is_row, width, rows.masks, STRIDES[i], False, CHANNELS, WALK
+                ),
+            )  # fmt: skip
+        raws = raws + (raw,)
+    return raws
+
+
+@triton.jit
+def _load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the raw pixels of the row before, zeros at the first."""
+    return _if_below(load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK), row)
+
+
+@triton.jit
+def _if_below(raw, row):
+    """Returns raw pixels if ``row`` is not the first, else zeros.
+
+    A mask of the row in their loads would take a predicate per column throughout the walk.
+    """
+    tiles = ()
+    for n in tl.static_range(len(raw)):
+        tiles = tiles + (tl.where(row > 0, raw[n], 0),)
+    return tiles
+
+
+@triton.jit
+def _add_products(sums, convs, dys):
+    """Returns the sums (Σdy, Σdy·(conv − mean)) with those of some outputs added."""
+    sum_dy, sum_product = sums
+    for n in tl.static_range(len(convs)):
+        sum_dy += dys[n]
+        sum_product = tl.fma(dys[n], convs[n], sum_product)
+    return sum_dy, sum_product
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _conv_projection_walk_bwd_sums_kernel(
+    x_ptr, w_ptrs, dy_ptrs, mean_ptrs, var_ptrs, epss, partial_ptr,
+    batch, groups, height, width, strips, strip_rows, col_blocks, regions, stride_b,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """Writes Σdy and Σdy·x̂ of every branch over a strip of some images: partial (branches, 2, regions, C)."""
+    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    starts = ()
+    taps = ()
+    totals = ()
+    for i in tl.static_range(len(STRIDES)):
+        starts = starts + (-load_vector(mean_ptrs[i], place, WALK),)
+        taps = taps + (load_weights(w_ptrs[i], place, WALK),)
+        totals = totals + (_zeros(2, WALK),)
+    for n in range(place.images):
+        image = place.first_image + n * groups
+        rows = rows_of(x_ptr + image * stride_b + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
+        dys = ()
+        for i in tl.static_range(len(STRIDES)):
+            dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
+            dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
+        above = widen(_load_above(rows, place.first_row, STEP, WALK), WALK)
+        sums = start_sums(starts, above, taps, STRIDES)
+        raw = load_at(rows, place.first_row, True, STEP, WALK)
+        for row in range(place.first_row, place.end_row, 2):
+            raw_dys = _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
+            upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
+            added = ()
+            for i in tl.static_range(len(STRIDES)):
+                total = _add_products(totals[i], upper[i], widen(raw_dys[i][0], WALK))
+                if STRIDES[i] == 1:
+                    total = _add_products(total, lower[i], widen(raw_dys[i][1], WALK))
+                added = added + (total,)
+            totals = added
+    plane = regions.to(tl.int64) * CHANNELS
+    partial_ptr += place.region.to(tl.int64) * CHANNELS
+    for i in tl.static_range(len(STRIDES)):
+        rstd = _inverse_deviation(var_ptrs[i], epss[i], place, WALK)
+        tiles = (totals[i][0], totals[i][1] * rstd)
+        _store_sums(partial_ptr + 2 * i * plane, plane, tiles, place)
+
+
+def walk_backward_sums(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
+    variances: Sequence[Tensor], dys: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
+    plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
+    options = plan.options
+    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:  # those of CvT need no more
+        options = options | {"maxnreg": max(options["maxnreg"], 168)}
+    partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    machine.launch(
+        _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=options,
+        x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
+        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
+        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+    )  # fmt: skip
+    return partial
+
+
+# The convolutions -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _affine(
+    w_ptr, gamma_ptr, mean_ptr, var_ptr, eps, sums_ptr, inverse_count, place,
+    CHANNELS: tl.constexpr, BATCH_STATS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Returns (scale, start, taps) with which dconv = scale · dy + start + the convolution by these taps.
+
+    With given statistics start is 0, and there are no taps.
+    """
+    rstd = _inverse_deviation(var_ptr, eps, place, WALK)
+    scale = load_vector(gamma_ptr, place, WALK) * rstd
+    (start,) = _zeros(1, WALK)
+    taps = ()
+    if BATCH_STATS:
+        slope = load_vector(sums_ptr + CHANNELS, place, WALK) * inverse_count * rstd * scale
+        start = load_vector(mean_ptr, place, WALK) * slope
+        start -= load_vector(sums_ptr, place, WALK) * inverse_count * scale
+        weights = load_weights(w_ptr, place, WALK)
+        for t in tl.static_range(9):
+            taps = taps + (-slope * weights[t],)
+    return scale, start, taps
+
+
+@triton.jit
+def _load_step(
+    rows, dys, row, width,
+    STEP: tl.constexpr, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Returns what the step at ``row`` loads: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
+    next_raw = load_at(rows, row + 1, row + 1 < rows.height, STEP, WALK)
+    last_raw = load_at(rows, row + 2, row + 2 < rows.height, STEP, WALK)
+    return next_raw, last_raw, _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
+
+
+@triton.jit
+def _gradients_of_outputs(window, raw_dys, masks, is_row, scale, start, taps, WALK: tl.constexpr):
+    """Returns dconv of a lane's outputs of one row as a tuple, zeros where there are none.
+
+    Args:
+        window: The three rows of four pixels around them.
+        raw_dys: The raw gradients of the outputs.
+        masks: Which of them exist in a row that ``is_row``.
+        scale, start, taps: Those of :func:`_affine`.
+    """
+    dys = widen(raw_dys, WALK)
+    sums = ()
+    for n in tl.static_range(len(dys)):
+        sums = sums + (tl.fma(dys[n], scale, start),)
+    if len(taps) > 0:
+        for a in tl.static_range(3):
+            sums = add_row(sums, window[a], taps, a)
+    dconvs = ()
+    for n in tl.static_range(len(sums)):
+        dconvs = dconvs + (tl.where(masks[n] & is_row, sums[n], 0.0),)
+    return dconvs
+
+
+@triton.jit
+def _add_weight_gradients(dws, window, dconvs):
+    """Returns the 9 sums of a weight's gradient with those of some outputs added."""
+    added = ()
+    for t in tl.static_range(9):
+        total = dws[t]
+        for n in tl.static_range(len(dconvs)):
+            total = tl.fma(window[t // 3][n + t % 3], dconvs[n], total)
+        added = added + (total,)
+    return added
+
+
+@triton.jit
+def _store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+    """Writes the sums of 9 tiles over their lanes, ``plane`` elements apart.
+
+    Eight of them are one tile [P, BC, 8], since one reduction takes less time than eight, to compile too.
+    """
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
+    even = tl.join(tl.join(dws[0], dws[4]), tl.join(dws[2], dws[6]))
+    odd = tl.join(tl.join(dws[1], dws[5]), tl.join(dws[3], dws[7]))
+    totals = tl.sum(tl.join(even, odd).reshape([P, BC, 8]), axis=0)
+    lane = c.reshape([BC, 1]) + tl.arange(0, 8)[None, :] * plane
+    tl.store(partial_ptr + lane, totals, mask=(c < CHANNELS).reshape([BC, 1]))
+    last = tl.sum(dws[8], axis=0, keep_dims=True)
+    tl.store(partial_ptr + 8 * plane + c, last, mask=c < CHANNELS)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _conv_projection_walk_bwd_conv_kernel(
+    x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
+    inverse_counts, batch, groups, height, width, strips, strip_rows, col_blocks, regions, stride_b,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
+    BATCH_STATS: tl.constexpr, AHEAD: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Writes dconv of every branch over a strip of some images, and the share of its weight's gradient.
+
+    The partial sums are (9 · branches, regions, C). They and the taps stay in registers, which leaves few
+    warps to hide the latency of loads: with AHEAD, each step loads what the next one needs.
+    """
+    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    affine = ()
+    dws = ()
+    for i in tl.static_range(len(STRIDES)):
+        affine = affine + (
+            _affine(
+                w_ptrs[i], gamma_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], sums_ptr + 2 * i * CHANNELS,
+                inverse_counts[i], place, CHANNELS, BATCH_STATS, WALK,
+            ),
+        )  # fmt: skip
+        dws = dws + (_zeros(9, WALK),)
+    masks = column_masks(place.col, width, place.c_mask, 0, 2)
+    for n in range(place.images):
+        image = place.first_image + n * groups
+        rows = rows_of(x_ptr + image * stride_b + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
+        dys = ()
+        outs = ()
+        for i in tl.static_range(len(STRIDES)):
+            dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
+            dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
+            out = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
+            outs = outs + (out + (place.col // STRIDES[i] * CHANNELS + place.c),)
+        above = _load_above(rows, place.first_row, STEP, WALK)
+        raw = load_at(rows, place.first_row, True, STEP, WALK)
+        if AHEAD:
+            ahead = _load_step(rows, dys, place.first_row, width, STEP, STRIDES, CHANNELS, WALK)
+        for row in range(place.first_row, place.end_row, 2):
+            if AHEAD:
+                next_raw, last_raw, raw_dys = ahead
+                ahead = _load_step(rows, dys, row + 2, width, STEP, STRIDES, CHANNELS, WALK)
+            else:
+                next_raw, last_raw, raw_dys = _load_step(rows, dys, row, width, STEP, STRIDES, CHANNELS, WALK)
+            window = (widen(above, WALK), widen(raw, WALK), widen(next_raw, WALK), widen(last_raw, WALK))
+            updated = ()
+            for i in tl.static_range(len(STRIDES)):
+                scale, start, taps = affine[i]
+                own = dws[i]
+                for r in tl.static_range(3 - STRIDES[i]):  # 2 rows of outputs, or 1 where the stride is 2
+                    is_row = row + r < height
+                    out_row = row // STRIDES[i] + r
+                    rows_3 = (window[r], window[r + 1], window[r + 2])
+                    dconvs = _gradients_of_outputs(
+                        rows_3, raw_dys[i][r], masks, is_row, scale, start, taps, WALK
+                    )
+                    out_ptr = outs[i] + out_row * output_size(width, STRIDES[i]) * CHANNELS
+                    store_row(out_ptr, 0, dconvs, masks, is_row, CHANNELS)
+                    own = _add_weight_gradients(own, rows_3, dconvs)
+                updated = updated + (own,)
+            dws = updated
+            above = next_raw
+            raw = last_raw
+    plane = regions.to(tl.int64) * CHANNELS
+    partial_ptr += place.region.to(tl.int64) * CHANNELS
+    # The channels again: the walk leaves no register to keep them in.
+    BC: tl.constexpr = WALK.channels
+    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
+    c = tl.program_id(0) * BC - place.region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
+    for i in tl.static_range(len(STRIDES)):
+        _store_weight_gradients(partial_ptr + 9 * i * plane, plane, dws[i], c, CHANNELS, WALK)
+
+
+def walk_backward_conv(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
+    counts: Sequence[float], dconvs: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Writes the gradients of the convolutions' outputs to ``dconvs`` (B, Hᵢ·Wᵢ, C).
+
+    Args:
+        sums: Σdy and Σdy·x̂ (branches, 2, C) if the statistics were those of the batch, else None.
+        counts: Values per channel over which the statistics were taken.
+
+    Returns:
+        The gradient of every tap by region, (9 · branches, regions, C).
+    """
+    plan = WalkPlan.of("walk_bwd_conv", x, geometry, (*weights, *dys))
+    partial = x.new_empty(9 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    machine.launch(
+        _conv_projection_walk_bwd_conv_kernel, (plan.programs,), on=x, options=plan.options,
+        x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
+        sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
+        inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions,
+        stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None,
+        AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
+        **plan.arguments,
+    )  # fmt: skip
+    return partial
+
+
+# The input ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _reach_input_1(
+    upper, lower, following, raw, dconvs, row, height, width, masks, taps,
+    CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Adds what a branch of stride 1 contributes to the input at ``row`` and the two rows after it.
+
+    It is a convolution of dconv by the turned taps. Returns the three sums, the last of which lacks the rows
+    to come, and the raw dconv at ``row`` + 2.
+    """
+    next_raw = load_outputs(dconvs, row + 1, row + 1 < height, width, masks, 1, True, CHANNELS, WALK)
+    last_raw = load_outputs(dconvs, row + 2, row + 2 < height, width, masks, 1, True, CHANNELS, WALK)
+    dconv = widen(raw, WALK)
+    next_dconv = widen(next_raw, WALK)
+    upper = add_row(add_row(upper, dconv, taps, 1), next_dconv, taps, 2)
+    lower = add_row(add_row(lower, dconv, taps, 0), next_dconv, taps, 1)
+    lower = add_row(lower, widen(last_raw, WALK), taps, 2)
+    return upper, lower, add_row(following, next_dconv, taps, 0), last_raw
+
+
+@triton.jit
+def _reach_input_2(
+    upper, lower, raw, dconvs, row, height, width, masks, taps,
+    CHANNELS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1.
+
+    An even row or column of the input is reached by one row or column of outputs, an odd one by two. The taps
+    are turned. Returns the two sums and the raw dconv at ``row`` + 2.
+    """
+    next_raw = load_outputs(
+        dconvs, row // 2 + 1, row + 2 < height, width, masks, 2, True, CHANNELS, WALK
+    )  # fmt: skip
+    here, right = widen(raw, WALK)
+    below_here, below_right = widen(next_raw, WALK)
+    upper_right = tl.fma(right, taps[5], tl.fma(here, taps[3], upper[1]))
+    lower_left = tl.fma(below_here, taps[7], tl.fma(here, taps[1], lower[0]))
+    lower_right = tl.fma(right, taps[2], tl.fma(here, taps[0], lower[1]))
+    lower_right = tl.fma(below_right, taps[8], tl.fma(below_here, taps[6], lower_right))
+    return (tl.fma(here, taps[4], upper[0]), upper_right), (lower_left, lower_right), next_raw
+
+
+@triton.jit
+def _turned(taps):
+    """Returns the 9 taps of a convolution turned by half a circle."""
+    turned = ()
+    for t in tl.static_range(9):
+        turned = turned + (taps[8 - t],)
+    return turned
+
+
+@triton.jit
+def _add_class_tokens(
+    dx_ptr, dy_ptrs, image, height, width, place, STRIDES: tl.constexpr, CHANNELS: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """Writes an image's gradient of the class token, in the walk of its first strip and columns."""
+    mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
+    lane = place.c + place.col  # of which only the lane at column 0 counts
+    (total,) = _zeros(1, WALK)
+    for i in tl.static_range(len(STRIDES)):
+        dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], 1, CHANNELS) - CHANNELS
+        total += tl.load(dy_ptr + lane, mask=mask, other=0.0).to(WALK.accumulator)
+    tl.store(dx_ptr + lane, total.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _conv_projection_walk_bwd_input_kernel(
+    dx_ptr, w_ptrs, dconv_ptrs, dy_ptrs, batch, groups, height, width, strips, strip_rows, col_blocks,
+    CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Writes the input's gradient over a strip of some images, all branches summed in registers."""
+    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    taps = ()
+    for i in tl.static_range(len(STRIDES)):
+        taps = taps + (_turned(load_weights(w_ptrs[i], place, WALK)),)
+    masks = column_masks(place.col, width, place.c_mask, 0, 2)
+    reached = column_masks(place.col, width, place.unit_mask, -1, 4)
+    lane = place.col * CHANNELS + place.c
+    for n in range(place.images):
+        image = place.first_image + n * groups
+        dx = dx_ptr + image * (height * width + CLASS_TOKEN) * CHANNELS
+        if CLASS_TOKEN:
+            _add_class_tokens(dx, dy_ptrs, image, height, width, place, STRIDES, CHANNELS, WALK)
+            dx += CHANNELS
+        dconvs = ()
+        raws = ()
+        sums = _zeros(2, WALK)
+        for i in tl.static_range(len(STRIDES)):
+            dconv_ptr = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
+            lanes = output_lanes(dconv_ptr, place, STRIDES[i], True, CHANNELS, WALK)
+            first = place.first_row // STRIDES[i]
+            if STRIDES[i] == 1:
+                above = load_outputs(
+                    lanes, tl.maximum(first - 1, 0), True, width, reached, 1, True, CHANNELS, WALK
+                )
+                sums = add_row(sums, widen(_if_below(above, first), WALK), taps[i], 0)
+            raw = load_outputs(lanes, first, True, width, reached, STRIDES[i], True, CHANNELS, WALK)
+            dconvs = dconvs + (lanes,)
+            raws = raws + (raw,)
+        for row in range(place.first_row, place.end_row, 2):
+            upper = sums
+            lower = _zeros(2, WALK)
+            sums = _zeros(2, WALK)
+            next_raws = ()
+            for i in tl.static_range(len(STRIDES)):
+                if STRIDES[i] == 1:
+                    upper, lower, sums, raw = _reach_input_1(
+                        upper,
+                        lower,
+                        sums,
+                        raws[i],
+                        dconvs[i],
+                        row,
+                        height,
+                        width,
+                        reached,
+                        taps[i],
+                        CHANNELS,
+                        WALK,
+                    )
+                else:
+                    upper, lower, raw = _reach_input_2(
+                        upper,
+                        lower,
+                        raws[i],
+                        dconvs[i],
+                        row,
+                        height,
+                        width,
+                        reached,
+                        taps[i],
+                        CHANNELS,
+                        WALK,
+                    )
+                next_raws = next_raws + (raw,)
+            raws = next_raws
+            row_ptr = dx + lane + row * width * CHANNELS
+            store_row(row_ptr, 0, upper, masks, True, CHANNELS)
+            store_row(row_ptr + width * CHANNELS, 0, lower, masks, row + 1 < height, CHANNELS)
+
+
+def walk_backward_input(
+    dx: Tensor, geometry: Geometry, weights: Sequence[Tensor], dconvs: Sequence[Tensor], dys: Sequence[Tensor]
+) -> None:
+    """Writes the input's gradient ``dx`` (B, T, C), all branches summed, class token included."""
+    plan = WalkPlan.of("walk_bwd_input", dx, geometry, (*weights, *dconvs))
+    machine.launch(
+        _conv_projection_walk_bwd_input_kernel, (plan.programs,), on=dx, options=plan.options,
+        dx_ptr=dx, w_ptrs=tuple(weights), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys), **plan.arguments,
+    )  # fmt: skip
