@@ -160,6 +160,38 @@ def _walk_outputs(arguments: dict[str, Any]) -> int:
     return arguments["batch"] * arguments["CHANNELS"] * sum(height * width for height, width in grids)
 
 
+def _projection_walk_backward_sums(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    return Work(
+        programs=_programs(launch),
+        outputs=_walk_outputs(arguments),
+        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], arguments["partial_ptr"]),
+        trips=_walk_trips(arguments),
+    )
+
+
+def _projection_walk_backward_convolution(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    dconvs = arguments["dconv_ptrs"]
+    return Work(
+        programs=_programs(launch),
+        outputs=_elements(dconvs),
+        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], dconvs, arguments["partial_ptr"]),
+        trips=_walk_trips(arguments),
+    )
+
+
+def _projection_walk_backward_input(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    dx = arguments["dx_ptr"]
+    return Work(
+        programs=_programs(launch),
+        outputs=dx.numel(),
+        bytes=_bytes(dx, arguments["dconv_ptrs"]),
+        trips=_walk_trips(arguments),
+    )
+
+
 def _projection_backward_sums(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     return Work(
@@ -344,6 +376,9 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_walk_fwd_kernel": _projection_walk_forward,
     "_conv_projection_walk_stats_kernel": _projection_walk_statistics,
     "_conv_projection_stats_kernel": _projection_statistics,
+    "_conv_projection_walk_bwd_sums_kernel": _projection_walk_backward_sums,
+    "_conv_projection_walk_bwd_conv_kernel": _projection_walk_backward_convolution,
+    "_conv_projection_walk_bwd_input_kernel": _projection_walk_backward_input,
     "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
     "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,
     "_conv_projection_bwd_input_kernel": _projection_backward_input,

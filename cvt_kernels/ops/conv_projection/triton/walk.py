@@ -366,6 +366,20 @@ def load_at(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
+def load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+    """Returns the four raw pixels of each lane in the row before, zeros at the first row."""
+    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    row_ptr = rows.ptr + (row - 1) * rows.stride
+    return load_row(row_ptr, rows.lane, rows.limits, row_above(row, rows.height), DISTANCE)
+
+
+@triton.jit
+def row_above(row, height):
+    """Returns the row before, to compare with limits: at the first row, one beyond the last."""
+    return tl.where(row > 0, row - 1, height)
+
+
+@triton.jit
 def add_row(sums, pixels, taps, ROW: tl.constexpr):
     """Adds a row of four pixels to the sums of one or two adjacent outputs, by the taps of row ROW."""
     added = ()
@@ -393,10 +407,8 @@ def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
 @triton.jit
 def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
     """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
-    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
-    existing = tl.where(row > 0, row - 1, rows.height)  # beyond the last row, as the one before the first is
-    before = load_row(rows.ptr + (row - 1) * rows.stride, rows.lane, rows.limits, existing, DISTANCE)
-    return start_sums(starts, widen(before, WALK), taps, STRIDES), load_at(rows, row, STEP, WALK)
+    above = widen(load_above(rows, row, STEP, WALK), WALK)
+    return start_sums(starts, above, taps, STRIDES), load_at(rows, row, STEP, WALK)
 
 
 @triton.jit
@@ -437,7 +449,7 @@ def walk_step(
 # The maps of a branch -------------------------------------------------------------------------------------
 #
 # Output (r, c) of a branch of stride 2 lies at (2r, 2c) of the input, in the upper left pixel of a lane's
-# pair of rows and columns, so that the column masks of the input are those of its outputs too.
+# pair of rows and columns, so that the limits of the input's columns are those of its outputs too.
 
 
 @triton.jit
@@ -452,11 +464,11 @@ def output_size(size, STRIDE: tl.constexpr):
 def output_lanes(
     ptr, place, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr
 ):
-    """Returns pointers [P, units] to row 0 of a branch's map (Hᵢ, Wᵢ, C) of one image, which begins at ``ptr``.
+    """Returns pointers [P, units] to row 0 of a branch's map (Hᵢ, Wᵢ, C) of one image, from ``ptr`` on.
 
-    A lane's columns are those of its outputs: two, or one where the stride is 2. With HALO they are those that
-    its columns of the input take part in: one more on both sides, or one more after it where the stride is 2.
-    The pointers are to the first of them.
+    A lane's columns are those of its outputs: two, or one where the stride is 2. With HALO they are those
+    that its columns of the input take part in: one more on both sides, or one more after where the stride is
+    2. The pointers are to the first of them.
     """
     DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
     ptr = units(ptr, WALK)
@@ -467,19 +479,27 @@ def output_lanes(
 
 @triton.jit
 def load_outputs(
-    lanes, row, is_row, width, masks, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr,
+    lanes, row, width, limits, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr,
     WALK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the raw tiles of a row of such a map as a tuple, zeros unless ``is_row``.
+    """Returns the raw tiles of the outputs of a row of the input as a tuple, zeros where there are none.
 
-    ``masks`` are those of a lane's columns −1 to 2 of the input.
+    ``limits`` are those of a lane's columns −1 to 2 of the input.
     """
-    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
     if STRIDE == 1:
         if not HALO:
-            masks = (masks[1], masks[2])
+            limits = (limits[1], limits[2])
     elif HALO:
-        masks = (masks[1], masks[3])
+        limits = (limits[1], limits[3])
     else:
-        masks = (masks[1],)
-    return load_row(lanes + row * (output_size(width, STRIDE) * DISTANCE), 0, masks, is_row, DISTANCE)
+        limits = (limits[1],)
+    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    row_ptr = lanes + row // STRIDE * (output_size(width, STRIDE) * DISTANCE)
+    return load_row(row_ptr, 0, limits, row, DISTANCE)
+
+
+@triton.jit
+def load_output_above(lanes, row, width, height, limits, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+    """Returns the raw tiles of the row before in a map of stride 1 with its halo, zeros at the first row."""
+    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    return load_row(lanes + (row - 1) * (width * DISTANCE), 0, limits, row_above(row, height), DISTANCE)

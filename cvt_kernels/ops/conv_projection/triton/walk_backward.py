@@ -21,8 +21,10 @@ from .walk import (
     MAX_BRANCHES,
     WalkPlan,
     add_row,
-    column_masks,
+    column_limits,
+    load_above,
     load_at,
+    load_output_above,
     load_outputs,
     load_vector,
     load_weights,
@@ -85,33 +87,11 @@ def _load_dys(dys, rows, row, width, STRIDES: tl.constexpr, CHANNELS: tl.constex
     for i in tl.static_range(len(STRIDES)):
         raw = ()
         for r in tl.static_range(3 - STRIDES[i]):
-            is_row = row + r < rows.height
-            own_row = row // STRIDES[i] + r
             raw = raw + (
-                load_outputs(
-                    dys[i], own_row, is_row, width, rows.masks, STRIDES[i], False, CHANNELS, WALK
-                ),
-            )  # fmt: skip
+                load_outputs(dys[i], row + r, width, rows.limits, STRIDES[i], False, CHANNELS, WALK),
+            )
         raws = raws + (raw,)
     return raws
-
-
-@triton.jit
-def _load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
-    """Returns the raw pixels of the row before, zeros at the first."""
-    return _if_below(load_at(rows, tl.maximum(row - 1, 0), True, STEP, WALK), row)
-
-
-@triton.jit
-def _if_below(raw, row):
-    """Returns raw pixels if ``row`` is not the first, else zeros.
-
-    A mask of the row in their loads would take a predicate per column throughout the walk.
-    """
-    tiles = ()
-    for n in tl.static_range(len(raw)):
-        tiles = tiles + (tl.where(row > 0, raw[n], 0),)
-    return tiles
 
 
 @triton.jit
@@ -147,9 +127,9 @@ def _conv_projection_walk_bwd_sums_kernel(
         for i in tl.static_range(len(STRIDES)):
             dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], CLASS_TOKEN, CHANNELS)
             dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
-        above = widen(_load_above(rows, place.first_row, STEP, WALK), WALK)
+        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
         sums = start_sums(starts, above, taps, STRIDES)
-        raw = load_at(rows, place.first_row, True, STEP, WALK)
+        raw = load_at(rows, place.first_row, STEP, WALK)
         for row in range(place.first_row, place.end_row, 2):
             raw_dys = _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
@@ -219,19 +199,20 @@ def _load_step(
     STEP: tl.constexpr, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Returns what the step at ``row`` loads: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
-    next_raw = load_at(rows, row + 1, row + 1 < rows.height, STEP, WALK)
-    last_raw = load_at(rows, row + 2, row + 2 < rows.height, STEP, WALK)
+    next_raw = load_at(rows, row + 1, STEP, WALK)
+    last_raw = load_at(rows, row + 2, STEP, WALK)
     return next_raw, last_raw, _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
 
 
 @triton.jit
-def _gradients_of_outputs(window, raw_dys, masks, is_row, scale, start, taps, WALK: tl.constexpr):
+def _gradients_of_outputs(window, raw_dys, limits, row, scale, start, taps, WALK: tl.constexpr):
     """Returns dconv of a lane's outputs of one row as a tuple, zeros where there are none.
 
     Args:
         window: The three rows of four pixels around them.
         raw_dys: The raw gradients of the outputs.
-        masks: Which of them exist in a row that ``is_row``.
+        limits: How many rows of the input there are at their columns.
+        row: The row of the input that they belong to.
         scale, start, taps: Those of :func:`_affine`.
     """
     dys = widen(raw_dys, WALK)
@@ -243,7 +224,7 @@ def _gradients_of_outputs(window, raw_dys, masks, is_row, scale, start, taps, WA
             sums = add_row(sums, window[a], taps, a)
     dconvs = ()
     for n in tl.static_range(len(sums)):
-        dconvs = dconvs + (tl.where(masks[n] & is_row, sums[n], 0.0),)
+        dconvs = dconvs + (tl.where(row < limits[n], sums[n], 0.0),)
     return dconvs
 
 
@@ -299,7 +280,7 @@ def _conv_projection_walk_bwd_conv_kernel(
             ),
         )  # fmt: skip
         dws = dws + (_zeros(9, WALK),)
-    masks = column_masks(place.col, width, place.c_mask, 0, 2)
+    limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     for n in range(place.images):
         image = place.first_image + n * groups
         rows = rows_of(x_ptr + image * stride_b + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
@@ -310,8 +291,8 @@ def _conv_projection_walk_bwd_conv_kernel(
             dys = dys + (output_lanes(dy_ptr, place, STRIDES[i], False, CHANNELS, WALK),)
             out = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
             outs = outs + (out + (place.col // STRIDES[i] * CHANNELS + place.c),)
-        above = _load_above(rows, place.first_row, STEP, WALK)
-        raw = load_at(rows, place.first_row, True, STEP, WALK)
+        above = load_above(rows, place.first_row, STEP, WALK)
+        raw = load_at(rows, place.first_row, STEP, WALK)
         if AHEAD:
             ahead = _load_step(rows, dys, place.first_row, width, STEP, STRIDES, CHANNELS, WALK)
         for row in range(place.first_row, place.end_row, 2):
@@ -326,14 +307,13 @@ def _conv_projection_walk_bwd_conv_kernel(
                 scale, start, taps = affine[i]
                 own = dws[i]
                 for r in tl.static_range(3 - STRIDES[i]):  # 2 rows of outputs, or 1 where the stride is 2
-                    is_row = row + r < height
                     out_row = row // STRIDES[i] + r
                     rows_3 = (window[r], window[r + 1], window[r + 2])
                     dconvs = _gradients_of_outputs(
-                        rows_3, raw_dys[i][r], masks, is_row, scale, start, taps, WALK
+                        rows_3, raw_dys[i][r], limits, row + r, scale, start, taps, WALK
                     )
                     out_ptr = outs[i] + out_row * output_size(width, STRIDES[i]) * CHANNELS
-                    store_row(out_ptr, 0, dconvs, masks, is_row, CHANNELS)
+                    store_row(out_ptr, 0, dconvs, limits, row + r, CHANNELS)
                     own = _add_weight_gradients(own, rows_3, dconvs)
                 updated = updated + (own,)
             dws = updated
@@ -383,7 +363,7 @@ def walk_backward_conv(
 
 @triton.jit
 def _reach_input_1(
-    upper, lower, following, raw, dconvs, row, height, width, masks, taps,
+    upper, lower, following, raw, dconvs, row, width, limits, taps,
     CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Adds what a branch of stride 1 contributes to the input at ``row`` and the two rows after it.
@@ -391,8 +371,8 @@ def _reach_input_1(
     It is a convolution of dconv by the turned taps. Returns the three sums, the last of which lacks the rows
     to come, and the raw dconv at ``row`` + 2.
     """
-    next_raw = load_outputs(dconvs, row + 1, row + 1 < height, width, masks, 1, True, CHANNELS, WALK)
-    last_raw = load_outputs(dconvs, row + 2, row + 2 < height, width, masks, 1, True, CHANNELS, WALK)
+    next_raw = load_outputs(dconvs, row + 1, width, limits, 1, True, CHANNELS, WALK)
+    last_raw = load_outputs(dconvs, row + 2, width, limits, 1, True, CHANNELS, WALK)
     dconv = widen(raw, WALK)
     next_dconv = widen(next_raw, WALK)
     upper = add_row(add_row(upper, dconv, taps, 1), next_dconv, taps, 2)
@@ -403,7 +383,7 @@ def _reach_input_1(
 
 @triton.jit
 def _reach_input_2(
-    upper, lower, raw, dconvs, row, height, width, masks, taps,
+    upper, lower, raw, dconvs, row, width, limits, taps,
     CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1.
@@ -411,9 +391,7 @@ def _reach_input_2(
     An even row or column of the input is reached by one row or column of outputs, an odd one by two. The taps
     are turned. Returns the two sums and the raw dconv at ``row`` + 2.
     """
-    next_raw = load_outputs(
-        dconvs, row // 2 + 1, row + 2 < height, width, masks, 2, True, CHANNELS, WALK
-    )  # fmt: skip
+    next_raw = load_outputs(dconvs, row + 2, width, limits, 2, True, CHANNELS, WALK)
     here, right = widen(raw, WALK)
     below_here, below_right = widen(next_raw, WALK)
     upper_right = tl.fma(right, taps[5], tl.fma(here, taps[3], upper[1]))
@@ -457,8 +435,8 @@ def _conv_projection_walk_bwd_input_kernel(
     taps = ()
     for i in tl.static_range(len(STRIDES)):
         taps = taps + (_turned(load_weights(w_ptrs[i], place, WALK)),)
-    masks = column_masks(place.col, width, place.c_mask, 0, 2)
-    reached = column_masks(place.col, width, place.unit_mask, -1, 4)
+    limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
+    reached = column_limits(place.col, width, height, place.unit_mask, -1, 4)
     lane = place.col * CHANNELS + place.c
     for n in range(place.images):
         image = place.first_image + n * groups
@@ -472,13 +450,12 @@ def _conv_projection_walk_bwd_input_kernel(
         for i in tl.static_range(len(STRIDES)):
             dconv_ptr = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
             lanes = output_lanes(dconv_ptr, place, STRIDES[i], True, CHANNELS, WALK)
-            first = place.first_row // STRIDES[i]
             if STRIDES[i] == 1:
-                above = load_outputs(
-                    lanes, tl.maximum(first - 1, 0), True, width, reached, 1, True, CHANNELS, WALK
-                )
-                sums = add_row(sums, widen(_if_below(above, first), WALK), taps[i], 0)
-            raw = load_outputs(lanes, first, True, width, reached, STRIDES[i], True, CHANNELS, WALK)
+                above = load_output_above(lanes, place.first_row, width, height, reached, CHANNELS, WALK)
+                sums = add_row(sums, widen(above, WALK), taps[i], 0)
+            raw = load_outputs(
+                lanes, place.first_row, width, reached, STRIDES[i], True, CHANNELS, WALK
+            )  # fmt: skip
             dconvs = dconvs + (lanes,)
             raws = raws + (raw,)
         for row in range(place.first_row, place.end_row, 2):
@@ -489,38 +466,17 @@ def _conv_projection_walk_bwd_input_kernel(
             for i in tl.static_range(len(STRIDES)):
                 if STRIDES[i] == 1:
                     upper, lower, sums, raw = _reach_input_1(
-                        upper,
-                        lower,
-                        sums,
-                        raws[i],
-                        dconvs[i],
-                        row,
-                        height,
-                        width,
-                        reached,
-                        taps[i],
-                        CHANNELS,
-                        WALK,
+                        upper, lower, sums, raws[i], dconvs[i], row, width, reached, taps[i], CHANNELS, WALK
                     )
                 else:
                     upper, lower, raw = _reach_input_2(
-                        upper,
-                        lower,
-                        raws[i],
-                        dconvs[i],
-                        row,
-                        height,
-                        width,
-                        reached,
-                        taps[i],
-                        CHANNELS,
-                        WALK,
+                        upper, lower, raws[i], dconvs[i], row, width, reached, taps[i], CHANNELS, WALK
                     )
                 next_raws = next_raws + (raw,)
             raws = next_raws
             row_ptr = dx + lane + row * width * CHANNELS
-            store_row(row_ptr, 0, upper, masks, True, CHANNELS)
-            store_row(row_ptr + width * CHANNELS, 0, lower, masks, row + 1 < height, CHANNELS)
+            store_row(row_ptr, 0, upper, limits, row, CHANNELS)
+            store_row(row_ptr + width * CHANNELS, 0, lower, limits, row + 1, CHANNELS)
 
 
 def walk_backward_input(

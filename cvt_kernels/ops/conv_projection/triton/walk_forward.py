@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -108,16 +107,8 @@ def walk_forward(
 # Statistics of the batch ----------------------------------------------------------------------------------
 
 
-class Moments(NamedTuple):
-    """The moments of the outputs that a lane has seen of one branch, as Welford sums them.
-
-    Attributes:
-        mean: Their mean [P, BC].
-        m2: The sum of their squared deviations [P, BC].
-    """
-
-    mean: Any
-    m2: Any
+# Moments are (mean, m2) of the outputs that a lane has seen of a branch, as Welford sums them: their mean and the
+# sum of their squared deviations, [P, BC]. They are a plain tuple because Triton 3.6 takes no others in a tuple.
 
 
 @triton.jit
@@ -126,27 +117,28 @@ def _include(moments, values, masks, inverse):
 
     ``inverse`` is one over the number of all values then included.
     """
-    deviations = (values[0] - moments.mean,)
+    mean, m2 = moments
+    deviations = (values[0] - mean,)
     total = deviations[0]
     for n in tl.static_range(1, len(values)):
-        deviations = deviations + (tl.where(masks[n - 1], values[n] - moments.mean, 0.0),)
+        deviations = deviations + (tl.where(masks[n - 1], values[n] - mean, 0.0),)
         total += deviations[n]
-    mean = tl.fma(total, inverse, moments.mean)
-    m2 = moments.m2
+    mean = tl.fma(total, inverse, mean)
     for n in tl.static_range(len(values)):
         m2 = tl.fma(deviations[n], values[n] - mean, m2)
-    return Moments(mean=mean, m2=m2)
+    return mean, m2
 
 
 @triton.jit
 def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
     """Merges the moments of all lanes, of ``count`` values [P, 1]; writes their number, mean and ``m2``."""
+    mean, m2 = moments
     total = tl.sum(count)
-    mean = tl.sum(moments.mean * count, axis=0, keep_dims=True) / tl.maximum(total, 1.0)
-    deviation = moments.mean - mean
-    m2 = tl.sum(moments.m2 + deviation * deviation * count, axis=0, keep_dims=True)
-    tl.store(partial_ptr + place.c, mean, mask=place.c_mask)
-    tl.store(partial_ptr + plane + place.c, m2, mask=place.c_mask)
+    whole_mean = tl.sum(mean * count, axis=0, keep_dims=True) / tl.maximum(total, 1.0)
+    deviation = mean - whole_mean
+    whole_m2 = tl.sum(m2 + deviation * deviation * count, axis=0, keep_dims=True)
+    tl.store(partial_ptr + place.c, whole_mean, mask=place.c_mask)
+    tl.store(partial_ptr + plane + place.c, whole_m2, mask=place.c_mask)
     tl.store(count_ptr, total)
 
 
@@ -171,7 +163,7 @@ def _conv_projection_walk_stats_kernel(
     for i in tl.static_range(len(STRIDES)):
         starts = starts + (zero,)
         taps = taps + (load_weights(w_ptrs[i], place, WALK),)
-        moments = moments + (Moments(mean=zero, m2=zero),)
+        moments = moments + ((zero, zero),)
     first, second = column_limits(place.col, width, height, place.c_mask, 0, 2)
     height_of_strip = place.end_row - place.first_row
     half_of_strip = (height_of_strip + 1) // 2
