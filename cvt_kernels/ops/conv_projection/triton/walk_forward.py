@@ -107,8 +107,9 @@ def walk_forward(
 # Statistics of the batch ----------------------------------------------------------------------------------
 
 
-# Moments are (mean, m2) of the outputs that a lane has seen of a branch, as Welford sums them: their mean and the
-# sum of their squared deviations, [P, BC]. They are a plain tuple because Triton 3.6 takes no others in a tuple.
+# Moments are (mean, m2) of the outputs that a lane has seen of a branch, as Welford sums them: their mean and
+# the sum of their squared deviations, [P, BC]. They are a plain tuple because Triton 3.6 takes no NamedTuple in
+# a tuple.
 
 
 @triton.jit
