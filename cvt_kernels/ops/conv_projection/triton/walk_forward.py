@@ -108,8 +108,8 @@ def walk_forward(
 
 
 # Moments are (mean, m2) of the outputs that a lane has seen of a branch, as Welford sums them: their mean and
-# the sum of their squared deviations, [P, BC]. They are a plain tuple because Triton 3.6 takes no NamedTuple in
-# a tuple.
+# the sum of their squared deviations, [P, BC]. They are a plain tuple because Triton 3.6 takes no NamedTuple
+# in a tuple.
 
 
 @triton.jit
