@@ -1,4 +1,4 @@
-"""The forward of conv_projection as a walk, and the general kernels on what a walk serves."""
+"""The walks of conv_projection, and the general kernels on the convolutions that a walk serves."""
 
 import itertools
 
@@ -11,12 +11,15 @@ from cvt_kernels import machine
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
 from tests.checks import assert_accurate
 from tests.cvt_kernels.ops.conv_projection.test_triton import (
-    CVT,
+    DEVICE,
     assert_backends_agree,
     make,
     move,
     name_of,
+    reorder,
+    run,
 )
+from tests.cvt_kernels.test_reference import random_conv
 
 H200 = machine.Chip(90, 132)
 
@@ -24,27 +27,6 @@ H200 = machine.Chip(90, 132)
 def geometry(grid, strides=(1, 2, 2)):
     n = len(strides)
     return common.Geometry(grid, (3,) * n, tuple(strides), (1,) * n, (1,) * n, (1e-5,) * n)
-
-
-@pytest.fixture
-def general(monkeypatch):
-    """Keeps the walks from serving."""
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "is_walk", lambda geometry: False, raising=False)
-
-
-def test_the_general_kernels_serve_3x3_too(general):
-    x, convs = make(2, (5, 6), 24, 1, dtype=torch.bfloat16)
-    launched = []
-
-    def take(launch):
-        launched.append(name_of(launch.kernel))
-        launch.start()
-
-    with machine.intercepted_launches(take):
-        assert_backends_agree(x, (5, 6), convs, True)
-    assert "fwd" in launched
-    assert not [name for name in launched if name.startswith("walk")]
 
 
 def assert_outputs_agree(x, grid, convs):
@@ -58,19 +40,12 @@ def assert_outputs_agree(x, grid, convs):
 
 
 @pytest.mark.parametrize("channels", [3, 66])
-@pytest.mark.parametrize("grid", [(1, 1), (1, 4), (3, 1), (5, 4)], ids=str)
+@pytest.mark.parametrize("grid", [(1, 1), (3, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_packed_and_single_channels_at_edges(dtype, grid, channels):
     """Even numbers of 16-bit channels are read two at a time, odd ones and float32 one by one."""
     x, convs = make(2, grid, channels, 1, dtype=dtype)
     assert_outputs_agree(x, grid, convs)
-
-
-@pytest.mark.parametrize("strides", [(1,), (2,), (2, 1), (1, 1, 1), (2, 2, 2)], ids=str)
-def test_strides(strides):
-    branches = [{"stride": stride, "padding": 1} for stride in strides]
-    x, convs = make(2, (4, 5), 4, 0, branches=branches, kernel_sizes=[3] * len(strides), dtype=torch.float32)
-    assert_outputs_agree(x, (4, 5), convs)
 
 
 @pytest.mark.parametrize("case", ["x", "stride", "weight"])
@@ -186,6 +161,85 @@ def test_small_batches_get_shorter_walks():
     assert plan(256).programs <= 4 * 132
 
 
-def test_the_default_branches_are_a_walks():
-    _, convs = make(1, (3, 3), 2, 0, branches=CVT)
-    assert walk.is_walk(common.Geometry.of((3, 3), convs))
+# Gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "channels", "class_tokens", "strides", "dtype"),
+    [
+        ((3, 5), 6, 1, (1, 2, 2), torch.float32),
+        ((4, 3), 3, 0, (1, 1, 1), torch.bfloat16),  # odd channels are not packed
+        ((1, 7), 4, 1, (2, 2, 2), torch.float16),
+        ((5, 1), 2, 1, (1, 2), torch.float64),
+        ((2, 2), 66, 0, (2,), torch.bfloat16),
+        ((1, 1), 2, 0, (1,), torch.float64),
+    ],
+    ids=str,
+)
+def test_gradients_by_walks(grid, channels, class_tokens, strides, dtype):
+    branches = [{"stride": stride, "padding": 1} for stride in strides]
+    made = make(
+        2, grid, channels, class_tokens, branches=branches, kernel_sizes=[3] * len(strides), dtype=dtype
+    )
+    launched = launched_by(lambda: assert_backends_agree(*reorder(made, grid), True))
+    assert {"walk_bwd_sums", "walk_bwd_conv", "walk_bwd_input"} <= {
+        name_of(launch.kernel) for launch in launched
+    }
+
+
+def launched_by(function):
+    """Returns the launches that a function makes, planned for a GPU of one multiprocessor."""
+    launched = []
+
+    def take(launch):
+        launched.append(launch)
+        launch.start()
+
+    with machine.intercepted_launches(take, machine.Chip(90, 1)):
+        function()
+    return launched
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_walks_of_several_strips_and_images(dtype):
+    x, convs = make(9, (4, 3), 2, 1, dtype=dtype)
+    launched = launched_by(lambda: assert_backends_agree(x, (4, 3), convs, True))
+    walks = [launch.arguments for launch in launched if name_of(launch.kernel).startswith("walk_bwd")]
+    assert len(walks) == 3
+    assert all(walk["strips"] > 1 and walk["groups"] < 9 for walk in walks)
+
+
+def test_walks_of_a_view_of_other_tokens():
+    """Its tokens are as far apart as those of both, and its channels begin at an odd one."""
+    x, convs = make(2, (3, 4), 4, 1, dtype=torch.float16)
+    wide = torch.cat([x[:, :, :1], x, x[:, :, :2]], dim=2)
+    views = wide[:, :, 1:5], wide[:, :, :6].roll(-1, dims=2)[:, :, :4]
+    for view in views:
+        assert not view.is_contiguous()
+        for ours, near in zip(
+            run("triton", view, (3, 4), convs, True), run("triton", x, (3, 4), convs, True), strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(ours, near, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_general_kernels_of_3x3(monkeypatch, dtype):
+    """They serve these geometries no more, but their strides of 1 and 2 beside others."""
+    for module in (backward, forward):
+        monkeypatch.setattr(module, "is_walk", lambda geometry: False)
+    x, convs = make(2, (5, 4), 6, 1, dtype=dtype)
+    launched = launched_by(lambda: assert_backends_agree(x, (5, 4), convs, True))
+    assert {"bwd_sums", "bwd_conv", "bwd_input"} <= {name_of(launch.kernel) for launch in launched}
+
+
+def test_gradients_beside_a_huge_mean():
+    """The walk folds the subtraction of the mean into what dconv starts with."""
+    x = 1e3 + torch.randn(2, 36, 8, device=DEVICE)
+    conv = move(random_conv(8, 3, padding=1), torch.float32)
+    center = torch.zeros_like(conv.weight)
+    center[:, :, 1, 1] = 1
+    conv = conv._replace(weight=center)
+    ours, theirs = (run(backend, x, (6, 6), [conv], True)[1] for backend in ("triton", "reference"))
+    exact = run("reference", x, (6, 6), [conv], True, double=True)[1]
+    for tensors in zip(ours, theirs, exact, strict=True):
+        assert_accurate(*tensors, factor=3, floor=4)
