@@ -106,7 +106,7 @@ def _plan(
     channel_blocks = -(-channels // block)
     pairs = _pairs(-(-width // 2), config.pairs)
     col_blocks = -(-width // (2 * pairs))
-    resident = chip.multiprocessors * (config.resident_warps // pairs)
+    resident = chip.multiprocessors * max(1, config.resident_warps // pairs)
     row_pairs, images = _walk_length(batch, channel_blocks * col_blocks, -(-height // 2), resident)
     strips = -(-height // (2 * row_pairs))
     groups = -(-batch // images)

@@ -14,6 +14,7 @@ from .common import Geometry
 from .walk import (
     WalkPlan,
     column_limits,
+    load_at,
     load_vector,
     load_weights,
     locate_walk,
@@ -22,6 +23,7 @@ from .walk import (
     units,
     walk_start,
     walk_step,
+    widen,
 )
 
 _SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
@@ -137,6 +139,8 @@ def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
     total = tl.sum(count)
     whole_mean = tl.sum(mean * count, axis=0, keep_dims=True) / tl.maximum(total, 1.0)
     deviation = mean - whole_mean
+    # A lane beyond the last column has seen what reaches there from the last one; it counts for nothing.
+    m2 = tl.where(count > 0, m2, 0.0)
     whole_m2 = tl.sum(m2 + deviation * deviation * count, axis=0, keep_dims=True)
     tl.store(partial_ptr + place.c, whole_mean, mask=place.c_mask)
     tl.store(partial_ptr + plane + place.c, whole_m2, mask=place.c_mask)
@@ -158,24 +162,34 @@ def _conv_projection_walk_stats_kernel(
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
     zero = tl.zeros([P, BC], WALK.accumulator)
+    x_ptr += CLASS_TOKEN * STEP
+    rows = rows_of(x_ptr + place.first_image * stride_b, place, height, width, STEP, WALK)
+    _, pixel, _, _ = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
     starts = ()
     taps = ()
     moments = ()
     for i in tl.static_range(len(STRIDES)):
+        weights = load_weights(w_ptrs[i], place, WALK)
+        total = weights[0]
+        for t in tl.static_range(1, 9):
+            total += weights[t]
         starts = starts + (zero,)
-        taps = taps + (load_weights(w_ptrs[i], place, WALK),)
-        moments = moments + ((zero, zero),)
+        taps = taps + (weights,)
+        # The mean begins where a constant image has it: from 0, a large mean would round the rest away.
+        moments = moments + ((pixel * total, zero),)
     first, second = column_limits(place.col, width, height, place.c_mask, 0, 2)
     height_of_strip = place.end_row - place.first_row
     half_of_strip = (height_of_strip + 1) // 2
     for n in range(place.images):
-        x = x_ptr + (place.first_image + n * groups) * stride_b + CLASS_TOKEN * STEP
+        x = x_ptr + (place.first_image + n * groups) * stride_b
         rows = rows_of(x, place, height, width, STEP, WALK)
         sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
         for row in range(place.first_row, place.end_row, 2):
             upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
-            of_column = 1.0 / (n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row)
-            of_pair = 1.0 / (n * half_of_strip + (row - place.first_row) // 2 + 1)
+            seen = n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row
+            seen_pairs = n * half_of_strip + (row - place.first_row) // 2 + 1
+            of_column = 1.0 / seen.to(WALK.accumulator)
+            of_pair = 1.0 / seen_pairs.to(WALK.accumulator)
             of_lane = tl.where(second > 0, 0.5 * of_column, of_column)
             updated = ()
             for i in tl.static_range(len(STRIDES)):
