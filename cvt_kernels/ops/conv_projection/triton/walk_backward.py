@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,11 +56,11 @@ def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def _store_sums(partial_ptr, plane, tiles, place):
-    """Writes the sums of tiles over their lanes, ``plane`` elements apart."""
-    for t in tl.static_range(len(tiles)):
-        total = tl.sum(tiles[t], axis=0, keep_dims=True)
-        tl.store(partial_ptr + t * plane + place.c, total, mask=place.c_mask)
+def _channels_of(region, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+    """Returns this program's channels [1, BC] anew: a walk leaves no register to keep them in until its end."""
+    BC: tl.constexpr = WALK.channels
+    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
+    return tl.program_id(0) * BC - region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
 
 
 @triton.jit
@@ -142,10 +143,14 @@ def _conv_projection_walk_bwd_sums_kernel(
             totals = added
     plane = regions.to(tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
+    c = _channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):
-        rstd = _inverse_deviation(var_ptrs[i], epss[i], place, WALK)
-        tiles = (totals[i][0], totals[i][1] * rstd)
-        _store_sums(partial_ptr + 2 * i * plane, plane, tiles, place)
+        sum_dy, sum_product = totals[i]
+        var = tl.load(var_ptrs[i] + c, mask=c < CHANNELS, other=1.0).to(WALK.accumulator)
+        sum_dy_xhat = tl.sum(sum_product, axis=0, keep_dims=True) / tl.sqrt(var + epss[i])
+        first = partial_ptr + 2 * i * plane + c
+        tl.store(first, tl.sum(sum_dy, axis=0, keep_dims=True), mask=c < CHANNELS)
+        tl.store(first + plane, sum_dy_xhat, mask=c < CHANNELS)
 
 
 def walk_backward_sums(
@@ -154,12 +159,15 @@ def walk_backward_sums(
 ) -> Tensor:  # fmt: skip
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
-    options = plan.options
-    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:  # those of CvT need no more
-        options = options | {"maxnreg": max(options["maxnreg"], 168)}
+    registers = plan.options["maxnreg"]  # which the following would spill
+    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) > 1:
+        registers = max(registers, 168)
+    elif x.dtype == torch.float16:
+        registers = max(registers, 136)
     partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     machine.launch(
-        _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x, options=options,
+        _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x,
+        options=plan.options | {"maxnreg": registers},
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
         var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
@@ -321,10 +329,7 @@ def _conv_projection_walk_bwd_conv_kernel(
             raw = last_raw
     plane = regions.to(tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
-    # The channels again: the walk leaves no register to keep them in.
-    BC: tl.constexpr = WALK.channels
-    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
-    c = tl.program_id(0) * BC - place.region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
+    c = _channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):
         _store_weight_gradients(partial_ptr + 9 * i * plane, plane, dws[i], c, CHANNELS, WALK)
 
