@@ -115,9 +115,9 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
         "fwd": Budget(instructions_per_tile=400, registers=168),
         "fwd_loop": Budget(instructions_per_tile=290, registers=128),
-        "bwd": Budget(instructions_per_tile=860, registers=168),
+        "bwd": Budget(instructions_per_tile=980, registers=168),
         "bwd_dq": Budget(instructions_per_tile=250, registers=128),
-        "bwd_dkdv": Budget(instructions_per_tile=490, registers=144),
+        "bwd_dkdv": Budget(instructions_per_tile=540, registers=144),
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])

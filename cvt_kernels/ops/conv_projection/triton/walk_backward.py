@@ -57,7 +57,7 @@ def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def _channels_of(region, CHANNELS: tl.constexpr, WALK: tl.constexpr):
-    """Returns this program's channels [1, BC] anew: a walk leaves no register to keep them in until its end."""
+    """Returns this program's channels [1, BC] anew: a walk leaves no register to keep them in."""
     BC: tl.constexpr = WALK.channels
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     return tl.program_id(0) * BC - region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
@@ -160,7 +160,7 @@ def walk_backward_sums(
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
     plan = WalkPlan.of("walk_bwd_sums", x, geometry, (*weights, *dys))
     registers = plan.options["maxnreg"]  # which the following would spill
-    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) > 1:
+    if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:
         registers = max(registers, 168)
     elif x.dtype == torch.float16:
         registers = max(registers, 136)
