@@ -115,14 +115,18 @@ def _predicted_rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) ->
 
 
 def _least(analyses: list[dict[str, Any]]) -> str:
-    """Returns the cell of the launch that is farthest from its floor, empty if nothing was predicted."""
+    """Returns the cell of one type and GPU, empty if nothing was predicted.
+
+    It has the most instructions of any launch, and the bound of the launch that is farthest from its floor.
+    """
     predicted = [analysis for analysis in analyses if analysis["predicted"] is not None]
     if not predicted:
         return ""
-    least = min(predicted, key=lambda analysis: analysis["predicted"]["share_of_floor"])
-    counted, bound = least["counted"], least["predicted"]
-    per_tile = counted["instructions_per_tile"]
-    instructions = counted["instructions_per_output"] if per_tile is None else per_tile
+    bound = min((analysis["predicted"] for analysis in predicted), key=lambda each: each["share_of_floor"])
+    instructions = max(
+        analysis["counted"]["instructions_per_tile"] or analysis["counted"]["instructions_per_output"]
+        for analysis in predicted
+    )
     number = f"{instructions:.3g}" if instructions < 100 else f"{instructions:.0f}"
     return f"{number} / {bound['bound']} {bound['share_of_floor']:.0%}"
 

@@ -307,8 +307,8 @@ def test_arguments_are_specialized():
 @pytest.mark.parametrize(
     "value",
     [0, 1, 7, 16, -16, 2**31 - 1, 2**31, -(2**31) - 1, 1.0, True, None, (1, 16, 5), Grid(1, (16, 3)),
-     torch.empty(8), torch.empty(8)[1:], torch.empty(8)[4:]],
-    ids=str,
+     torch.zeros(8), torch.zeros(9)[1:], torch.zeros(12)[4:]],
+    ids=lambda value: f"tensor of {len(value)}" if isinstance(value, torch.Tensor) else str(value),
 )  # fmt: skip
 def test_arguments_are_specialized_as_triton_does(value, specialized, aligned):
     """Compares with what Triton's launcher asks for each argument."""
