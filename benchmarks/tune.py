@@ -25,17 +25,15 @@ from . import suites
 SCHEMA, VERSION = "benchmarks tune", 1
 #: Operator → its kernels that are tuned.
 KERNELS = {
-    "conv_projection": ("fwd", "bwd_input", "bwd_conv", "bwd_sums", "stats"),
+    "conv_projection": ("walk_fwd", "walk_bwd_input", "walk_bwd_conv", "walk_bwd_sums", "walk_stats"),
     "attention": ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv"),
 }
 #: Channels of a head, in all of CvT.
 HEAD_DIM = 64
 #: Field → values worth trying; a kernel that cannot take one says so itself.
 VALUES = {
-    "pixels": (8, 16, 32),
-    "rows": (1, 2, 4),
-    "region_rows": (8, 16, 32),
-    "region_cols": (16, 32, 64),
+    "pairs": (1, 2, 4, 8),
+    "resident_warps": (8, 12, 16),
     "registers": (128, 168, 255),
     "block_q": (32, 64, 128),
     "block_kv": (32, 64, 128, 256),

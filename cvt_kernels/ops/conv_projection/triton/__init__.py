@@ -2,11 +2,14 @@
 
 Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial tokens row-major, class token first.
 
-A program takes one image, one region of its grid (a strip of rows × a block of columns, cut in the same
-proportion for every branch) and BC channels. It computes a branch in tiles of P pixels × BC channels; each
-lane of P holds R consecutive output rows in registers, so that a loaded input row serves all of them. The
-second and third branch are meant to find x in L1 or L2; the units below count on it, and no GPU has confirmed
-it.
+Branches with 3×3 kernels, padding 1 and strides 1 or 2, as CvT's, are computed by walks (``walk.py``): a
+program goes down a strip of rows of some images, and each row that it loads serves all branches at once.
+
+For other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of
+columns, cut in the same proportion for every branch) and BC channels. It computes a branch in tiles of P
+pixels × BC channels; each lane of P holds R consecutive output rows in registers, so that a loaded input row
+serves all of them. The second and third branch are meant to find x in L1 or L2; the units below count on it,
+and no GPU has confirmed it.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 

@@ -83,8 +83,12 @@ Config = LaunchConfig | WalkConfig
 # per thread. 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same
 # registers. A thread takes up to 255 registers, most for the weights of its channels, so a multiprocessor
 # holds two programs; the regions of both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or
-# 256 KiB (sm_90, sm_100), half as many rows in 128 KiB. Nothing spills (docs/kernels.md); nothing has been
-# timed on a GPU yet.
+# 256 KiB (sm_90, sm_100), half as many rows in 128 KiB.
+#
+# In a walk a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128 registers a
+# multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps.
+#
+# Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
 
 
 def _configs(region_rows: int) -> dict[str, Config]:
