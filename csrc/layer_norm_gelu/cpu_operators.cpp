@@ -149,6 +149,7 @@ class Cpu {
   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
                                          Activation activation) const {
     check_result(tensors.dout);
+    STD_TORCH_CHECK(!tensors.dbranch.has_value(), "with_dbranch: the branch has the dtype of its sum on a CPU");
     const Tensor& h = tensors.h;
     const int64_t channels = channels_of(h);
     const Parameter weight("weight", parameters.weight, h, 1), bias("bias", parameters.bias, h, 0);

@@ -235,8 +235,8 @@ def _merge_statistics(launch: machine.Launch) -> Work:
     return Work(
         programs=_programs(launch),
         outputs=_elements(results),
-        bytes=_bytes(arguments["partial_ptr"], results),
-        trips=(trips, trips),
+        bytes=_bytes(arguments["partial_ptr"], arguments["counts_ptr"], results),
+        trips=(trips,),
     )
 
 
@@ -344,10 +344,10 @@ def _attention_work(
 #: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
 _ELEMENTS = 256 * 56 * 56 * 64
 _CUDA_THREADS = 128
-# Each thread adds up its rows' sums with 3 shuffles in a loop, since 8 lanes share a row; the two loops after
-# it add up warps, for rows that no warp holds, which 8 elements of a thread never are. Both sums of LayerNorm
-# do so.
-_SUM_TRIPS, _SUM_TRIPS_OF_WARPS = (3,), (3, 0, 0)
+# Each thread adds up its rows' sums with 3 shuffles in a loop, since 8 lanes share a row; the loop after it
+# adds up warps, for rows that no warp holds, which 8 elements of a thread never are. Both sums of LayerNorm do
+# so.
+_SUM_TRIPS, _SUM_TRIPS_OF_WARPS = (3,), (3, 0)
 
 
 def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:

@@ -751,7 +751,8 @@ def test_budgets_name_kernels():
 
     assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
     assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
-    assert budgets.budget_of("conv_projection", "conv_projection_fwd", 90) is projection.BUDGETS[90]["fwd"]
+    budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
+    assert budget is projection.BUDGETS[90]["walk_fwd"]
     assert budgets.budget_of("attention_with_bias", "attention_fwd", 90) is None
 
 
@@ -770,13 +771,24 @@ def test_every_large_kernel_has_its_work_described(operator):
 
 
 def test_work_of_the_projection():
-    """Stage 1: strips of 14 of 56 rows, 2 column blocks of 28; k and v have half of both."""
+    """Stage 1: every program walks down 14 pairs of rows of 7 images, but for the last of 37."""
     stage = launches.stages("cvt_13")[0]
     launch, *_ = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), training=False)
     elements = 256 * 64 * 56 * 56
     described = work.work_of(launch)
     assert described.outputs == elements * 3 // 2
     assert described.bytes == elements * 5 // 2 * 2
+    assert described.programs == 37 * 2 * 7
+    assert described.trips == (256 / 37, 14)
+
+
+def test_work_of_the_general_projection(monkeypatch):
+    """Stage 1: strips of 14 of 56 rows, 2 column blocks of 28; k and v have half of both."""
+    from cvt_kernels.ops.conv_projection.triton import forward
+
+    monkeypatch.setattr(forward, "is_walk", lambda geometry: False)
+    stage = launches.stages("cvt_13")[0]
+    launch, *_ = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), training=False)
     tiles_of_region = [launch.arguments["TILE"].pixels // branch.columns * branch.rows
                        for branch in launch.arguments["BRANCHES"]]  # fmt: skip
     rows = [-(-size // tile) for size, tile in zip((14, 7, 7), tiles_of_region, strict=True)]
@@ -784,19 +796,19 @@ def test_work_of_the_projection():
         -(-size // branch.columns)
         for size, branch in zip((28, 14, 14), launch.arguments["BRANCHES"], strict=True)
     ]
-    assert described.trips == (rows[0], columns[0], rows[1], columns[1], rows[2], columns[2])
+    assert work.work_of(launch).trips == (rows[0], columns[0], rows[1], columns[1], rows[2], columns[2])
 
 
 def test_work_of_attention():
-    """Stage 3: 197 queries in 4 tiles of 64, walked over by 2 programs of a head; 50 keys in a tile of 64."""
+    """Stage 3: 197 queries in 4 tiles of 64, walked over by one program of a head; 50 keys in a tile of 64."""
     stage = launches.stages("cvt_13")[2]
     launch, *_ = launches.attention_launches(stage, torch.bfloat16, Chip(90, 132), training=False)
     described = work.work_of(launch)
-    assert described.programs == 256 * 6 * 2
+    assert described.programs == 256 * 6
     assert described.outputs == 256 * 197 * 384
     assert described.flops == 4 * 256 * 6 * 197 * 50 * 64
-    assert described.trips == (2,)
-    assert described.scores == 2 * 64 * 64
+    assert described.trips == (4,)
+    assert described.scores == 4 * 64 * 64
     launch, *_ = launches.attention_launches(stage, torch.float32, Chip(90, 132), training=False)
     assert work.work_of(launch).flops == 0  # without tensor cores
 
@@ -865,8 +877,8 @@ def test_tables(tmp_path):
             row("attention_fwd", 30, analysis(20, "issue", 0.9, per_tile=1000), stage=1),
             row("attention_fwd", 255, analysis(30, "tensor", 0.5, per_tile=303.4), stage=2),
             row("attention_fwd", 64, analysis(40, "MUFU", 0.7), arch="sm_80", dtype="float32", stage=1),
-            row("gelu", 40, analysis(20.44, "DRAM", 1.0), vector=8, vectors=3),
-            row("gelu", 38, vector=1, vectors=16),
+            row("gelu", 40, analysis(20.44, "DRAM", 1.0), vector=8, vectors=3, result=""),
+            row("gelu", 38, vector=1, vectors=16, result=""),
         ],
     }
     file, target = tmp_path / "report.json", tmp_path / "page.md"
@@ -893,7 +905,7 @@ def test_tables(tmp_path):
         "<!-- compile: attention, predicted -->",
         "| kernel | bfloat16 sm_90 | bfloat16 sm_80 | float32 sm_90 | float32 sm_80 |",
         "|---|---|---|---|---|",
-        "| `fwd` | 303 / tensor 50% |  |  | 40 / MUFU 70% |",
+        "| `fwd` | 1000 / tensor 50% |  |  | 40 / MUFU 70% |",
         "| `gelu`, 24 elements | 20.4 / DRAM 100% |  |  |  |",
         "<!-- end -->",
     ]

