@@ -345,8 +345,7 @@ def _attention_work(
 _ELEMENTS = 256 * 56 * 56 * 64
 _CUDA_THREADS = 128
 # Each thread adds up its rows' sums with 3 shuffles in a loop, since 8 lanes share a row; the loop after it
-# adds up warps, for rows that no warp holds, which 8 elements of a thread never are. Both sums of LayerNorm do
-# so.
+# adds up warps, for rows that no warp holds, which 8 elements of a thread never are. Both sums do so.
 _SUM_TRIPS, _SUM_TRIPS_OF_WARPS = (3,), (3, 0)
 
 

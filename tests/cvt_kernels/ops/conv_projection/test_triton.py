@@ -115,6 +115,8 @@ def wide_tiles(channels):
         for name in REGION_KERNELS:
             config = replace(common.configuration(name, 90), **wide)
             stack.enter_context(common.overridden(name, config))
+            config = replace(common.configuration(f"walk_{name}", 90), channels=wide["channels"])
+            stack.enter_context(common.overridden(f"walk_{name}", config))
         yield
 
 

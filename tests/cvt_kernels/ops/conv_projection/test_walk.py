@@ -222,7 +222,7 @@ def test_walks_of_a_view_of_other_tokens():
             assert all(torch.equal(a, b) for a, b in zip(ours, near, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_general_kernels_of_3x3(monkeypatch, dtype):
     """They serve these geometries no more, but their strides of 1 and 2 beside others."""
     for module in (backward, forward):
