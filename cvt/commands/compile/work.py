@@ -94,10 +94,21 @@ def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[flo
     return tuple(trips)
 
 
+def _projection_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[float, ...]:
+    """Returns the trips of the loops of a walk, or of a kernel over regions."""
+    if "WALK" in arguments:
+        return _walk_trips(arguments)
+    return _region_trips(arguments, rows_of_lane=rows_of_lane)
+
+
 def _convolution_outputs(arguments: dict[str, Any]) -> int:
     """Returns the elements of all branches' convolutions, without the class token."""
     batch, _, channels = arguments["x_ptr"].shape
-    grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)
+    if "WALK" in arguments:
+        sizes = ((arguments["height"], arguments["width"], stride) for stride in arguments["STRIDES"])
+        grids = [(-(-height // stride), -(-width // stride)) for height, width, stride in sizes]
+    else:
+        grids = list(zip(arguments["out_heights"], arguments["out_widths"], strict=True))
     return batch * channels * sum(height * width for height, width in grids)
 
 
@@ -108,18 +119,7 @@ def _projection_forward(launch: machine.Launch) -> Work:
         programs=_programs(launch),
         outputs=_elements(outs),
         bytes=_bytes(arguments["x_ptr"], outs),
-        trips=_region_trips(arguments, rows_of_lane=True),
-    )
-
-
-def _projection_walk_forward(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    outs = arguments["y_ptrs"]
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(outs),
-        bytes=_bytes(arguments["x_ptr"], outs),
-        trips=_walk_trips(arguments),
+        trips=_projection_trips(arguments, rows_of_lane=True),
     )
 
 
@@ -137,58 +137,7 @@ def _projection_statistics(launch: machine.Launch) -> Work:
         programs=_programs(launch),
         outputs=_convolution_outputs(arguments),
         bytes=_bytes(arguments["x_ptr"], arguments["partial_ptr"]),
-        trips=_region_trips(arguments, rows_of_lane=True),
-    )
-
-
-def _projection_walk_statistics(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    return Work(
-        programs=_programs(launch),
-        outputs=_walk_outputs(arguments),
-        bytes=_bytes(arguments["x_ptr"], arguments["partial_ptr"]),
-        trips=_walk_trips(arguments),
-    )
-
-
-def _walk_outputs(arguments: dict[str, Any]) -> int:
-    """Returns the elements of all branches' convolutions in a walk, without the class token."""
-    grids = (
-        (-(-arguments["height"] // stride), -(-arguments["width"] // stride))
-        for stride in arguments["STRIDES"]
-    )
-    return arguments["batch"] * arguments["CHANNELS"] * sum(height * width for height, width in grids)
-
-
-def _projection_walk_backward_sums(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    return Work(
-        programs=_programs(launch),
-        outputs=_walk_outputs(arguments),
-        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], arguments["partial_ptr"]),
-        trips=_walk_trips(arguments),
-    )
-
-
-def _projection_walk_backward_convolution(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    dconvs = arguments["dconv_ptrs"]
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(dconvs),
-        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], dconvs, arguments["partial_ptr"]),
-        trips=_walk_trips(arguments),
-    )
-
-
-def _projection_walk_backward_input(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    dx = arguments["dx_ptr"]
-    return Work(
-        programs=_programs(launch),
-        outputs=dx.numel(),
-        bytes=_bytes(dx, arguments["dconv_ptrs"]),
-        trips=_walk_trips(arguments),
+        trips=_projection_trips(arguments, rows_of_lane=True),
     )
 
 
@@ -198,7 +147,7 @@ def _projection_backward_sums(launch: machine.Launch) -> Work:
         programs=_programs(launch),
         outputs=_convolution_outputs(arguments),
         bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], arguments["partial_ptr"]),
-        trips=_region_trips(arguments, rows_of_lane=True),
+        trips=_projection_trips(arguments, rows_of_lane=True),
     )
 
 
@@ -209,22 +158,28 @@ def _projection_backward_convolution(launch: machine.Launch) -> Work:
         programs=_programs(launch),
         outputs=_elements(dconvs),
         bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], dconvs, arguments["partial_ptr"]),
-        trips=_region_trips(arguments, rows_of_lane=False),
+        trips=_projection_trips(arguments, rows_of_lane=False),
     )
 
 
 def _projection_backward_input(launch: machine.Launch) -> Work:
     arguments = launch.arguments
-    dx, block, columns = arguments["dx_ptr"], arguments["BLOCK"], arguments["COLS"]
-    rows, cols = (-(-arguments[name] // block) for name in ("height", "width"))
+    dx = arguments["dx_ptr"]
     return Work(
         programs=_programs(launch),
         outputs=dx.numel(),
         bytes=_bytes(dx, arguments["dconv_ptrs"]),
-        trips=(
-            _mean_trips(rows, arguments["strips"], arguments["TILE"].pixels // columns),
-            _mean_trips(cols, arguments["col_blocks"], columns),
-        ),
+        trips=_walk_trips(arguments) if "WALK" in arguments else _block_trips(arguments),
+    )
+
+
+def _block_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
+    """Returns the trips of the loops over blocks of input pixels: rows, then columns."""
+    block, columns = arguments["BLOCK"], arguments["COLS"]
+    rows, cols = (-(-arguments[name] // block) for name in ("height", "width"))
+    return (
+        _mean_trips(rows, arguments["strips"], arguments["TILE"].pixels // columns),
+        _mean_trips(cols, arguments["col_blocks"], columns),
     )
 
 
@@ -372,12 +327,12 @@ def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
 
 _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_fwd_kernel": _projection_forward,
-    "_conv_projection_walk_fwd_kernel": _projection_walk_forward,
-    "_conv_projection_walk_stats_kernel": _projection_walk_statistics,
+    "_conv_projection_walk_fwd_kernel": _projection_forward,
+    "_conv_projection_walk_stats_kernel": _projection_statistics,
     "_conv_projection_stats_kernel": _projection_statistics,
-    "_conv_projection_walk_bwd_sums_kernel": _projection_walk_backward_sums,
-    "_conv_projection_walk_bwd_conv_kernel": _projection_walk_backward_convolution,
-    "_conv_projection_walk_bwd_input_kernel": _projection_walk_backward_input,
+    "_conv_projection_walk_bwd_sums_kernel": _projection_backward_sums,
+    "_conv_projection_walk_bwd_conv_kernel": _projection_backward_convolution,
+    "_conv_projection_walk_bwd_input_kernel": _projection_backward_input,
     "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
     "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,
     "_conv_projection_bwd_input_kernel": _projection_backward_input,

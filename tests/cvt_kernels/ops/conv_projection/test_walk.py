@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import machine
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
@@ -13,6 +12,7 @@ from tests.checks import assert_accurate
 from tests.cvt_kernels.ops.conv_projection.test_triton import (
     DEVICE,
     assert_backends_agree,
+    assert_outputs_agree,
     make,
     move,
     name_of,
@@ -27,16 +27,6 @@ H200 = machine.Chip(90, 132)
 def geometry(grid, strides=(1, 2, 2)):
     n = len(strides)
     return common.Geometry(grid, (3,) * n, tuple(strides), (1,) * n, (1,) * n, (1e-5,) * n)
-
-
-def assert_outputs_agree(x, grid, convs):
-    with ck.use_backend("triton"):
-        ours = ck.conv_projection(x, grid, convs, training=False)
-    theirs = ck.reference.conv_projection(x, grid, convs, training=False)
-    doubled = [move(conv, torch.float64) for conv in convs]
-    exact = ck.reference.conv_projection(x.double(), grid, doubled, training=False)
-    for a, b, c in zip(ours, theirs, exact, strict=True):
-        assert_accurate(a, b, c, floor=4)
 
 
 @pytest.mark.parametrize("channels", [3, 66])
