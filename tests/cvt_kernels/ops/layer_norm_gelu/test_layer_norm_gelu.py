@@ -113,3 +113,11 @@ def test_a_named_dtype_is_another_kind_of_call(operator):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "bfloat16"], ids=str)
+def test_a_result_of_no_floating_dtype(dtype):
+    x = torch.randn(2, 8)
+    for call in (lambda: ck.layer_norm(x, dtype=dtype), lambda: ck.add_layer_norm(x, x, dtype=dtype)):
+        with pytest.raises(TypeError, match=f"dtype: got {dtype!r}, expected one of "):
+            call()
