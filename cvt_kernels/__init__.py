@@ -9,9 +9,12 @@ from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .ops.attention import attention
 from .ops.attention.maps import AttentionMap, attention_map
+from .ops.conv_embedding import conv_embedding
+from .ops.conv_linear import conv_linear
 from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
-from .ops.linear import linear
+from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from .ops.mlp import layer_norm_mlp
 from .reference import ConvBatchNorm
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ __all__ = [
     "attention",
     "attention_map",
     "bias_gelu",
+    "conv_embedding",
+    "conv_linear",
     "conv_projection",
     "coverage",
     "doctor",
@@ -37,7 +42,11 @@ __all__ = [
     "gelu",
     "layer_norm",
     "layer_norm_gelu",
+    "layer_norm_mlp",
     "linear",
+    "linear_add",
+    "linear_add_layer_norm",
+    "linear_gelu",
     "reference",
     "restore",
     "use_backend",

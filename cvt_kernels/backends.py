@@ -19,8 +19,9 @@ from torch import Tensor
 
 from . import machine
 
-#: Every backend. ``native`` is csrc (CPU or CUDA); from ``sdpa`` on, they are PyTorch's own.
-BACKENDS = ("triton", "native", "sdpa", "convolution", "float32", "reference")
+#: Every backend. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of this package one after the
+#: other; from ``sdpa`` on, they are PyTorch's own.
+BACKENDS = ("triton", "native", "composed", "sdpa", "convolution", "float32", "reference")
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
 
@@ -34,6 +35,12 @@ OPERATORS = (
     "bias_gelu",
     "layer_norm_gelu",
     "linear",
+    "linear_gelu",
+    "linear_add",
+    "linear_add_layer_norm",
+    "layer_norm_mlp",
+    "conv_linear",
+    "conv_embedding",
 )
 
 

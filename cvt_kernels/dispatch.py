@@ -182,6 +182,8 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     store = verdicts.store_for(x.device)
     asked = question(operator, x, *args, **kwargs)
     verdict = store.get(asked)
+    if verdict is None and _is_proving():
+        return _decision(operator, able[0], able[0], lasts=False)
     if verdict is None or not _knows(verdict, able):
         lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
         if lasting is None and passing is None:
@@ -205,6 +207,13 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     _note(operator, verdict)
     chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
     return _decision(operator, *chosen)
+
+
+def _is_proving() -> bool:
+    """Says whether a call is part of a composition that is being proven, whose parts wait for their turn."""
+    from . import proofs
+
+    return proofs.is_proving()
 
 
 def _knows(verdict: verdicts.Verdict | None, able: list[str]) -> bool:

@@ -120,6 +120,23 @@ def prove(proof: Proof) -> Verdict:
         return choose({**trials, **timed}, proof.default)
 
 
+_state = threading.local()
+
+
+def is_proving() -> bool:
+    """Says whether this thread is within a proof: an operator may be composed of others."""
+    return getattr(_state, "proofs", 0) > 0
+
+
+@contextlib.contextmanager
+def _proving() -> Iterator[None]:
+    _state.proofs = getattr(_state, "proofs", 0) + 1
+    try:
+        yield
+    finally:
+        _state.proofs -= 1
+
+
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Lets the block run without the caller's modes and hooks on saved tensors, but with its autocast.
@@ -127,6 +144,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     The caller's random numbers go on afterwards as if nothing had been drawn.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_proving())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.inference_mode(False))

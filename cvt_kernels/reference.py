@@ -219,11 +219,14 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
     """Computes (x − mean) / sqrt(variance + eps) · weight + bias over the last dimension, variance biased.
 
-    The result is rounded to ``dtype`` if one is given, but for float64.
+    A shift is added to x before. The result is rounded to ``dtype`` if one is given, but for float64.
     """
+    if shift is not None:
+        x = (x + shift).to(x.dtype)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
 
@@ -273,3 +276,85 @@ def layer_norm_gelu(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes x · weightᵀ + bias."""
     return F.linear(x, weight, bias)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+) -> Tensor:
+    """Computes gelu(x · weightᵀ + bias)."""
+    return gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool = False
+) -> Tensor:
+    """Computes residual + x · weightᵀ + bias, in the place of the residual if ``inplace``."""
+    product = F.linear(x, weight, bias)
+    return residual.add_(product) if inplace else residual + product
+
+
+def linear_add_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    shift: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns (h, layer_norm(h + shift)) with h = residual + x · weightᵀ + bias."""
+    h = linear_add(x, weight, bias, residual, inplace=inplace)
+    return h, layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
+
+
+def layer_norm_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    eps: float = 1e-5,
+    approximate: str = "none",
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Computes x + fc2(gelu(fc1(layer_norm(x + shift))))."""
+    y = layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
+    hidden = linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate)
+    return linear_add(hidden, fc2_weight, fc2_bias, x)
+
+
+def conv_linear(
+    x: Tensor,
+    grid: tuple[int, int],
+    convs: Sequence[ConvBatchNorm],
+    linears: Sequence[tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, ...]:
+    """Computes linearᵢ(BatchNormᵢ(convᵢ(x))) for every branch, by the running statistics."""
+    projected = conv_projection(x, grid, convs, training=False)
+    return tuple(F.linear(y, *linear) for y, linear in zip(projected, linears, strict=True))
+
+
+def conv_embedding(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float = 1e-5,
+    class_token: Tensor | None = None,
+) -> Tensor:
+    """Computes layer_norm(conv(image)) as tokens (B, H·W, C), after the class token (C,) if there is one."""
+    y = F.conv2d(image, weight, bias, stride, padding)
+    tokens = layer_norm(y.flatten(2).transpose(1, 2), norm_weight, norm_bias, eps=eps)
+    if class_token is None:
+        return tokens
+    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)

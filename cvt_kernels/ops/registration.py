@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .. import backends, machine, reference
 
@@ -43,6 +44,11 @@ def register_native(
         forward_only=forward_only,
     )
     backends.register(operator, "native", implementation)
+
+
+def register_composed(operator: str, function: Callable[..., Any]) -> None:
+    """Registers a function that computes an operator by others of this package, each by its own verdict."""
+    backends.register(operator, "composed", backends.Implementation(function, devices=("cuda",)))
 
 
 def register_reference(operator: str) -> None:

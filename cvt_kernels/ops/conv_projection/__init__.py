@@ -31,14 +31,15 @@ def _signature(
     scale = convs[0].bn_weight
     mixed = scale is not None and scale.dtype != x.dtype
     gradient = checks.wants_gradient(x, *parameters)
-    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, _geometry(convs)
+    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs)
 
 
-def _geometry(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
+def geometry_of(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
+    """Returns kernel size, stride, padding and dilation of every branch."""
     return tuple([(conv.weight.size(3), conv.stride, conv.padding, conv.dilation) for conv in convs])
 
 
-def _shape_class(
+def shape_class(
     gradient: bool,
     shape: Sequence[int],
     grid: tuple[int, int],
@@ -47,6 +48,7 @@ def _shape_class(
     mixed: bool,
     geometry: Sequence[tuple[int, ...]],
 ) -> str:
+    """Returns the words for all calls that share a verdict, from their signature."""
     batch, tokens, channels = shape
     pixels = grid[0] * grid[1]
     class_token = "" if tokens == pixels else " and a class token"
@@ -69,7 +71,7 @@ def _sample(
 register_triton("conv_projection", __name__)
 register_native("conv_projection", __name__, forward_only=True)
 register_reference("conv_projection")
-backends.describe("conv_projection", backends.Operator(_signature, _shape_class, _sample))
+backends.describe("conv_projection", backends.Operator(_signature, shape_class, _sample))
 
 
 def conv_projection(
@@ -100,15 +102,16 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
-    _check(x, grid, convs, training)
+    check_arguments(x, grid, convs, training)
     group = next((conv.process_group for conv in convs if conv.process_group is not None), None)
     if training and group is not None:
-        shared = x.shape[2], _geometry(convs)
+        shared = x.shape[2], geometry_of(convs)
         return dispatch.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
     return dispatch.call("conv_projection", x, grid, convs, training=training)
 
 
-def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
+def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
+    """Raises TypeError or ValueError for wrong arguments of a projection."""
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
     if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):

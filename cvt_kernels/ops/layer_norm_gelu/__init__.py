@@ -40,10 +40,12 @@ def _signature(
     eps: float = 0.0,
     approximate: str = "identity",
     dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Any, ...]:
     bare = len(tensors) > 1 and (tensors[-1] is None or tensors[-2] is None)
     named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
-    return checks.wants_gradient(x, *tensors), x.shape, x.is_contiguous(), approximate, bare, named
+    gradient = checks.wants_gradient(x, *tensors, shift)
+    return gradient, x.shape, x.is_contiguous(), approximate, bare, named, shift is not None
 
 
 def _shape_class(
@@ -53,12 +55,14 @@ def _shape_class(
     approximate: str,
     bare: bool,
     named: torch.dtype | None,
+    shifted: bool,
 ) -> str:
     channels = shape[-1] if shape else 1
     words = {"identity": "", "none": "exact, "}.get(approximate, f"{approximate}, ")
     words += f"{size_class(math.prod(shape))} elements, {channels} channels"
     words += ", without weight or bias" if bare else ""
     words += "" if named is None else f", to {checks.dtype_name(named)}"
+    words += ", shifted" if shifted else ""
     return words + ("" if contiguous else ", strided")
 
 
@@ -88,10 +92,12 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
     """Computes LayerNorm over the last dimension (Ba et al. 2016).
 
-    The result is (x − mean) / sqrt(variance + eps) · weight + bias.
+    The result is (x − mean) / sqrt(variance + eps) · weight + bias, with x + shift in the place of x if there
+    is a shift.
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
@@ -101,6 +107,8 @@ def layer_norm(
         dtype: The dtype to which the result is rounded, unless ``x`` is float64; None for that of ``x``, or
             under autocast that of ``F.layer_norm``, which is float32 on a GPU. A layer that computes in
             autocast's dtype reads fewer bytes if it is named here.
+        shift: ``(C,)``, added to ``x`` before; float32 or of the dtype of ``x``. It is where a bias goes that
+            the layer before has left out.
 
     Returns:
         The shape of ``x``.
@@ -110,11 +118,14 @@ def layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    _check_layer_norm(x, weight, bias, eps)
-    if dtype is None:
-        return dispatch.call("layer_norm", x, weight, bias, eps=eps)
-    checks.check_float_dtype("dtype", dtype)
-    return dispatch.call("layer_norm", x, weight, bias, eps=eps, dtype=dtype)
+    check_layer_norm(x, weight, bias, eps, shift)
+    settings: dict[str, Any] = {"eps": eps}  # those that are not given are not named, which saves host time
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
+        settings["dtype"] = dtype
+    if shift is not None:
+        settings["shift"] = shift
+    return dispatch.call("layer_norm", x, weight, bias, **settings)
 
 
 def add_layer_norm(
@@ -144,7 +155,7 @@ def add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    _check_layer_norm(x, weight, bias, eps)
+    check_layer_norm(x, weight, bias, eps)
     checks.check_float_tensor("residual", residual, "of the shape of x")
     checks.check_shape("residual", residual, tuple(x.shape), "as x")
     checks.check_like("residual", residual, "x", x)
@@ -171,7 +182,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         BackendUnavailable: The requested backend cannot serve the call.
     """
     checks.check_float_tensor("x", x, "of any shape")
-    _check_approximate(approximate)
+    check_approximate(approximate)
     return dispatch.call("gelu", x, approximate=approximate)
 
 
@@ -193,7 +204,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     """
     _check_last_dim(x)
     _check_vector("bias", bias, x)
-    _check_approximate(approximate)
+    check_approximate(approximate)
     return dispatch.call("bias_gelu", x, bias, approximate=approximate)
 
 
@@ -222,18 +233,23 @@ def layer_norm_gelu(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    _check_layer_norm(x, weight, bias, eps)
-    _check_approximate(approximate)
+    check_layer_norm(x, weight, bias, eps)
+    check_approximate(approximate)
     return dispatch.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
 
 
-def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+def check_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None
+) -> None:
+    """Raises TypeError or ValueError for wrong arguments of a LayerNorm."""
     _check_last_dim(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_vector(name, tensor, x)
     if not eps > 0:
         raise ValueError(f"eps: got {eps!r}, expected a positive number")
+    if shift is not None:
+        _check_vector("shift", shift, x, also=(torch.float32,))
 
 
 def _check_last_dim(x: Tensor) -> None:
@@ -242,12 +258,13 @@ def _check_last_dim(x: Tensor) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
 
 
-def _check_vector(name: str, tensor: Tensor, x: Tensor) -> None:
+def _check_vector(name: str, tensor: Tensor, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
     checks.check_float_tensor(name, tensor, "(channels,)")
     checks.check_shape(name, tensor, x.shape[-1:], "(channels,)")
-    checks.check_like(name, tensor, "x", x)
+    checks.check_like(name, tensor, "x", x, also)
 
 
-def _check_approximate(approximate: str) -> None:
+def check_approximate(approximate: str) -> None:
+    """Raises ValueError unless ``approximate`` names a GELU."""
     if approximate not in GELU_VARIANTS:
         raise ValueError(f"approximate: got {approximate!r}, expected one of {', '.join(GELU_VARIANTS)}")

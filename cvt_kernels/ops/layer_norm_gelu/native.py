@@ -230,8 +230,11 @@ def layer_norm(
     *,
     eps: float,
     dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
+    if shift is not None:
+        x = x + shift.to(x.dtype)
     return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
 
 

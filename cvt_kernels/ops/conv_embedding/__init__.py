@@ -1,0 +1,154 @@
+"""The convolutional token embedding: a convolution over an image and the LayerNorm of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import backends, checks, dispatch
+from ..layer_norm_gelu import layer_norm
+from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+
+_SAMPLE = 2**18  # elements
+
+
+def conv_embedding(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float = 1e-5,
+    class_token: Tensor | None = None,
+) -> Tensor:
+    """Computes layer_norm(conv(image)) as tokens, the convolutional token embedding of CvT.
+
+    Wu et al. 2021, section 3.1; upstream ``ConvEmbed`` in Microsoft's ``cls_cvt.py``.
+
+    Args:
+        image: ``(B, in_channels, H, W)``, channels last or not; float16, bfloat16, float32 or float64.
+        weight: The convolution's ``(C, in_channels, k, k)``.
+        bias: The convolution's ``(C,)``, or None for 0.
+        norm_weight: LayerNorm's ``(C,)``, or None for 1. It, ``norm_bias`` and ``class_token`` may be float32
+            beside an ``image`` of half precision.
+        norm_bias: LayerNorm's ``(C,)``, or None for 0.
+        stride: Stride of the convolution in both directions.
+        padding: Zero padding on each side.
+        eps: Added to the variance.
+        class_token: ``(C,)``, written before the tokens of every image; None for no class token.
+
+    Returns:
+        Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of the
+        convolution's result.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, an invalid setting, or an empty output.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    _check(image, weight, stride, padding, eps)
+    for name, vector in (
+        ("bias", bias),
+        ("norm_weight", norm_weight),
+        ("norm_bias", norm_bias),
+        ("class_token", class_token),
+    ):
+        if vector is not None:
+            checks.check_float_tensor(name, vector, "(channels,)")
+            checks.check_shape(name, vector, weight.shape[:1], "(channels,)")
+            checks.check_like(name, vector, "image", image, also=() if name == "bias" else (torch.float32,))
+    args = image, weight, bias, norm_weight, norm_bias
+    settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": eps, "class_token": class_token}
+    if image.is_cuda or dispatch.may_be_ours("conv_embedding", image.device.type):
+        return dispatch.call("conv_embedding", *args, **settings)
+    return _compose(*args, **settings)
+
+
+def _compose(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float,
+    class_token: Tensor | None,
+) -> Tensor:
+    image = image.contiguous(memory_format=torch.channels_last)
+    tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
+    norm_weight, norm_bias = (
+        None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
+    )
+    tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
+    if class_token is None:
+        return tokens
+    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+
+
+def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:
+    checks.check_float_tensor("image", image, "(batch, channels, height, width)")
+    checks.check_rank("image", image, 4, "(batch, channels, height, width)")
+    checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
+    checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
+    kernel_size = weight.shape[3]
+    expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
+    checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")
+    checks.check_like("weight", weight, "image", image)
+    for name, value, least in (("stride", stride, 1), ("padding", padding, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
+    if not eps > 0:
+        raise ValueError(f"eps: got {eps!r}, expected a positive number")
+    if min(image.shape[2:]) + 2 * padding < kernel_size:
+        raise ValueError(
+            f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
+        )
+
+
+def _signature(
+    image: Tensor,
+    weight: Tensor,
+    *vectors: Tensor | None,
+    stride: int,
+    padding: int,
+    eps: float,
+    class_token: Tensor | None,
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(image, weight, *vectors, class_token)
+    channels_last = image.is_contiguous(memory_format=torch.channels_last)
+    geometry = weight.shape[3], stride, padding
+    return gradient, image.shape, weight.shape[0], geometry, channels_last, class_token is not None
+
+
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    channels: int,
+    geometry: Sequence[int],
+    channels_last: bool,
+    has_class_token: bool,
+) -> str:
+    batch, inputs, height, width = shape
+    words = f"{size_class(batch)} images of {size_class(height * width, 2)} pixels, {inputs} to {channels} "
+    words += f"channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
+    words += ", and a class token" if has_class_token else ""
+    return words + (", channels last" if channels_last else "")
+
+
+def _sample(factor: int, image: Tensor, *tensors: Tensor | None, **settings: Any) -> Any:
+    return (image[: images_within(_SAMPLE * factor, image.shape[0], image.numel())], *tensors), settings
+
+
+register_triton("conv_embedding", __name__)
+register_composed("conv_embedding", _compose)
+register_reference("conv_embedding")
+backends.describe("conv_embedding", backends.Operator(_signature, _shape_class, _sample))

@@ -1,0 +1,101 @@
+"""Convolutional projections with the linear layers behind them: finished queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ... import backends, checks, dispatch
+from ...reference import ConvBatchNorm
+from ..conv_projection import check_arguments, conv_projection, geometry_of, shape_class
+from ..linear import linear
+from ..registration import images_within, register_composed, register_reference, register_triton
+
+_SAMPLE = 2**18  # elements
+
+#: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
+Linear = tuple[Tensor, Tensor | None]
+
+
+def conv_linear(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> tuple[Tensor, ...]:
+    """Computes linearᵢ(BatchNormᵢ(depthwise_convᵢ(x))) for every branch, on tokens, in evaluation.
+
+    The convolutional projection of CvT (Wu et al. 2021, section 3.2) with its linear layers.
+
+    Args:
+        x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`; the class token, if there is one,
+            goes through the linear layers only.
+        grid: ``(H, W)`` of the spatial tokens.
+        convs: One branch per output. BatchNorm normalizes by the running statistics.
+        linears: Weight ``(outputs, C)`` and bias ``(outputs,)`` or None of the linear layer of each branch.
+
+    Returns:
+        One contiguous ``(B, Hᵢ·Wᵢ (+ 1), outputs)`` per branch.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype, see :func:`cvt_kernels.conv_projection`.
+        ValueError: A wrong shape or device, an invalid setting, or not as many linear layers as branches.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    convs, linears = tuple(convs), tuple(linears)
+    check_arguments(x, grid, convs, training=False)
+    _check_linears(x, convs, linears)
+    if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type):
+        return dispatch.call("conv_linear", x, grid, convs, linears)
+    return _compose(x, grid, convs, linears)
+
+
+def _compose(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> tuple[Tensor, ...]:
+    projected = conv_projection(x, grid, convs, training=False)
+    return tuple(linear(y, *each) for y, each in zip(projected, linears, strict=True))
+
+
+def _check_linears(x: Tensor, convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]) -> None:
+    if len(linears) != len(convs):
+        raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
+    for i, (weight, bias) in enumerate(linears):
+        name = f"linears[{i}]"
+        checks.check_float_tensor(name, weight, "(outputs, channels)")
+        checks.check_rank(name, weight, 2, "(outputs, channels)")
+        checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")
+        checks.check_like(name, weight, "x", x)
+        if bias is not None:
+            checks.check_float_tensor(f"the bias of {name}", bias, "(outputs,)")
+            checks.check_shape(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)")
+            checks.check_like(f"the bias of {name}", bias, "x", x)
+
+
+def _signature(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> tuple[Any, ...]:
+    tensors = [t for c in convs for t in (c.weight, c.bn_weight, c.bn_bias)]
+    gradient = checks.wants_gradient(x, *tensors, *(t for each in linears for t in each))
+    scale = convs[0].bn_weight
+    mixed = scale is not None and scale.dtype != x.dtype
+    statistics = convs[0].running_mean is None
+    outputs = tuple([weight.shape[0] for weight, _ in linears])
+    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs), outputs
+
+
+def _shape_class(*signature: Any) -> str:
+    *projection, outputs = signature
+    return f"{shape_class(*projection)}, to {' '.join(map(str, outputs))} channels"
+
+
+def _sample(
+    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> Any:
+    images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
+    return (x[:images], grid, convs, linears), {}
+
+
+register_triton("conv_linear", __name__)
+register_composed("conv_linear", _compose)
+register_reference("conv_linear")
+backends.describe("conv_linear", backends.Operator(_signature, _shape_class, _sample))

@@ -1,0 +1,326 @@
+"""Linear layers, alone and with what follows them in a transformer block.
+
+:func:`linear` takes the fastest of PyTorch's own primitives, which on a CPU is not always ``F.linear``. There
+are three ways to the same product, each a backend of the operator:
+
+- ``reference``: ``F.linear``, that is MKL for float32 and oneDNN for 16 bits.
+- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view, that is oneDNN for float32 too, which is much
+  faster than MKL on AMD CPUs with AVX-512.
+- ``float32``: 16 bits converted to float32 and back, which helps on a CPU without 16-bit products.
+
+:func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have kernels of their own on a GPU.
+Elsewhere, and where a verdict says so, they are the other operators one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import backends, checks, dispatch
+from ..layer_norm_gelu import (
+    add_layer_norm,
+    bias_gelu,
+    check_approximate,
+    check_layer_norm,
+    gelu,
+    layer_norm,
+)
+from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+from . import primitives
+
+_SAMPLE = 2**25  # products of two numbers
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes a linear layer, x · weightᵀ + bias.
+
+    On a CPU it takes the fastest of PyTorch's primitives on this machine, by verdict; its results may differ
+    from those of ``F.linear`` in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``.
+
+    Args:
+        x: ``(..., inputs)``.
+        weight: ``(outputs, inputs)``.
+        bias: ``(outputs,)``.
+
+    Returns:
+        ``(..., outputs)``.
+
+    Raises:
+        RuntimeError: Shapes or dtypes that ``F.linear`` does not take.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    if _has_choice(x, weight, bias):
+        return dispatch.call("linear", x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or x.is_cuda or x.ndim == 0:
+        return False
+    # Subclasses, as of quantized weights, know themselves what a product is; so does F.linear what is wrong.
+    if type(x) is not Tensor or type(weight) not in _PLAIN or weight.dtype != x.dtype or weight.ndim != 2:
+        return False
+    if weight.shape[1] != x.shape[-1] or not x.is_floating_point() or x.numel() == 0:
+        return False
+    return bias is None or (type(bias) in _PLAIN and bias.dtype == x.dtype and bias.shape == weight.shape[:1])
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+) -> Tensor:
+    """Computes gelu(x · weightᵀ + bias), the first half of a transformer's MLP.
+
+    Args:
+        x: ``(..., inputs)``; float16, bfloat16, float32 or float64.
+        weight: ``(outputs, inputs)``.
+        bias: ``(outputs,)``, or None for 0.
+        approximate: As in :func:`cvt_kernels.gelu`.
+
+    Returns:
+        ``(..., outputs)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    check_linear(x, weight, bias)
+    check_approximate(approximate)
+    if x.is_cuda or dispatch.may_be_ours("linear_gelu", x.device.type):
+        return dispatch.call("linear_gelu", x, weight, bias, approximate=approximate)
+    return _compose_gelu(x, weight, bias, approximate=approximate)
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool = False
+) -> Tensor:
+    """Computes residual + x · weightᵀ + bias, a linear layer that ends a residual branch.
+
+    Args:
+        x: ``(..., inputs)``; float16, bfloat16, float32 or float64.
+        weight: ``(outputs, inputs)``.
+        bias: ``(outputs,)``, or None for 0.
+        residual: ``(..., outputs)``, of the dtype of ``x``.
+        inplace: Whether the result takes the place of ``residual``. Autograd does not follow it.
+
+    Returns:
+        ``(..., outputs)``; ``residual`` itself if ``inplace``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or ``inplace`` where a gradient is wanted or ``residual`` is not
+            contiguous.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    check_linear(x, weight, bias)
+    _check_residual(x, weight, bias, residual, inplace)
+    if x.is_cuda or dispatch.may_be_ours("linear_add", x.device.type):
+        return dispatch.call("linear_add", x, weight, bias, residual, inplace=inplace)
+    return _compose_add(x, weight, bias, residual, inplace=inplace)
+
+
+def linear_add_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    shift: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Computes h = residual + x · weightᵀ + bias and layer_norm(h + shift).
+
+    Args:
+        x: As in :func:`linear_add`, like ``weight``, ``bias``, ``residual`` and ``inplace``.
+        weight: See there.
+        bias: See there.
+        residual: See there.
+        norm_weight: LayerNorm's ``(outputs,)``, or None for 1.
+        norm_bias: LayerNorm's ``(outputs,)``, or None for 0.
+        eps: Added to the variance.
+        shift: As in :func:`cvt_kernels.layer_norm`.
+        inplace: See there; ``h`` takes the place of ``residual``.
+
+    Returns:
+        ``h``, which is ``residual`` itself if ``inplace``, and its LayerNorm, both ``(..., outputs)``.
+
+    Raises:
+        TypeError: As :func:`linear_add`.
+        ValueError: As :func:`linear_add`, or ``eps`` not positive.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    check_linear(x, weight, bias)
+    _check_residual(x, weight, bias, residual, inplace)
+    check_layer_norm(residual, norm_weight, norm_bias, eps, shift)
+    args = x, weight, bias, residual, norm_weight, norm_bias
+    settings: dict[str, Any] = {"eps": eps, "shift": shift, "inplace": inplace}
+    if x.is_cuda or dispatch.may_be_ours("linear_add_layer_norm", x.device.type):
+        return dispatch.call("linear_add_layer_norm", *args, **settings)
+    return _compose_add_layer_norm(*args, **settings)
+
+
+# The composition of other operators -----------------------------------------------------------------------
+
+
+def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
+    if bias is None or not dispatch.may_be_ours("bias_gelu", x.device.type):
+        return gelu(linear(x, weight, bias), approximate=approximate)
+    product = linear(x, weight)
+    # Autocast makes the product half precision and leaves the bias to us.
+    return bias_gelu(product, bias.to(product.dtype), approximate=approximate)
+
+
+def _compose_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
+) -> Tensor:
+    if not inplace:
+        return residual + linear(x, weight, bias)
+    if bias is not None or residual.dtype != x.dtype or weight.dtype != x.dtype or checks.autocast_enabled(x):
+        return residual.add_(linear(x, weight, bias))
+    rows = residual.view(-1, residual.shape[-1])
+    rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product
+    return residual
+
+
+def _compose_add_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    eps: float,
+    shift: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    if inplace or shift is not None:
+        h = linear_add(x, weight, bias, residual, inplace=inplace)
+        return h, layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
+    return add_layer_norm(linear(x, weight, bias), residual, norm_weight, norm_bias, eps=eps)
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "") -> None:
+    """Raises TypeError or ValueError for wrong arguments of the linear layer that messages call ``name``."""
+    weight_name, bias_name = (f"{name}_weight", f"{name}_bias") if name else ("weight", "bias")
+    checks.check_float_tensor("x", x, "(..., inputs)")
+    if x.ndim == 0:
+        raise ValueError("x: got a scalar, expected (..., inputs)")
+    checks.check_float_tensor(weight_name, weight, "(outputs, inputs)")
+    checks.check_rank(weight_name, weight, 2, "(outputs, inputs)")
+    checks.check_shape(weight_name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
+    checks.check_like(weight_name, weight, "x", x)
+    if bias is not None:
+        checks.check_float_tensor(bias_name, bias, "(outputs,)")
+        checks.check_shape(bias_name, bias, weight.shape[:1], "(outputs,)")
+        checks.check_like(bias_name, bias, "x", x)
+
+
+def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, inplace: bool) -> None:
+    checks.check_float_tensor("residual", residual, "(..., outputs)")
+    checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
+    checks.check_like("residual", residual, "x", x)
+    if not inplace:
+        return
+    if checks.wants_gradient(x, weight, bias, residual):
+        raise ValueError("inplace: got True where a gradient is wanted, expected False")
+    if not residual.is_contiguous():
+        raise ValueError("residual: is not contiguous, expected it to be with inplace=True")
+
+
+# Registration ---------------------------------------------------------------------------------------------
+
+
+def _signature(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    return checks.wants_gradient(x, weight, bias), x.shape, weight.shape
+
+
+def _shape_class(gradient: bool, shape: Sequence[int], weight_shape: Sequence[int]) -> str:
+    outputs, inputs = weight_shape
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return f"{size_class(rows)} rows, {inputs} to {outputs} channels"
+
+
+def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
+    if x.ndim < 2:
+        return (x, weight, *others), settings
+    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0])
+    # The residual has the images of x.
+    parts = [t[:images] if t is not None and t.ndim == x.ndim else t for t in others]
+    return (x[:images], weight, *parts), settings
+
+
+def _fused_signature(
+    x: Tensor,
+    weight: Tensor,
+    *others: Tensor | None,
+    approximate: str = "",
+    eps: float = 0.0,
+    shift: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, weight, *others, shift)
+    given = tuple(tensor is not None for tensor in (*others, shift))
+    return gradient, x.shape, weight.shape, x.is_contiguous(), approximate, given, inplace
+
+
+def _fused_shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    weight_shape: Sequence[int],
+    contiguous: bool,
+    approximate: str,
+    given: Sequence[bool],
+    inplace: bool,
+) -> str:
+    words = f"{'exact' if approximate == 'none' else approximate}, " if approximate else ""
+    words += _shape_class(gradient, shape, weight_shape)
+    words += "" if given[0] else ", without bias"
+    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
+
+
+backends.register(
+    "linear",
+    "convolution",
+    backends.Implementation(
+        primitives.by_convolution, devices=("cpu",), why_unsupported=primitives.why_convolution_unsupported
+    ),
+)
+backends.register(
+    "linear",
+    "float32",
+    backends.Implementation(
+        primitives.by_float32,
+        devices=("cpu",),
+        why_unsupported=primitives.why_float32_unsupported,
+        forward_only=True,
+    ),
+)
+register_reference("linear")
+backends.describe("linear", backends.Operator(_signature, _shape_class, _sample))
+for _operator, _composition in (
+    ("linear_gelu", _compose_gelu),
+    ("linear_add", _compose_add),
+    ("linear_add_layer_norm", _compose_add_layer_norm),
+):
+    register_triton(_operator, __name__)
+    register_composed(_operator, _composition)
+    register_reference(_operator)
+    backends.describe(_operator, backends.Operator(_fused_signature, _fused_shape_class, _sample))

@@ -1,0 +1,120 @@
+"""The MLP of a transformer block with its LayerNorm and its residual, in one kernel where it fits a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ... import backends, checks, dispatch
+from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
+from ..linear import check_linear, linear_add, linear_gelu
+from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+
+_SAMPLE = 2**18  # elements
+
+
+def layer_norm_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    eps: float = 1e-5,
+    approximate: str = "none",
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Computes x + fc2(gelu(fc1(layer_norm(x + shift)))), the second half of a pre-norm transformer block.
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        norm_weight: LayerNorm's ``(C,)``, or None for 1.
+        norm_bias: LayerNorm's ``(C,)``, or None for 0.
+        fc1_weight: ``(hidden, C)``.
+        fc1_bias: ``(hidden,)``, or None for 0.
+        fc2_weight: ``(C, hidden)``.
+        fc2_bias: ``(C,)``, or None for 0.
+        eps: Added to the variance.
+        approximate: As in :func:`cvt_kernels.gelu`.
+        shift: As in :func:`cvt_kernels.layer_norm`; it is not part of the sum.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    check_layer_norm(x, norm_weight, norm_bias, eps, shift)
+    check_linear(x, fc1_weight, fc1_bias, name="fc1")
+    _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
+    check_approximate(approximate)
+    args = x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    settings: dict[str, Any] = {"eps": eps, "approximate": approximate, "shift": shift}
+    if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type):
+        return dispatch.call("layer_norm_mlp", *args, **settings)
+    return _compose(*args, **settings)
+
+
+def _compose(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    eps: float,
+    approximate: str,
+    shift: Tensor | None,
+) -> Tensor:
+    y = layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
+    return linear_add(linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate), fc2_weight, fc2_bias, x)
+
+
+def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    channels, hidden = x.shape[-1], fc1_weight.shape[0]
+    checks.check_float_tensor("fc2_weight", weight, "(channels, hidden)")
+    checks.check_shape("fc2_weight", weight, (channels, hidden), "(channels, hidden)")
+    checks.check_like("fc2_weight", weight, "x", x)
+    if bias is not None:
+        checks.check_float_tensor("fc2_bias", bias, "(channels,)")
+        checks.check_shape("fc2_bias", bias, (channels,), "(channels,)")
+        checks.check_like("fc2_bias", bias, "x", x)
+
+
+def _signature(
+    x: Tensor, *tensors: Tensor | None, eps: float, approximate: str, shift: Tensor | None
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, *tensors, shift)
+    hidden = tensors[2].shape[0] if tensors[2] is not None else 0
+    return gradient, x.shape, hidden, x.is_contiguous(), approximate
+
+
+def _shape_class(
+    gradient: bool, shape: Sequence[int], hidden: int, contiguous: bool, approximate: str
+) -> str:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    words = "exact" if approximate == "none" else approximate
+    words += f", {size_class(rows)} rows of {shape[-1]} channels, {hidden} hidden"
+    return words + ("" if contiguous else ", strided")
+
+
+def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> Any:
+    if x.ndim < 2:
+        return (x, *tensors), settings
+    return (x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())], *tensors), settings
+
+
+register_triton("layer_norm_mlp", __name__)
+register_composed("layer_norm_mlp", _compose)
+register_reference("layer_norm_mlp")
+backends.describe("layer_norm_mlp", backends.Operator(_signature, _shape_class, _sample))
