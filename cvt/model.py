@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
+from cvt_kernels.acceleration.fused import apply_linear_and_gelu
 from cvt_kernels.checks import autocast_enabled, dtype_for_layers
 from cvt_kernels.ops.attention.modules import project_and_attend
 
@@ -141,7 +142,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ck.gelu(self.fc1(x), approximate=self.approximate)
+        x = apply_linear_and_gelu(self.fc1, x, approximate=self.approximate)
         return self.drop(self.fc2(self.drop(x)))
 
 
@@ -328,11 +329,15 @@ class CvT(_Stages):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""
+        return self.norm(self._tokens(images))
+
+    def _tokens(self, images: Tensor) -> Tensor:
+        """Turns images into the tokens of the last stage (B, T, C), before the last LayerNorm."""
         self._check_images(images)
         for stage in self._built_stages():
             tokens, grid = stage(images)
             images = tokens_to_map(tokens, grid)
-        return self.norm(tokens)
+        return tokens
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         """Turns the tokens of ``forward_features`` into logits, with ``pre_logits`` into the head's input."""
@@ -343,7 +348,10 @@ class CvT(_Stages):
         return pooled if pre_logits else self.head(pooled)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
+        tokens = self._tokens(images)
+        if self.config.pool == "cls":
+            tokens = tokens[:, :1]  # the head reads no other
+        return self.forward_head(self.norm(tokens))
 
 
 class CvTFeatures(_Stages):

@@ -5,8 +5,9 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The parts, each on those before it: ``fused`` (operations on submodules), ``entries`` (of the
-table), ``ours``, ``huggingface`` and ``microsoft`` (forwards and entries), ``matching`` (which block is
-which), this file (the swap of classes), ``coverage`` and ``verify``.
+table), ``stages`` (whole stages for serving), ``ours``, ``huggingface`` and ``microsoft`` (forwards and
+entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), this file (the
+swap of classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from .freezing import STAGES, find_stages, graph_key, try_to_serve, why_not_freezable
 from .matching import (
     TABLE,
     cached,
@@ -30,7 +32,7 @@ from .matching import (
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def accelerate(model: _Model) -> _Model:
+def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     """Gives the supported blocks of a CvT fused forwards, in place.
 
     Supported are Hugging Face's ``CvtModel`` and ``CvtForImageClassification``, Microsoft's ``cls_cvt``
@@ -42,15 +44,23 @@ def accelerate(model: _Model) -> _Model:
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
     everything. Second derivatives need the reference backend.
 
+    With ``freeze``, each stage is served as one where no gradient is wanted: biases are folded, the residual
+    stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches.
+    Changed weights are noticed, and folded again, unless they were changed through ``.data`` in place, which
+    PyTorch does not count. A frozen model does not train: in training mode it raises. Where gradients are
+    recorded, under autocast, ``torch.compile`` and export, its blocks run one by one.
+
     Args:
         model: Any module; wrappers are looked into.
+        freeze: Whether to serve whole stages, for models in evaluation mode, ``cvt``'s included.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no supported block; it is left as it was.
+        ValueError: It has no supported block, or with ``freeze`` it has no stage that can be frozen, or is in
+            training mode; it is left as it was.
     """
     blocks = find_blocks(model)
     supported = [(block, entry) for _, block, entry in blocks if why_mismatched(block, entry) is None]
@@ -60,14 +70,44 @@ def accelerate(model: _Model) -> _Model:
             f"model: none of the {len(blocks)} blocks of {type(model).__name__} is supported; "
             f"the first, {path or 'itself'}: {why_mismatched(block, entry)}"
         )
+    stages = _freezable_stages(model) if freeze else []
     for block, entry in supported:
         if entry.forward is not None and not is_fused(block):
             block.__class__ = _fused_class(type(block), entry.key)
+    for stage, key in stages:
+        if not is_fused(stage):
+            stage.__class__ = _frozen_class(type(stage), key)
     return model
 
 
+def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the stages of a model that can be frozen, with the keys of their entries.
+
+    Raises:
+        ValueError: There are none, or the model is in training mode.
+    """
+    if model.training:
+        raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
+    stages = find_stages(model)
+    if not stages:
+        raise ValueError(f"model: {type(model).__name__} has no whole stage of a CvT to freeze")
+    reasons = [
+        why_mismatched(stage, entry.block) or why_not_freezable(stage, entry) for _, stage, entry in stages
+    ]
+    if all(reason is not None for reason in reasons):
+        raise ValueError(
+            f"model: none of the {len(stages)} stages of {type(model).__name__} can be frozen; "
+            f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
+        )
+    return [
+        (stage, entry.key)
+        for (_, stage, entry), reason in zip(stages, reasons, strict=True)
+        if reason is None
+    ]
+
+
 def restore(model: _Model) -> _Model:
-    """Gives the blocks of an accelerated model their own classes back, in place.
+    """Gives the blocks and stages of an accelerated model their own classes back, in place.
 
     Args:
         model: Any module; what was not accelerated stays as it is.
@@ -96,17 +136,40 @@ def _fused_class(original: Any, key: str) -> Any:
             return entry.forward(self, *args, **kwargs)  # type: ignore[misc]
         return original.forward(self, *args, **kwargs)
 
+    return _derived(original, key, forward=forward)
+
+
+@cached
+def _frozen_class(original: Any, key: str) -> Any:
+    """Returns the subclass of ``original`` that serves the stage of the entry named ``key`` as one."""
+    entry = STAGES[key]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        images = (*args, *kwargs.values())
+        result = try_to_serve(self, entry, images[0]) if len(images) == 1 else None
+        return original.forward(self, *args, **kwargs) if result is None else result
+
+    def _cvt_kernels_graph_key(self: nn.Module) -> Any:
+        return graph_key(self, entry)
+
+    return _derived(original, key, forward=forward, _cvt_kernels_graph_key=_cvt_kernels_graph_key)
+
+
+def _derived(original: Any, key: str, **members: Any) -> Any:
+    """Returns a subclass of ``original`` that looks the same, with members of its own."""
+
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_block, (original, key), object.__reduce_ex__(self, 2)[2]
+        return _new_module, (original, key), object.__reduce_ex__(self, 2)[2]
 
-    members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original}
+    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original}
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(original, name)
     return type(original.__name__, (original,), members)
 
 
-def _new_block(original: type[nn.Module], key: str) -> nn.Module:
-    """Returns an accelerated block without state, for pickle and ``copy``."""
-    fused = _fused_class(original, key)
+def _new_module(original: type[nn.Module], key: str) -> nn.Module:
+    """Returns an accelerated block or a frozen stage without state, for pickle and ``copy``."""
+    fused = _frozen_class(original, key) if key in STAGES else _fused_class(original, key)
     return fused.__new__(fused)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .stages import StageParts
+
 #: What the BatchNorm of a projection may be.
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
@@ -56,6 +58,34 @@ class BlockEntry(NamedTuple):
     def key(self) -> str:
         """The name of the entry in the table, and in pickles."""
         return f"{self.upstream} {self.name}"
+
+
+class StageEntry(NamedTuple):
+    """A class of stages, each an embedding and its blocks, which ``accelerate(freeze=True)`` serves as one.
+
+    Attributes:
+        block: Describes the class as if it were a block; its forward and parts do not matter.
+        classes: Names of the classes that its submodules may have besides those of ``torch.nn``.
+        parts: Returns the modules of a stage, whose structure is as upstream has it.
+        result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
+    """
+
+    block: BlockEntry
+    classes: frozenset[str]
+    parts: Callable[[Any], StageParts]
+    result: Callable[[Tensor, tuple[int, int]], Any]
+
+    @property
+    def key(self) -> str:
+        """The name of the entry in the table, and in pickles."""
+        return self.block.key
+
+
+def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """Returns the map (B, C, H, W) and the class token (B, 1, C), if there is one, of tokens."""
+    class_tokens = tokens.shape[1] - grid[0] * grid[1]
+    class_token, spatial = tokens.split([class_tokens, tokens.shape[1] - class_tokens], dim=1)
+    return spatial.transpose(1, 2).unflatten(2, grid), class_token if class_tokens else None
 
 
 def by_name(*entries: BlockEntry) -> dict[str, BlockEntry]:

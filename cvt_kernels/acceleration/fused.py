@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks, dispatch
-from ..ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm
-from ..ops.linear import linear
+from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm
+from ..ops.linear import linear, linear_gelu
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,28 +52,37 @@ def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the fastest primitive if it is a linear layer that nobody watches."""
-    return linear(x, module.weight, module.bias) if _is_plain_linear(module) else module(x)
+    return linear(x, module.weight, module.bias) if is_plain_linear(module) else module(x)
 
 
-def _is_plain_linear(module: Any) -> bool:
-    return type(module) is nn.Linear and why_must_be_called(module) is None
+def is_plain_linear(module: Any) -> bool:
+    """Says whether a module is a linear layer, ``torch.nn``'s or that of ``cvt``, that nobody watches."""
+    kind = type(module)
+    plain = kind is nn.Linear or (kind.__module__, kind.__name__) == ("cvt.model", "Linear")
+    return plain and why_must_be_called(module) is None
 
 
-def linear_gelu(module: Any, activation: Any, x: Tensor) -> Tensor:
-    """Computes a linear layer and its activation, ``nn.GELU`` or else QuickGELU."""
-    approximate = activation.approximate if type(activation) is nn.GELU else "quick"
-    if gelu_operator(module, x.device.type) == "gelu":
-        return gelu(apply_linear(module, x), approximate=approximate)
-    product = linear(x, module.weight)
-    # Autocast makes the product half precision and leaves the bias to us.
-    return bias_gelu(product, module.bias.to(product.dtype), approximate=approximate)
+def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: str) -> Tensor:
+    """Computes a linear layer and its GELU, as :func:`cvt_kernels.gelu` names it."""
+    if is_plain_linear(module) and not _dtypes_differ(x, module.weight):
+        return linear_gelu(x, module.weight, module.bias, approximate=approximate)
+    return gelu(module(x), approximate=approximate)
+
+
+def gelu_variant(activation: Any) -> str:
+    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or else QuickGELU."""
+    return activation.approximate if type(activation) is nn.GELU else "quick"
 
 
 def gelu_operator(module: Any, device_type: str) -> str:
-    """Returns the operator that :func:`linear_gelu` calls behind the linear layer ``module``."""
-    plain = _is_plain_linear(module) and module.bias is not None
-    # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
-    return "bias_gelu" if plain and dispatch.may_be_ours("bias_gelu", device_type) else "gelu"
+    """Returns the operator that :func:`apply_linear_and_gelu` calls for the linear layer ``module``."""
+    if not is_plain_linear(module):
+        return "gelu"
+    if device_type == "cuda" or dispatch.may_be_ours("linear_gelu", device_type):
+        return "linear_gelu"
+    if module.bias is not None and dispatch.may_be_ours("bias_gelu", device_type):
+        return "bias_gelu"
+    return "gelu"
 
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from ..ops.attention.modules import project_and_attend
 from .entries import (
     BATCH_NORMS,
     BlockEntry,
+    StageEntry,
     always,
     by_name,
     bypassed,
+    map_and_class_token,
     why_convolutions_unsupported,
     why_dropout_active,
     why_norms_unsupported,
@@ -21,11 +23,13 @@ from .entries import (
 from .fused import (
     add_and_normalize,
     apply_linear,
+    apply_linear_and_gelu,
     embed,
     gelu_operator,
-    linear_gelu,
+    gelu_variant,
     normalize_for_layers,
 )
+from .stages import BlockParts, StageParts
 
 _WORDS = ("query", "key", "value")
 
@@ -54,7 +58,7 @@ def _self_attention(self: Any, hidden_state: Tensor, height: int, width: int) ->
 
 
 def _intermediate(self: Any, hidden_state: Tensor) -> Tensor:
-    return linear_gelu(self.dense, self.activation, hidden_state)
+    return apply_linear_and_gelu(self.dense, hidden_state, approximate=gelu_variant(self.activation))
 
 
 def _self_output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
@@ -147,6 +151,58 @@ ENTRIES = by_name(
         children=frozenset(("dense", "dropout")),
         forward=_output,
     ),
+)
+
+
+# Stages ---------------------------------------------------------------------------------------------------
+
+
+def _stage_parts(self: Any) -> StageParts:
+    embedding = self.embedding.convolution_embeddings
+    return StageParts(
+        conv=embedding.projection,
+        batch_norm=None,
+        norm=embedding.normalization,
+        class_token=getattr(self, "cls_token", None),
+        blocks=[_block_parts(layer) for layer in self.layers],
+    )
+
+
+def _block_parts(self: Any) -> BlockParts:
+    attention = self.attention.attention
+    return BlockParts(
+        norm1=self.layernorm_before,
+        branches=_branches(attention),
+        linears=[getattr(attention, f"projection_{word}") for word in _WORDS],
+        num_heads=attention.num_heads,
+        scale=attention.scale,
+        proj=self.attention.output.dense,
+        norm2=self.layernorm_after,
+        fc1=self.intermediate.dense,
+        approximate=gelu_variant(self.intermediate.activation),
+        fc2=self.output.dense,
+    )
+
+
+STAGE = StageEntry(
+    block=BlockEntry(
+        upstream=UPSTREAM,
+        name="CvtStage",
+        operators=always(),
+        arguments=("hidden_state",),
+        children=frozenset(("cls_token", "embedding", "layers")),
+    ),
+    classes=frozenset(ENTRIES)
+    | {
+        "CvtEmbeddings",
+        "CvtAttention",
+        "CvtDropPath",
+        "CvtSelfAttentionProjection",
+        "CvtSelfAttentionConvProjection",
+        "CvtSelfAttentionLinearProjection",
+    },
+    parts=_stage_parts,
+    result=map_and_class_token,
 )
 
 

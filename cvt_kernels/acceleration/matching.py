@@ -74,7 +74,7 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
     owner = next(cls for cls in original_class(type(block)).__mro__ if "forward" in vars(cls))
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
-    if entry.forward is None:
+    if not entry.arguments:  # of cvt's blocks nothing more is said
         return None if owner.__module__ == ours.MODULE else f"{owner.__qualname__} has a forward of its own"
     replaced = _replaced_method(block, owner)
     if replaced is not None:
@@ -91,7 +91,7 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
 
 def _replaced_method(block: nn.Module, owner: type) -> str | None:
     """Returns a method of ``owner`` that is patched, or overridden by the block or a class of it, or None."""
-    patch = _patch(owner)
+    patch = patch_of(owner)
     if patch is not None:
         return f"forward, patched by {patch},"
     public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
@@ -104,7 +104,7 @@ def _replaced_method(block: nn.Module, owner: type) -> str | None:
     return next(replaced, None)
 
 
-def _patch(cls: type) -> str | None:
+def patch_of(cls: type) -> str | None:
     """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
@@ -124,7 +124,7 @@ def _why_parts_unsupported(block: nn.Module, entry: BlockEntry) -> str | None:
         reason = _why_another_kind(module, part)
         if reason is not None:
             return f"{'.'.join(part.path)} {reason}"
-        patch = _patch(type(module))
+        patch = patch_of(type(module))
         if patch is not None:
             return f"the forward of {'.'.join(part.path)} is patched by {patch}"
     return entry.why_unsupported(block)

@@ -11,9 +11,11 @@ from ..ops.attention.modules import project_and_attend
 from .entries import (
     BATCH_NORMS,
     BlockEntry,
+    StageEntry,
     always,
     by_name,
     bypassed,
+    map_and_class_token,
     why_convolutions_unsupported,
     why_dropout_active,
     why_norms_unsupported,
@@ -21,12 +23,14 @@ from .entries import (
 from .fused import (
     add_and_normalize,
     apply_linear,
+    apply_linear_and_gelu,
     embed,
     gelu_operator,
-    linear_gelu,
+    gelu_variant,
     normalize_for_layers,
 )
 from .ours import own_class
+from .stages import BlockParts, StageParts
 
 # Fused forwards -------------------------------------------------------------------------------------------
 
@@ -53,7 +57,8 @@ def _attention(self: Any, x: Tensor, h: int, w: int) -> Tensor:
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    return self.drop(apply_linear(self.fc2, self.drop(linear_gelu(self.fc1, self.act, x))))
+    hidden = apply_linear_and_gelu(self.fc1, x, approximate=gelu_variant(self.act))
+    return self.drop(apply_linear(self.fc2, self.drop(hidden)))
 
 
 def _block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
@@ -136,6 +141,48 @@ ENTRIES = by_name(
     ),
 )
 
+# Stages ---------------------------------------------------------------------------------------------------
+
+
+def _stage_parts(self: Any) -> StageParts:
+    return StageParts(
+        conv=self.patch_embed.proj,
+        batch_norm=None,
+        norm=self.patch_embed.norm,
+        class_token=self.cls_token,
+        blocks=[_block_parts(block) for block in self.blocks],
+    )
+
+
+def _block_parts(self: Any) -> BlockParts:
+    attn = self.attn
+    return BlockParts(
+        norm1=self.norm1,
+        branches=_branches(attn),
+        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
+        num_heads=attn.num_heads,
+        scale=attn.scale,
+        proj=attn.proj,
+        norm2=self.norm2,
+        fc1=self.mlp.fc1,
+        approximate=gelu_variant(self.mlp.act),
+        fc2=self.mlp.fc2,
+    )
+
+
+STAGE = StageEntry(
+    block=BlockEntry(
+        upstream=UPSTREAM,
+        name="VisionTransformer",
+        operators=always(),
+        arguments=("x",),
+        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
+    ),
+    classes=frozenset(ENTRIES) | {"DropPath", "LayerNorm", "QuickGELU", "Rearrange"},
+    parts=_stage_parts,
+    result=map_and_class_token,
+)
+
 # Recognition ----------------------------------------------------------------------------------------------
 
 
@@ -152,10 +199,15 @@ def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
         return ENTRIES["Block"]
     if "Mlp" in names and _is_block(parent):
         return ENTRIES["Mlp"]
-    blocks = parent._modules.get("blocks") if parent is not None else None
-    if "ConvEmbed" in names and blocks is not None and any(map(_is_block, blocks.children())):
+    if "ConvEmbed" in names and parent is not None and is_stage(parent):
         return ENTRIES["ConvEmbed"]
     return None
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Says whether a module, whose class has the right name, is a stage of a CvT."""
+    blocks = module._modules.get("blocks")
+    return blocks is not None and any(map(_is_block, blocks.children()))
 
 
 def _is_attention(module: nn.Module) -> bool:

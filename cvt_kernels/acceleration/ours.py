@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from .entries import BlockEntry, always, by_name
+from torch import Tensor, nn
+
+from .entries import BlockEntry, StageEntry, always, by_name
+from .fused import gelu_operator
+from .stages import BlockParts, StageParts
 
 #: The module that defines them. (Nothing here imports it.)
 MODULE = "cvt.model"
@@ -15,7 +19,58 @@ ENTRIES = by_name(
     BlockEntry(upstream=UPSTREAM, name="ConvEmbed", operators=always("layer_norm")),
     BlockEntry(upstream=UPSTREAM, name="Block", operators=always("layer_norm", "add_layer_norm")),
     BlockEntry(upstream=UPSTREAM, name="Attention", operators=always("conv_projection", "attention")),
-    BlockEntry(upstream=UPSTREAM, name="Mlp", operators=always("gelu")),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Mlp",
+        operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
+    ),
+)
+
+
+def _stage_parts(self: Any) -> StageParts:
+    embedding = self.patch_embed
+    return StageParts(
+        conv=embedding.proj,
+        batch_norm=embedding.bn if isinstance(embedding.bn, nn.BatchNorm2d) else None,
+        norm=embedding.norm,
+        class_token=self.cls_token,
+        blocks=[_block_parts(block) for block in self.blocks],
+    )
+
+
+def _block_parts(self: Any) -> BlockParts:
+    attn = self.attn
+    branches = attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v
+    return BlockParts(
+        norm1=self.norm1,
+        branches=[(branch.conv, branch.bn) for branch in branches],
+        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
+        num_heads=attn.num_heads,
+        scale=attn.scale,
+        proj=attn.proj,
+        norm2=self.norm2,
+        fc1=self.mlp.fc1,
+        approximate=self.mlp.approximate,
+        fc2=self.mlp.fc2,
+        layer_scales=(getattr(self.ls1, "gamma", None), getattr(self.ls2, "gamma", None)),
+    )
+
+
+def _tokens_and_grid(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    return tokens, grid
+
+
+STAGE = StageEntry(
+    block=BlockEntry(
+        upstream=UPSTREAM,
+        name="Stage",
+        operators=always(),
+        arguments=("image",),
+        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
+    ),
+    classes=frozenset(ENTRIES) | {"ConvProjection", "DropPath", "LayerNorm", "LayerScale", "Linear"},
+    parts=_stage_parts,
+    result=_tokens_and_grid,
 )
 
 

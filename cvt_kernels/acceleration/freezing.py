@@ -1,0 +1,271 @@
+"""Stages that are served as one: which can be, what they are watched for, and their forward.
+
+A frozen stage has folded its biases (``stages``), which holds as long as nothing of it changes. Every call
+compares what it was folded from with what there is: modules, parameters and buffers by identity, folded
+tensors by version and memory, settings by value. After a change it is examined and folded again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import checks
+from ..verdicts import stacklevel_of_caller
+from . import huggingface, microsoft, ours
+from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
+from .fused import is_plain_linear, why_must_be_called
+from .matching import find_blocks, original_class, patch_of, why_mismatched, why_not_now
+from .stages import FoldedStage, StageParts, fold, operators_of, serve
+
+#: Every entry by its key.
+STAGES: dict[str, StageEntry] = {each.key: each for each in (huggingface.STAGE, microsoft.STAGE, ours.STAGE)}
+
+#: The classes of torch.nn that a frozen stage may consist of.
+_PLAIN = frozenset(
+    (
+        nn.BatchNorm2d,
+        nn.Conv2d,
+        nn.Dropout,
+        nn.GELU,
+        nn.Identity,
+        nn.LayerNorm,
+        nn.Linear,
+        nn.ModuleList,
+        nn.Sequential,
+        nn.SyncBatchNorm,
+    )
+)
+
+
+def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, StageEntry]]:
+    """Returns path, stage and entry of every stage of a model, whether it can be frozen or not."""
+    found = []
+    for path, module in model.named_modules():
+        entry = _recognize(module)
+        if entry is not None:
+            found.append((path, module, entry))
+    return found
+
+
+def _recognize(module: nn.Module) -> StageEntry | None:
+    """Returns the entry of a module by the names of its classes and what it consists of; None for others."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    if ours.own_class(type(module)) is not None:
+        return ours.STAGE if ours.STAGE.block.name in names else None
+    if huggingface.STAGE.block.name in names:
+        return huggingface.STAGE
+    # Other transformers have a class of this name too.
+    is_stage = microsoft.STAGE.block.name in names and microsoft.is_stage(module)
+    return microsoft.STAGE if is_stage else None
+
+
+# Whether a stage can be served as one ---------------------------------------------------------------------
+
+
+def why_not_freezable(stage: nn.Module, entry: StageEntry) -> str | None:
+    """Says why a stage cannot be served as one as it is now; None if it can."""
+    reason = _why_other_modules(stage, entry)
+    if reason is not None:
+        return reason
+    parts = entry.parts(stage)
+    return _why_parts_unsupported(parts) or _why_tensors_unsupported(stage, parts)
+
+
+def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
+    """Says which module within a stage is not what upstream has there; None if all are."""
+    for path, block, block_entry in find_blocks(stage):
+        reason = why_mismatched(block, block_entry)
+        if reason is None and block_entry.forward is not None:
+            reason = why_not_now(block, block_entry)
+        if reason is not None:
+            return f"{path} is not as upstream has it: {reason}"
+    for path, module in itertools.islice(stage.named_modules(), 1, None):
+        kind = original_class(type(module))
+        if kind not in _PLAIN and kind.__name__ not in entry.classes:
+            return f"{path} is a {kind.__qualname__}"
+        has_forward = kind.forward is not nn.Module.forward
+        if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
+            return f"the forward of {path} is patched by {patch}"
+        if (reason := why_must_be_called(module)) is not None:
+            return f"{path} {reason}"
+    return None
+
+
+def _why_parts_unsupported(parts: StageParts) -> str | None:
+    norms = [parts.norm, *(norm for block in parts.blocks for norm in (block.norm1, block.norm2))]
+    for norm in norms:
+        if (reason := why_norms_unsupported(norm)) is not None:
+            return reason
+    for block in parts.blocks:
+        if (reason := why_convolutions_unsupported(block.branches)) is not None:
+            return reason
+        if any(bn.running_mean is None for _, bn in block.branches):
+            return "a BatchNorm has no running statistics"
+        if not all(map(is_plain_linear, (*block.linears, block.proj, block.fc1, block.fc2))):
+            return "a linear layer is not a plain nn.Linear"
+    conv, batch_norm = parts.conv, parts.batch_norm
+    if batch_norm is not None and batch_norm.running_mean is None:
+        return "a BatchNorm has no running statistics"
+    settings = (conv.kernel_size, conv.stride, conv.padding)
+    square = not isinstance(conv.padding, str) and all(len(set(setting)) == 1 for setting in settings)
+    if not square or conv.groups != 1 or set(conv.dilation) != {1} or conv.padding_mode != "zeros":
+        return (
+            "the convolution of the embedding is not the same in both directions, dense and padded by zeros"
+        )
+    return None
+
+
+def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
+    """Says why the tensors cannot be folded; None if they can."""
+    tensors = [*stage.parameters(), *(b for b in stage.buffers() if b.is_floating_point())]
+    if len({(t.dtype, t.device) for t in tensors}) > 1:
+        return "its parameters and buffers are of several dtypes or on several devices"
+    if any(t.is_inference() for t in parts.folded()):
+        return "its parameters were made in inference mode, where changes cannot be noticed"
+    return None
+
+
+# What a frozen stage is watched for -----------------------------------------------------------------------
+
+
+class _Watch:
+    """What a stage was folded from, to be compared with what it is.
+
+    It refers to the modules within the stage, not to the stage itself, which it must not keep alive.
+    """
+
+    def __init__(self, stage: nn.Module, parts: StageParts):
+        modules = list(itertools.islice(stage.modules(), 1, None))
+        self._modules = modules
+        self._spaces = [vars(module) for module in modules]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
+        # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
+        spaces = [vars(stage), *self._spaces]
+        names = ("_modules", "_parameters", "_buffers")
+        self._members_of = [space[name] for space in spaces for name in names if space[name]]
+        self._folded = parts.folded()
+        self._with_eps = [module for module in modules if hasattr(module, "eps")]
+        self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
+        self._before = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        return (
+            [id(member) for members in self._members_of for member in members.values()],
+            [module.__class__ for module in self._modules],
+            self.versions(),
+            [module.eps for module in self._with_eps],
+            [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
+        )
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Returns version and memory of every tensor that is folded."""
+        return [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded]
+
+    def is_changed(self) -> bool:
+        """Says whether the stage has to be examined again."""
+        if any(self._hooks) or any("forward" in space for space in self._spaces):
+            return True
+        return self._state() != self._before
+
+    def is_training(self) -> bool:
+        """Says whether a module within the stage is in training mode."""
+        return any(space["training"] for space in self._spaces)
+
+
+class _Frozen(NamedTuple):
+    """A stage as it is served, and what it is watched for."""
+
+    folded: FoldedStage
+    watch: _Watch
+
+
+_frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
+
+
+def _frozen_or_why_not(stage: nn.Module, entry: StageEntry) -> _Frozen | str:
+    """Returns a stage as it is served, folded again after a change; or why it cannot be."""
+    known = _frozen.get(stage)
+    if known is None or known.watch.is_changed():
+        _frozen.pop(stage, None)
+        reason = why_not_freezable(stage, entry)
+        if reason is not None:
+            return reason
+        parts = entry.parts(stage)
+        known = _frozen[stage] = _Frozen(fold(parts), _Watch(stage, parts))
+    if known.watch.is_training():
+        return "a module within it is in training mode"
+    return known
+
+
+def why_not_served(stage: nn.Module, entry: StageEntry) -> str | None:
+    """Says why a frozen stage would not be served as one now; None if it would."""
+    if stage.training:
+        return "is in training mode"
+    if torch_module._has_any_global_hook():
+        return "is seen by a hook on all modules"
+    found = _frozen_or_why_not(stage, entry)
+    return found if isinstance(found, str) else None
+
+
+def operators_served(stage: nn.Module, entry: StageEntry) -> tuple[str, ...]:
+    """Returns the public operators that a frozen stage calls."""
+    return operators_of(entry.parts(stage))
+
+
+# The forward ----------------------------------------------------------------------------------------------
+
+
+def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
+    """Computes a frozen stage; None where its own forward has to.
+
+    Raises:
+        RuntimeError: The stage is in training mode.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what traces sees the model's own modules
+        return None
+    if stage.training:
+        raise RuntimeError(
+            f"{type(stage).__name__} is frozen for serving and cannot train: call "
+            "cvt_kernels.restore(model) first, or model.eval() to serve"
+        )
+    if _has_gradient(stage, image):
+        warnings.warn(
+            "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks run one "
+            "by one; call it within torch.inference_mode() or torch.no_grad()",
+            RuntimeWarning,
+            stacklevel=stacklevel_of_caller(),
+        )
+        return None
+    if torch_module._has_any_global_hook() or checks.autocast_enabled(image):
+        return None
+    found = _frozen_or_why_not(stage, entry)
+    if isinstance(found, str):
+        return None
+    weight = found.folded.conv_weight
+    if image.dtype != weight.dtype or image.device != weight.device or image.ndim != 4:
+        return None  # its own forward says what is wrong
+    return entry.result(*serve(found.folded, image))
+
+
+def _has_gradient(stage: nn.Module, image: Tensor) -> bool:
+    if checks.forward_mode_enabled():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return image.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
+
+
+def graph_key(stage: nn.Module, entry: StageEntry) -> Any:
+    """Returns what tells apart the states in which a captured graph of a frozen stage is right."""
+    found = _frozen_or_why_not(stage, entry)
+    if isinstance(found, str):
+        return found
+    return id(found.folded), tuple(found.watch.versions())

@@ -1,0 +1,251 @@
+"""A whole stage of a CvT for serving: what it consists of, what is folded, and its forward in few launches.
+
+The residual stream is one tensor, into which the matrix products at the ends of the branches accumulate.
+They add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the class
+token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So at the
+end of the stage the stream is what it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.attention import attention
+from ..ops.conv_embedding import conv_embedding
+from ..ops.conv_linear import conv_linear
+from ..ops.layer_norm_gelu import layer_norm
+from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
+from ..ops.mlp import layer_norm_mlp
+from ..reference import ConvBatchNorm
+
+#: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
+_MLP_CHANNELS = 64
+
+
+class BlockParts(NamedTuple):
+    """The modules of a block, whatever its upstream calls them.
+
+    Attributes:
+        norm1, norm2: The LayerNorms before attention and before the MLP.
+        branches: Convolution and BatchNorm of Q, of K and of V.
+        linears: The linear layers of Q, of K and of V.
+        num_heads: Heads of attention.
+        scale: Factor on the scores.
+        proj: The linear layer after attention.
+        fc1, fc2: Those of the MLP.
+        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
+        layer_scales: The factors (C,) on the two branches; None where there are none.
+    """
+
+    norm1: nn.LayerNorm
+    branches: Sequence[tuple[Any, Any]]
+    linears: Sequence[nn.Linear]
+    num_heads: int
+    scale: float
+    proj: nn.Linear
+    norm2: nn.LayerNorm
+    fc1: nn.Linear
+    approximate: str
+    fc2: nn.Linear
+    layer_scales: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class StageParts(NamedTuple):
+    """The modules of a stage, whatever its upstream calls them.
+
+    Attributes:
+        conv: The convolution of the embedding.
+        batch_norm: A BatchNorm behind it; None where there is none.
+        norm: The LayerNorm of the embedding.
+        class_token: (1, 1, C); None where the stage has none.
+        blocks: Its blocks.
+    """
+
+    conv: nn.Conv2d
+    batch_norm: nn.BatchNorm2d | None
+    norm: nn.LayerNorm
+    class_token: Tensor | None
+    blocks: Sequence[BlockParts]
+
+    def folded(self) -> list[Tensor]:
+        """Returns the tensors of which the folded stage holds copies, or sums of them."""
+        sources = [self.norm.bias, self.class_token]
+        if self.batch_norm is not None:
+            norm = self.batch_norm
+            sources += [self.conv.weight, self.conv.bias, norm.weight, norm.bias]
+            sources += [norm.running_mean, norm.running_var]
+        for block in self.blocks:
+            sources += [block.proj.bias, block.fc2.bias, *block.layer_scales]
+            if any(scale is not None for scale in block.layer_scales):
+                sources += [block.proj.weight, block.fc2.weight]
+        return [tensor for tensor in sources if tensor is not None]
+
+
+class FoldedBlock(NamedTuple):
+    """A block as it is served.
+
+    Attributes:
+        parts: Its modules.
+        convs: The branches of its projection.
+        linears: Weight and bias of the linear layers of Q, of K and of V.
+        norm1_shift, norm2_shift: What the LayerNorms subtract from the stream, negated.
+        proj_weight: Of the linear layer after attention, whose bias is in the stream.
+        fc2_weight: Of the last linear layer.
+        fc2_bias: Its bias where it is not in the stream.
+    """
+
+    parts: BlockParts
+    convs: tuple[ConvBatchNorm, ...]
+    linears: tuple[tuple[Tensor, Tensor | None], ...]
+    norm1_shift: Tensor
+    norm2_shift: Tensor
+    proj_weight: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+
+
+class FoldedStage(NamedTuple):
+    """A stage as it is served.
+
+    Attributes:
+        parts: Its modules.
+        conv_weight, conv_bias: Of the convolution, with BatchNorm folded into them.
+        norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream.
+        class_token: (C,), plus the same; None where the stage has none.
+        blocks: The blocks.
+    """
+
+    parts: StageParts
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    norm_bias: Tensor
+    class_token: Tensor | None
+    blocks: tuple[FoldedBlock, ...]
+
+
+@torch.no_grad()
+def fold(parts: StageParts) -> FoldedStage:
+    """Computes what serving needs, once for as long as no parameter changes; sums are in float32 at least."""
+    due = _wide(
+        parts.conv.weight.new_zeros(parts.conv.out_channels)
+    )  # the biases still to come, from the end
+    blocks: list[FoldedBlock] = []
+    for block in reversed(parts.blocks):
+        folded, due = _fold_block(block, due)
+        blocks.insert(0, folded)
+    weight, bias = _fold_batch_norm(parts)
+    token = parts.class_token
+    return FoldedStage(
+        parts=parts,
+        conv_weight=weight,
+        conv_bias=bias,
+        norm_bias=due if parts.norm.bias is None else _wide(parts.norm.bias) + due,
+        class_token=None if token is None else _wide(token).flatten() + due,
+        blocks=tuple(blocks),
+    )
+
+
+def operators_of(parts: StageParts) -> tuple[str, ...]:
+    """Returns the public operators that a served stage calls, in their order."""
+    narrow = ("linear_add", "layer_norm_mlp")
+    wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
+    within = {name: None for block in parts.blocks for name in (narrow if _is_narrow(block) else wide)}
+    return ("conv_embedding", "layer_norm", "conv_linear", "attention", *within)
+
+
+def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
+    """Returns a block as it is served, and the biases that the stream must have before it."""
+    proj_weight, proj_bias = _scaled(block.proj, block.layer_scales[0])
+    fc2_weight, fc2_bias = _scaled(block.fc2, block.layer_scales[1])
+    if not _is_narrow(block) and fc2_bias is not None:
+        due, fc2_bias = due + fc2_bias, None
+    norm2_shift = -due
+    if proj_bias is not None:
+        due = due + proj_bias
+    folded = FoldedBlock(
+        parts=block,
+        convs=tuple(ConvBatchNorm.from_modules(conv, bn) for conv, bn in block.branches),
+        linears=tuple((linear.weight, linear.bias) for linear in block.linears),
+        norm1_shift=-due,
+        norm2_shift=norm2_shift,
+        proj_weight=proj_weight,
+        fc2_weight=fc2_weight,
+        fc2_bias=fc2_bias,
+    )
+    return folded, due
+
+
+def _is_narrow(block: BlockParts) -> bool:
+    return block.fc2.out_features <= _MLP_CHANNELS
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor in float32, or in float64 if it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _scaled(linear: nn.Linear, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns weight and bias of a linear layer with the factors of its outputs folded into them."""
+    if scale is None:
+        return linear.weight, linear.bias
+    weight = (_wide(scale)[:, None] * linear.weight).to(linear.weight.dtype)
+    return weight, None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
+
+
+def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
+    weight, bias, norm = parts.conv.weight, parts.conv.bias, parts.batch_norm
+    if norm is None:
+        return weight, bias
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (_wide(norm.running_var) + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = (0 if bias is None else bias) - _wide(norm.running_mean)
+    shift = shift * scale + (0 if norm.bias is None else norm.bias)
+    return (scale[:, None, None, None] * weight).to(weight.dtype), shift.to(weight.dtype)
+
+
+def serve(stage: FoldedStage, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid."""
+    conv, norm = stage.parts.conv, stage.parts.norm
+    stride, padding = conv.stride[0], int(conv.padding[0])
+    grid = _output_size(image.shape[2], conv), _output_size(image.shape[3], conv)
+    stream = conv_embedding(
+        image, stage.conv_weight, stage.conv_bias, norm.weight, stage.norm_bias,
+        stride=stride, padding=padding, eps=norm.eps, class_token=stage.class_token,
+    )  # fmt: skip
+    for block in stage.blocks:
+        stream = _serve_block(block, stream, grid)
+    return stream, grid
+
+
+def _output_size(size: int, conv: nn.Conv2d) -> int:
+    return (size + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
+
+
+def _serve_block(block: FoldedBlock, stream: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Computes a block, mostly in the place of the stream."""
+    parts, norm1, norm2 = block.parts, block.parts.norm1, block.parts.norm2
+    y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
+    q, k, v = (
+        tokens.unflatten(2, (parts.num_heads, -1))
+        for tokens in conv_linear(y, grid, block.convs, block.linears)
+    )
+    y = attention(q, k, v, scale=parts.scale).flatten(2)
+    if _is_narrow(parts):
+        stream = linear_add(y, block.proj_weight, None, stream, inplace=True)
+        return layer_norm_mlp(
+            stream, norm2.weight, norm2.bias, parts.fc1.weight, parts.fc1.bias, block.fc2_weight,
+            block.fc2_bias, eps=norm2.eps, approximate=parts.approximate, shift=block.norm2_shift,
+        )  # fmt: skip
+    stream, y = linear_add_layer_norm(
+        y, block.proj_weight, None, stream, norm2.weight, norm2.bias,
+        eps=norm2.eps, shift=block.norm2_shift, inplace=True,
+    )  # fmt: skip
+    y = linear_gelu(y, parts.fc1.weight, parts.fc1.bias, approximate=parts.approximate)
+    return linear_add(y, block.fc2_weight, None, stream, inplace=True)
