@@ -1,9 +1,10 @@
-"""Reports which blocks of a model run fused, by which backends, and why others do not."""
+"""Reports which blocks and frozen stages of a model run fused, by which backends, and why others do not."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -11,11 +12,12 @@ from torch import nn
 from .. import backends, dispatch
 from ..tables import aligned
 from .entries import BlockEntry
+from .freezing import find_stages, operators_served, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
 
 class BlockCoverage(NamedTuple):
-    """A row of :func:`coverage`: one block.
+    """A row of :func:`coverage`: one block, or a frozen stage.
 
     Attributes:
         path: Its name in ``model.named_modules()``.
@@ -89,6 +91,9 @@ def _described(counts: Mapping[str, int]) -> str:
 def coverage(model: nn.Module) -> Coverage:
     """Lists the blocks that :func:`accelerate` knows as they are now: fused by which backends, or why not.
 
+    A frozen stage has a row of its own before those of its blocks, which say how these run where the stage
+    does not run as one.
+
     Args:
         model: Any module, accelerated or not; wrappers are looked into.
 
@@ -101,17 +106,38 @@ def coverage(model: nn.Module) -> Coverage:
     """
     rows = []
     served: dict[Calls, dict[str, dict[str, int]]] = {}
-    for path, block, entry in find_blocks(model):
-        reason = _why_not_fused(block, entry)
-        calls = _calls_of(block)
-        operators = entry.operators(block, calls.device_type) if reason is None else ()
+    for path, module, reason, operators_of in _rows_of(model):
+        calls = _calls_of(module)
+        operators = operators_of(calls.device_type) if reason is None else ()
         for operator in operators:
             by_operator = served.setdefault(calls, {})
             if operator not in by_operator:
                 by_operator[operator] = _backends(operator, calls)
         names = {operator: " or ".join(served[calls][operator]) for operator in operators}
-        rows.append(BlockCoverage(path, type(block).__name__, reason is None, names, reason))
+        rows.append(BlockCoverage(path, type(module).__name__, reason is None, names, reason))
     return Coverage(rows, served)
+
+
+class _Row(NamedTuple):
+    """A block or a frozen stage: why it is not fused, and which operators it calls on a type of device."""
+
+    path: str
+    module: nn.Module
+    reason: str | None
+    operators: Callable[[str], tuple[str, ...]]
+
+
+def _rows_of(model: nn.Module) -> list[_Row]:
+    """Returns the rows of a model in its order; stages are among them where they are frozen."""
+    rows = {
+        path: _Row(path, block, _why_not_fused(block, entry), functools.partial(entry.operators, block))
+        for path, block, entry in find_blocks(model)
+    }
+    for path, stage, stage_entry in find_stages(model):
+        if is_fused(stage):
+            reason = why_not_served(stage, stage_entry)
+            rows[path] = _Row(path, stage, reason, functools.partial(operators_served, stage, stage_entry))
+    return [rows[path] for path, _ in model.named_modules() if path in rows]
 
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:

@@ -215,9 +215,9 @@ def why_not_served(stage: nn.Module, entry: StageEntry) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def operators_served(stage: nn.Module, entry: StageEntry) -> tuple[str, ...]:
-    """Returns the public operators that a frozen stage calls."""
-    return operators_of(entry.parts(stage))
+def operators_served(stage: nn.Module, entry: StageEntry, device_type: str) -> tuple[str, ...]:
+    """Returns the public operators, but ``linear``, that a frozen stage calls on a type of device."""
+    return operators_of(entry.parts(stage), device_type)
 
 
 # The forward ----------------------------------------------------------------------------------------------

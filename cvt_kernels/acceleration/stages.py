@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import dispatch
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
@@ -21,9 +22,21 @@ from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.mlp import layer_norm_mlp
 from ..reference import ConvBatchNorm
+from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
+
+
+#: The operators, but ``linear``, that others consist of where these have no kernel.
+_COMPOSITIONS = {
+    "conv_embedding": ("layer_norm",),
+    "conv_linear": ("conv_projection",),
+    "linear_gelu": ("linear_gelu",),
+    "linear_add": (),
+    "linear_add_layer_norm": ("layer_norm",),
+    "layer_norm_mlp": ("layer_norm", "linear_gelu"),
+}
 
 
 class BlockParts(NamedTuple):
@@ -149,12 +162,21 @@ def fold(parts: StageParts) -> FoldedStage:
     )
 
 
-def operators_of(parts: StageParts) -> tuple[str, ...]:
-    """Returns the public operators that a served stage calls, in their order."""
-    narrow = ("linear_add", "layer_norm_mlp")
-    wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
-    within = {name: None for block in parts.blocks for name in (narrow if _is_narrow(block) else wide)}
-    return ("conv_embedding", "layer_norm", "conv_linear", "attention", *within)
+def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
+    """Returns the public operators, but ``linear``, that a served stage calls on a type of device."""
+    names = ["conv_embedding", "layer_norm", "conv_linear", "attention"]
+    for block in parts.blocks:
+        wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
+        names += ("linear_add", "layer_norm_mlp") if _is_narrow(block) else wide
+    gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
+    return tuple(dict.fromkeys(part for name in names for part in _parts_of(name, gelu, device_type)))
+
+
+def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:
+    """Returns an operator, or the others of which it consists on a device for which it has no kernel."""
+    if operator not in _COMPOSITIONS or device_type == "cuda" or dispatch.may_be_ours(operator, device_type):
+        return (operator,)
+    return tuple(gelu if part == "linear_gelu" else part for part in _COMPOSITIONS[operator])
 
 
 def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from ..checks import dtype_name
 from ..tables import aligned
 from . import accelerate, restore
 from .coverage import coverage
+from .freezing import find_stages
+from .matching import is_fused, original_class
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.
@@ -162,6 +165,9 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     Where an error is larger than allowed, but not ten times, it may be chance: both models run eight times
     more, each time with other roundings in the inputs, and the rule is applied to the means.
 
+    A frozen stage calls no blocks. So of a frozen model, the evaluation of stages and of the whole model is
+    that with frozen stages; the rest is that of the model accelerated without freezing.
+
     Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
     they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
 
@@ -186,22 +192,39 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
         raise ValueError(
             "model: has no parameter that requires a gradient, expected some for the training step"
         )
-    accelerated = accelerate(copy.deepcopy(model))
+    accelerated = accelerate(_unfrozen(copy.deepcopy(model)))
     eager = restore(copy.deepcopy(model))
     exact = _in_float64(restore(copy.deepcopy(model)))
-    runs = [_Run(accelerated, inputs, requested_backends()), _Run(eager, inputs, ("reference",))]
-    oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",))
+    stages = _frozen_paths(model)
+    serving = copy.deepcopy(model) if stages else None
+    runs = [
+        _Run(accelerated, inputs, requested_backends(), stages, serving),
+        _Run(eager, inputs, ("reference",), stages),
+    ]
+    oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",), stages)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=cuda):
         samples = _samples(runs, oracle)
         random = _random_difference(*runs) if _random_modules(model) else None
         evaluation = _speed([run.evaluate for run in runs], rounds, model)
         training = _speed([run.train for run in runs], rounds, model)
-    rows = coverage(accelerated.eval())
+    rows = coverage((serving or accelerated).eval())
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
     heading = _heading(model, inputs)
     return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training)
+
+
+def _frozen_paths(model: nn.Module) -> tuple[str, ...]:
+    """Returns the paths of the frozen stages of a model."""
+    return tuple(path for path, stage, _ in find_stages(model) if is_fused(stage))
+
+
+def _unfrozen(model: nn.Module) -> nn.Module:
+    """Gives the stages of a model their own classes back, in place; its blocks stay as they are."""
+    for _, stage, _ in find_stages(model):
+        stage.__class__ = original_class(type(stage))
+    return model
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -254,19 +277,34 @@ class _Record(NamedTuple):
 
 
 class _Run:
-    """One of the models, with its inputs and the backend that it asks for."""
+    """One of the models, with its inputs and the backend that it asks for.
 
-    def __init__(self, model: nn.Module, inputs: Any, backends: tuple[str, ...]):
+    ``stages`` are the paths of frozen stages, and ``serving`` is the model in which they are frozen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        backends: tuple[str, ...],
+        stages: tuple[str, ...],
+        serving: nn.Module | None = None,
+    ):
         self.model, self.inputs, self.backends = model, inputs, backends
+        self.stages, self.serving = stages, serving
         if not model.training:
             model.train()
         self.modes = [(module, module.training) for module in model.modules()]
         self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def evaluate(self) -> Any:
-        self.model.eval()
+        """Runs a forward in evaluation, where there is one of the model that serves."""
+        return self._evaluate(self.model if self.serving is None else self.serving)
+
+    def _evaluate(self, model: nn.Module) -> Any:
+        model.eval()
         with torch.no_grad():
-            return self._forward()
+            return self._forward(model)
 
     def train(self, random: bool = True) -> Any:
         """Runs a forward and a backward; ``random`` says whether with dropout and drop path."""
@@ -275,16 +313,16 @@ class _Run:
         for module in [] if random else _random_modules(self.model):
             module.training = False
         self.model.zero_grad()
-        outputs = self._forward()
+        outputs = self._forward(self.model)
         wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in _tensors(outputs))
         torch.stack([t.sin().sum() for t in wide]).sum().backward()
         return outputs
 
-    def _forward(self) -> Any:
+    def _forward(self, model: nn.Module) -> Any:
         with use_backend(*self.backends):
             if isinstance(self.inputs, Mapping):
-                return self.model(**self.inputs)
-            return self.model(*self.inputs) if isinstance(self.inputs, tuple) else self.model(self.inputs)
+                return model(**self.inputs)
+            return model(*self.inputs) if isinstance(self.inputs, tuple) else model(self.inputs)
 
     def nudged(self, seed: int) -> _Run:
         """Returns the same with other roundings in the inputs, those of a seed."""
@@ -297,18 +335,13 @@ class _Run:
         with torch.no_grad():
             for buffer, first in self.buffers:
                 buffer.copy_(first)
-        paths = [row.path for row in coverage(self.model)]
-        seen: dict[str, list[Tensor]] = {}
-        hooks = [
-            self.model.get_submodule(path).register_forward_hook(
-                lambda module, args, output, path=path: seen.__setitem__(path, _detached(_tensors(output)))
-            )
-            for path in paths
-        ]
-        evaluation = {"": _detached(_tensors(self.evaluate()))} | seen
-        training = {"": _detached(_tensors(self.train(random=False)))} | seen
-        for hook in hooks:
-            hook.remove()
+        paths = [*self.stages, *(row.path for row in coverage(self.model))]
+        with _outputs_of(self.model, paths) as seen:
+            evaluation = {"": _detached(_tensors(self._evaluate(self.model)))} | seen
+            training = {"": _detached(_tensors(self.train(random=False)))} | seen
+        if self.serving is not None:
+            with _outputs_of(self.serving, self.stages) as seen:
+                evaluation |= {"": _detached(_tensors(self._evaluate(self.serving)))} | seen
         gradients, statistics = {}, {}
         for path in ("", *paths):
             block = self.model.get_submodule(path)
@@ -318,6 +351,23 @@ class _Run:
             )
             statistics[path] = _detached(b for b in block.buffers() if b.is_floating_point())
         return _Record(evaluation, training, gradients, statistics)
+
+
+@contextlib.contextmanager
+def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """Gathers what the modules at some paths return within a block, by their paths."""
+    seen: dict[str, list[Tensor]] = {}
+    hooks = [
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: seen.__setitem__(path, _detached(_tensors(output)))
+        )
+        for path in paths
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import backends, dispatch
+from cvt_kernels import accelerate, backends, dispatch, restore
 
 from ...config import DTYPES
 from ...factory import create_model
@@ -126,6 +126,10 @@ class _Collector:
             self._autocasting(device),
         ):
             model.to_empty(device=device)
+            images = torch.empty(shape, dtype=weights, device=device)
+            if not train:  # as it is served, whole stages at a time
+                accelerate(model, freeze=True)(images)
+                restore(model)
             # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
             # stage 0 are strided, and for a single image those of every stage.
             for name, module in model.named_modules():
@@ -134,7 +138,7 @@ class _Collector:
             for module in model.modules() if device.type == "cpu" else ():
                 if isinstance(module, Linear):
                     module.register_forward_pre_hook(self._record_linear)
-            model(torch.empty(shape, dtype=weights, device=device))
+            model(images)
 
     def _autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
@@ -153,6 +157,9 @@ class _Collector:
             self._record(operator, args, kwargs)
             if operator == "gelu":
                 self._record_bias_gelu(*args)
+            if operator == "linear_gelu":
+                for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
+                    self._record(operator, args, {"approximate": approximate})
             return function(*args, **kwargs)
 
         return backends.Implementation(call)
