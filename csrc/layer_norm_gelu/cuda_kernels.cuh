@@ -24,6 +24,10 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <int vector, int vectors, bool adds = false>
 constexpr int kBlocksOf = vector == 1 ? 1 : adds && vector * vectors == 32 ? 3 : 4;
 
+// Likewise of a LayerNorm with a shift, which for 32 floats comes in as many registers again; some spilled with fewer.
+template <int vector, int vectors>
+constexpr int kBlocksToShift = vectors == 8 ? 2 : kBlocksOf<vector, vectors, true>;
+
 template <int VECTOR, int VECTORS>
 constexpr bool kFitsWarp = fits_warp(VECTOR, VECTORS);
 
@@ -452,7 +456,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTO
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToShift<VECTOR, VECTORS>)
     shift_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
   normalize<T, activation, VECTOR, VECTORS, Out, Addend::shift>(call, lanes_log2);
 }

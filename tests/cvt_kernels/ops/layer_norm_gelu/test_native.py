@@ -386,7 +386,7 @@ def test_accuracy_of_a_shift(dtype, float_shift, shape):
 
 
 def test_a_shift_is_the_sum_that_is_normalized():
-    """In float32 to the last bit; a sum with 16 bits is not rounded."""
+    """The bits are the same in float32; a sum with 16 bits is not rounded."""
     x, weight, bias, shift = shifted_arguments((37, 65), torch.float32, torch.float32)
     assert torch.equal(ck.layer_norm(x, weight, bias, shift=shift), ck.layer_norm(x + shift, weight, bias))
     half = x.bfloat16()
