@@ -11,13 +11,14 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
   // are those of GELU; mean and rstd are accumulators (common/half.h), one per row.
   //
-  // out = activation(layer_norm(x)) in `dtype`; without mean and rstd where no gradient is wanted.
+  // out = activation(layer_norm(x)) in `dtype`; without mean and rstd where no gradient is wanted, and then of x + shift
+  // if there is a shift (channels,). On the GPU a shift goes with the identity alone.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype) -> "
       "(Tensor out, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype) -> "
-      "Tensor");
+      "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype, "
+      "Tensor? shift=None) -> Tensor");
   // h = x + residual in the dtype of residual, out = layer_norm(h) in `dtype`, which is that of x.
   m.def(
       "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> "

@@ -33,7 +33,7 @@ VECTOR_INLINE VectorOf<T> derivative(VectorOf<T> x) {
 
 // LayerNorm -------------------------------------------------------------------------------------------------
 
-// The row x, or h = x + residual, as accumulators: they lie in `scratch` unless x or h is of that type already.
+// The row x, h = x + residual, or x + shift, as accumulators: they lie in `scratch` unless x or h is of that type already.
 template <class T, class A = Accumulator<T>>
 const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* scratch) {
   const T* x = static_cast<const T*>(call.x) + offset;
@@ -44,6 +44,13 @@ const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* 
       store(h + c, load(x + c, lanes) + load(residual + c, lanes), lanes);
     });
     x = h;
+  }
+  if (call.shift != nullptr) {
+    const A* shift = static_cast<const A*>(call.shift);
+    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(scratch + c, load(x + c, lanes) + load(shift + c, lanes), lanes);
+    });
+    return scratch;
   }
   if constexpr (std::is_same_v<T, A>) {
     return x;

@@ -1,6 +1,6 @@
 // The interface between the operators on the CPU (cpu_operators.cpp) and their loops (cpu_loops.cpp).
 //
-// Activations are `channels` adjacent values per row. `weight`, `bias`, `mean`, `rstd` and the sums are in the
+// Activations are `channels` adjacent values per row. `shift`, `weight`, `bias`, `mean`, `rstd` and the sums are in the
 // accumulator's type (common/half.h); everything else is in the type of the call.
 #pragma once
 
@@ -15,6 +15,7 @@ namespace cvt_kernels::layer_norm_gelu {
 struct LayerNormForward {
   const void* x;
   const void* residual;  // or null: h = x + residual, else h is x and not written
+  const void* shift;     // or null: added to x; there is no residual then
   const void* weight;
   const void* bias;
   double eps;

@@ -20,7 +20,7 @@ constexpr int64_t kChunks = 128;          // the most partial sums over rows
 constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
 constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
 
-// A weight or bias in the accumulator's type; filled with `absent` if there is none.
+// A weight, bias or shift in the accumulator's type; filled with `absent` if there is none.
 class Parameter {
  public:
   Parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
@@ -128,9 +128,12 @@ class Cpu {
     const Tensor& x = tensors.x;
     const int64_t channels = channels_of(x);
     const Parameter weight("weight", parameters.weight, x, 1), bias("bias", parameters.bias, x, 0);
+    std::optional<Parameter> shift;
+    if (tensors.shift.has_value()) shift.emplace("shift", tensors.shift, x, 0);
     const LayerNormForward call{
         .x = x.const_data_ptr(),
         .residual = const_data_of(tensors.residual),
+        .shift = shift.has_value() ? shift->data() : nullptr,
         .weight = weight.data(),
         .bias = bias.data(),
         .eps = eps,

@@ -24,6 +24,10 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <int vector, int vectors, bool adds = false>
 constexpr int kBlocksOf = vector == 1 ? 1 : adds && vector * vectors == 32 ? 3 : 4;
 
+// Likewise of a LayerNorm with a shift, which for 32 floats comes in as many registers again; some spilled with fewer.
+template <int vector, int vectors>
+constexpr int kBlocksToShift = vectors == 8 ? 2 : kBlocksOf<vector, vectors, true>;
+
 template <int VECTOR, int VECTORS>
 constexpr bool kFitsWarp = fits_warp(VECTOR, VECTORS);
 
@@ -308,11 +312,16 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
 
 // LayerNorm -------------------------------------------------------------------------------------------------
 
-// LayerNorm of rows of type T, or of their sums with a residual of type T, in two passes over the registers; a thread
-// holds its part of several rows. Where the mean of floats is large and the variance tiny, rounding the mean would cost
-// more than all the rest, so that floats count from the first of their row. Values of 16 bits are too coarse to need it.
-template <class T, Activation activation, int VECTOR, int VECTORS, class Out, bool ADDS>
+// What is added to the rows before.
+enum class Addend { none, residual, shift };
+
+// LayerNorm of rows of type T, or of their sums with a residual of type T or with a shift, in two passes over the
+// registers; a thread holds its part of several rows. Where the mean of floats is large and the variance tiny, rounding
+// the mean would cost more than all the rest, so that floats count from the first of their row. Values of 16 bits are too
+// coarse to need it.
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out, Addend ADDEND>
 __device__ __forceinline__ void normalize(const LayerNormForward& call, int lanes_log2) {
+  constexpr bool ADDS = ADDEND == Addend::residual;
   constexpr int ROWS = kRowsOfThread<VECTOR, VECTORS, ADDS>;
   using In = std::conditional_t<ADDS, Out, T>;
   const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
@@ -349,6 +358,24 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
         if (row_of(r) < rows && at.has(i)) write<VECTOR>(sum + (offset_of(r) + at.channel(i)), h[r][i]);
       }
     }
+  }
+  if constexpr (ADDEND == Addend::shift) {
+    const auto add = [&](const auto* shift) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) {
+        at.with_readable(i, [&](int channel) {
+          float addend[VECTOR];
+          read<VECTOR>(addend, shift + channel);
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int j = 0; j < VECTOR; j++) h[r][i][j] += addend[j];
+          }
+        });
+      }
+    };
+    if (std::is_same_v<T, float> || call.float_shift) add(static_cast<const float*>(call.shift));
+    else add(static_cast<const T*>(call.shift));
   }
 
   float means[ROWS], squares[ROWS], origins[ROWS] = {};
@@ -419,13 +446,19 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>)
     layer_norm_kernel(LayerNormForward call, int lanes_log2) {
-  normalize<T, activation, VECTOR, VECTORS, Out, false>(call, lanes_log2);
+  normalize<T, activation, VECTOR, VECTORS, Out, Addend::none>(call, lanes_log2);
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
     add_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
-  normalize<T, activation, VECTOR, VECTORS, Out, true>(call, lanes_log2);
+  normalize<T, activation, VECTOR, VECTORS, Out, Addend::residual>(call, lanes_log2);
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToShift<VECTOR, VECTORS>)
+    shift_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
+  normalize<T, activation, VECTOR, VECTORS, Out, Addend::shift>(call, lanes_log2);
 }
 
 // With n = normalized h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
@@ -698,12 +731,15 @@ void layer_norm(const LayerNormForward& call, Activation activation, DType resul
   with_result<T>(result, activation, [&](auto kind, auto out) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       using Out = decltype(out);
-      if (call.residual == nullptr) {
-        launch(layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>, blocks, layout.threads, call,
-               log2_of(layout.lanes));
-      } else if constexpr (kind.value == Activation::identity && (std::is_same_v<T, float> || std::is_same_v<T, Out>)) {
-        launch(add_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>, blocks, layout.threads, call,
-               log2_of(layout.lanes));
+      const auto start = [&](auto kernel) { launch(kernel, blocks, layout.threads, call, log2_of(layout.lanes)); };
+      if (call.residual == nullptr && call.shift == nullptr) {
+        start(layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
+      } else if constexpr (kind.value == Activation::identity) {
+        if (call.shift != nullptr) {
+          start(shift_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
+        } else if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Out>) {
+          start(add_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
+        }
       }
     });
   });

@@ -36,6 +36,7 @@ struct Layout {
 struct LayerNormForward {
   const void* x;
   const void* residual;  // or null: h = x + residual, else h is x and not written
+  const void* shift;     // or null: added to x; there is no residual then, and the result is not activated
   const void* weight;    // or null
   const void* bias;      // or null
   void* h;
@@ -47,6 +48,7 @@ struct LayerNormForward {
   float inverse;  // 1 / channels
   int channels;
   bool float_parameters;  // weight and bias are float, whatever the type of x
+  bool float_shift;
 };
 
 struct LayerNormBackward {

@@ -49,7 +49,15 @@ bool is_aligned(const Tensor& x, int64_t elements, std::initializer_list<const v
                               [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; });
 }
 
-// Weight and bias as the kernels take them: contiguous, and either both float or both of the type of x.
+// A weight, bias or shift of the channels of x as the kernels take it: contiguous and of the type.
+std::optional<Tensor> kernel_parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x,
+                                       ScalarType type) {
+  if (!tensor.has_value()) return std::nullopt;
+  check_parameter(name, *tensor, x);
+  return torch::stable::contiguous(tensor->scalar_type() == type ? *tensor : torch::stable::to(*tensor, type));
+}
+
+// Weight and bias, which are either both float or both of the type of x.
 class KernelParameters {
  public:
   KernelParameters(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& x) {
@@ -57,21 +65,14 @@ class KernelParameters {
       is_float_ |= parameter->has_value() && (*parameter)->scalar_type() != x.scalar_type();
     }
     const ScalarType type = is_float_ ? ScalarType::Float : x.scalar_type();
-    weight_ = convert("weight", weight, x, type);
-    bias_ = convert("bias", bias, x, type);
+    weight_ = kernel_parameter("weight", weight, x, type);
+    bias_ = kernel_parameter("bias", bias, x, type);
   }
-  const void* weight() const { return weight_.has_value() ? weight_->const_data_ptr() : nullptr; }
-  const void* bias() const { return bias_.has_value() ? bias_->const_data_ptr() : nullptr; }
+  const void* weight() const { return const_data_of(weight_); }
+  const void* bias() const { return const_data_of(bias_); }
   bool is_float() const { return is_float_; }
 
  private:
-  static std::optional<Tensor> convert(const char* name, const std::optional<Tensor>& tensor, const Tensor& x,
-                                       ScalarType type) {
-    if (!tensor.has_value()) return std::nullopt;
-    check_parameter(name, *tensor, x);
-    return torch::stable::contiguous(tensor->scalar_type() == type ? *tensor : torch::stable::to(*tensor, type));
-  }
-
   std::optional<Tensor> weight_, bias_;
   bool is_float_ = false;
 };
@@ -89,9 +90,15 @@ class Gpu {
     const Tensor& rows = tensors.h.has_value() ? *tensors.h : tensors.x;
     const int channels = channels_for_kernels(rows);
     const KernelParameters converted(parameters.weight, parameters.bias, rows);
+    const bool float_shift = tensors.shift.has_value() && tensors.shift->scalar_type() != rows.scalar_type();
+    const auto shift =
+        kernel_parameter("shift", tensors.shift, rows, float_shift ? ScalarType::Float : rows.scalar_type());
+    STD_TORCH_CHECK(!shift.has_value() || activation == Activation::identity,
+                    "shift: there are no CUDA kernels with an activation");
     const LayerNormForward call{
         .x = tensors.x.const_data_ptr(),
         .residual = const_data_of(tensors.residual),
+        .shift = const_data_of(shift),
         .weight = converted.weight(),
         .bias = converted.bias(),
         .h = mutable_data_of(tensors.h),
@@ -103,8 +110,10 @@ class Gpu {
         .inverse = 1.0f / static_cast<float>(channels),
         .channels = channels,
         .float_parameters = converted.is_float(),
+        .float_shift = float_shift,
     };
-    const bool aligned = is_aligned(rows, channels, {call.x, call.residual, call.weight, call.bias, call.h, call.out});
+    const bool aligned = is_aligned(
+        rows, channels, {call.x, call.residual, call.shift, call.weight, call.bias, call.h, call.out});
     const DType result = checked_result(tensors.out, activation, tensors.h.has_value());
     check(kernels().layer_norm(call, activation, result, layout_of(dtype_, channels, aligned), stream_));
   }

@@ -38,6 +38,7 @@ struct LayerNormTensors {
   Tensor x;  // of the dtype of `out` if there is a residual
   std::optional<Tensor> residual;
   std::optional<Tensor> h;  // x + residual; made only if there is a residual
+  std::optional<Tensor> shift;  // as it comes from the caller; added to x, and never beside a residual
   Tensor out;
   std::optional<Tensor> mean, rstd;
 };
@@ -92,7 +93,8 @@ inline void* mutable_data_of(const std::optional<Tensor>& tensor) {
 
 template <class Device>
 LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& residual, const Parameters& parameters,
-                           double eps, Activation activation, ScalarType dtype, bool with_statistics) {
+                           double eps, Activation activation, ScalarType dtype, bool with_statistics,
+                           const std::optional<Tensor>& shift = std::nullopt) {
   const Tensor& rows = residual.has_value() ? *residual : input;
   const Device device(rows);
   channels_of(rows);  // rejects a tensor that has no rows
@@ -105,6 +107,7 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
       .x = contiguous_like("x", input, rows, residual.has_value() ? dtype : rows.scalar_type()),
       .residual = contiguous_like("residual", residual, rows),
       .h = residual.has_value() ? std::optional(uninitialized_like(rows)) : std::nullopt,
+      .shift = shift,
       .out = empty(sizes, dtype, rows),
       .mean = statistic(),
       .rstd = statistic(),
@@ -123,8 +126,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
 
 template <class Device>
 Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                            double eps, const std::string& activation, ScalarType dtype) {
-  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, false).out;
+                            double eps, const std::string& activation, ScalarType dtype,
+                            const std::optional<Tensor>& shift) {
+  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, false, shift).out;
 }
 
 template <class Device>

@@ -38,12 +38,24 @@ void run(DType dtype, Activation activation, int64_t rows, int64_t channels) {
   const int64_t size = rows * channels;
   const auto x = buffer<T>(size, -2), residual = buffer<T>(size, 1), dout = buffer<T>(size, -1);
   const auto weight = buffer<A>(channels, 0.5f), bias = buffer<A>(channels, -0.5f);
-  for (const bool adds : {false, true}) {
+  enum class Addend { none, residual, shift };
+  for (const auto addend : {Addend::none, Addend::residual, Addend::shift}) {
+    const bool adds = addend == Addend::residual;
+    const A* shift = addend == Addend::shift ? bias.data() : nullptr;
     auto h = buffer<T>(size, NAN), out = buffer<T>(size, NAN), dx = buffer<T>(size, NAN);
     auto mean = buffer<A>(rows, NAN), rstd = buffer<A>(rows, NAN);
     std::vector<A> scratch(channels), sums(2 * channels);
-    const LayerNormForward forward{x.data(),   adds ? residual.data() : nullptr, weight.data(), bias.data(), 1e-5,
-                                   channels,   h.data(),                         out.data(),    mean.data(), rstd.data()};
+    const LayerNormForward forward{.x = x.data(),
+                                   .residual = adds ? residual.data() : nullptr,
+                                   .shift = shift,
+                                   .weight = weight.data(),
+                                   .bias = bias.data(),
+                                   .eps = 1e-5,
+                                   .channels = channels,
+                                   .h = h.data(),
+                                   .out = out.data(),
+                                   .mean = mean.data(),
+                                   .rstd = rstd.data()};
     KERNELS.layer_norm(dtype, activation, forward, 0, rows, scratch.data());
     const LayerNormBackward backward{dout.data(), adds ? residual.data() : nullptr, x.data(), mean.data(), rstd.data(),
                                      weight.data(), bias.data(), channels, dx.data()};

@@ -14,7 +14,7 @@ namespace {
 
 struct KernelCall {
   int64_t operation, dtype, result, activation, rows, channels, misalignment, multiprocessors, backwards;
-  int64_t has_addend, has_weight, has_bias, float_parameters;
+  int64_t has_addend, has_shift, has_weight, has_bias, float_parameters, float_shift;
   double eps;
 };
 
@@ -81,6 +81,9 @@ void run(const KernelCall& call) {
   const void* x = memory.input(true, size, offset);
   const bool adds = call.has_addend != 0, is_forward = call.operation == 0 || call.operation == 4;
   const void* addend = is_forward ? memory.input(adds, result_size, result_offset) : memory.input(adds, size, offset);
+  const bool float_shift = call.float_shift != 0;
+  const size_t shift_size = static_cast<size_t>(call.channels) * (float_shift ? sizeof(float) : element);
+  const void* shift = memory.input(call.has_shift != 0, shift_size, 0);
   const void* weight = memory.input(call.has_weight != 0, vector, 0);
   const void* bias = memory.input(call.has_bias != 0, vector, 0);
   if (is_forward) {  // layer_norm
@@ -89,8 +92,8 @@ void run(const KernelCall& call) {
     auto* mean = static_cast<float*>(memory.output(statistics, 0));
     auto* rstd = static_cast<float*>(memory.output(statistics, 0));
     const int64_t rows = call.rows + (call.operation == 4);  // one too many
-    cuda::layer_norm<T>({adds ? addend : x, adds ? x : nullptr, weight, bias, h, out, mean, rstd, rows,
-                         static_cast<float>(call.eps), inverse, channels, float_parameters},
+    cuda::layer_norm<T>({adds ? addend : x, adds ? x : nullptr, shift, weight, bias, h, out, mean, rstd, rows,
+                         static_cast<float>(call.eps), inverse, channels, float_parameters, float_shift},
                         activation, result, layout, launch);
   } else if (call.operation == 1) {  // its backward: addend is dh
     const auto* mean = static_cast<const float*>(memory.input(true, statistics, 0));

@@ -43,6 +43,7 @@ class KernelCall(NamedTuple):
     backwards: bool = False
     eps: float = 1e-5
     result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for that of x
+    shift: Tensor | None = None  # of a LayerNorm without an addend and without an activation
 
     def pack(self) -> bytes:
         """Returns the call as the program reads it."""
@@ -58,11 +59,13 @@ class KernelCall(NamedTuple):
             self.misalignment,
             self.multiprocessors,
             self.backwards,
-            *(t is not None for t in (self.addend, self.weight, self.bias)),
+            *(t is not None for t in (self.addend, self.shift, self.weight, self.bias)),
             any(t.dtype == torch.float32 for t in parameters),
+            self.shift is not None and self.shift.dtype == torch.float32,
         )
-        arrays = [t for t in (self.x, self.addend, self.weight, self.bias, *self.more) if t is not None]
-        return struct.pack("13qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+        tensors = (self.x, self.addend, self.shift, self.weight, self.bias, *self.more)
+        arrays = [t for t in tensors if t is not None]
+        return struct.pack("15qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
 
     def results(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Returns the shapes and dtypes of the tensors that the program writes."""
@@ -118,6 +121,7 @@ def make(
     bias=True,
     parameters=None,
     result=None,
+    shift=None,
     **more,
 ):
     """Returns a call with random arguments; ``parameters`` is the dtype of weight and bias."""
@@ -131,7 +135,8 @@ def make(
         statistics = (dout,) if operation == "gelu_backward" else ()
     return KernelCall(
         operation, x, added if addend else None, vectors[0] if weight and "norm" in operation else None,
-        vectors[1] if bias else None, statistics, activation, result=result, **more,
+        vectors[1] if bias else None, statistics, activation, result=result,
+        shift=None if shift is None else torch.randn(shape[-1], dtype=torch.float64).to(shift), **more,
     )  # fmt: skip
 
 
@@ -149,6 +154,8 @@ def expected(call: KernelCall, dtype: torch.dtype) -> list[Tensor]:
         inputs = [t for t in (x, bias) if t is not None]
     else:
         h = x if addend is None or call.more else x + addend
+        if call.shift is not None:
+            h = x + call.shift.to(dtype)
         out = act(reference.layer_norm(h, weight, bias, eps=call.eps))
         inputs = [t for t in (x, weight, bias) if t is not None]
     if call.more:
@@ -159,7 +166,7 @@ def expected(call: KernelCall, dtype: torch.dtype) -> list[Tensor]:
         return [gradients[0] + addend] * (1 + both) + list(gradients[1:])
     if call.operation == "gelu":
         return [out.detach()]
-    stored = h.to(call.x.dtype).double()  # of what is stored
+    stored = (h if addend is None else h.to(call.x.dtype)).double()  # of what is stored
     return [t.detach() for t in ([out] if addend is None else [h, out])] + mean_and_rstd(stored, call.eps)
 
 
@@ -244,6 +251,32 @@ def test_results_of_another_dtype(run, operation, dtype, result):
     ]
     for call, results in zip(calls, run(*calls), strict=True):
         assert_results_accurate(call, results, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("float_shift", [False, True])
+def test_a_shift(run, dtype, float_shift):
+    """At every layout, for every dtype of the result; its vector ends where the memory does."""
+    shift = torch.float32 if float_shift else dtype
+    shapes = ((150, 64), (49, 192), (25, 384), (10, 1024), (3, 8192), (5, 9), (5, 65), (3, 1100), (0, 64))
+    results = {None, *DTYPES} if dtype == torch.float32 else {None, torch.float32}
+    calls = [
+        make("layer_norm", shape, dtype, shift=shift, parameters=result and torch.float32, result=result)
+        for result in results
+        for shape in shapes
+    ]
+    calls.append(make("layer_norm", (37, 64), dtype, shift=shift, weight=False, bias=False))
+    calls.append(make("layer_norm", (37, 64), dtype, shift=shift, misalignment=1))
+    for call, results in zip(calls, run(*calls), strict=True):
+        if call.x.numel():
+            assert_results_accurate(call, results, torch.float32 if call.result else dtype)
+
+
+def test_a_shift_is_the_sum_that_is_normalized(run):
+    for channels in (64, 65, 2000):
+        shifted = make("layer_norm", (70, channels), torch.float32, shift=torch.float32)
+        summed = shifted._replace(x=shifted.x + shifted.shift, shift=None)
+        assert all(torch.equal(a, b) for a, b in zip(*run(shifted, summed), strict=True))
 
 
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float16], ids=str)
@@ -484,6 +517,20 @@ def test_a_stream_of_float32_beside_branches_on_a_gpu(half, shape):
         for factor, group in zip((2, 3), range(2), strict=True):
             for got, same, right in zip(mine[group], same_dtype[group], exact[group], strict=True):
                 assert_accurate(got, same, right, factor=factor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191)], ids=str)
+def test_a_shift_on_a_gpu(dtype, shape):
+    x, weight, bias = cuda_arguments("layer_norm", shape, dtype)
+    for shift in (torch.randn(shape[-1], device="cuda"), torch.randn(shape[-1], device="cuda").to(dtype)):
+        with ck.use_backend("native"), recorded_operators() as called:
+            got = ck.layer_norm(x, weight, bias, shift=shift)
+        assert list(called) == ["cvt_kernels.layer_norm_inference.default"]
+        same = reference.layer_norm(x, weight, bias, shift=shift)
+        exact = reference.layer_norm(*(t.double() for t in (x, weight, bias)), shift=shift.double())
+        assert_accurate(got, same, exact)
 
 
 @pytest.mark.gpu

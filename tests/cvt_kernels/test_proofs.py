@@ -306,6 +306,8 @@ def test_layer_norm_and_gelu_pass(kind, layout, dtype, gradient):
         assert_native_passes("layer_norm", x, *each, eps=1e-5)
         assert_native_passes("add_layer_norm", x, residual, *each, eps=1e-5)
         assert_native_passes("layer_norm_gelu", x, *each, eps=1e-5, approximate="quick")
+    for shift in (bias, bias.float()):
+        assert_native_passes("layer_norm", x, weight, bias, eps=1e-5, shift=shift)
     for approximate in ("none", "tanh", "quick"):
         assert_native_passes("gelu", x, approximate=approximate)
         assert_native_passes("bias_gelu", x, weight, approximate=approximate)

@@ -336,6 +336,228 @@ def test_layer_norm_and_gelu_gradients(approximate):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_adds_a_shift_before(dtype):
+    """The sum has the dtype of x, even beside a shift of float32; x itself stays."""
+    x, weight, bias = (3 * torch.randn(shape, dtype=torch.float64) for shape in ((2, 5, 7), (7,), (7,)))
+    tensors = [t.to(dtype) for t in (x, weight, bias)]
+    before = tensors[0].clone()
+    for shift in (torch.randn(7), torch.randn(7).to(dtype)):
+        norm = modules_layer_norm(7, 1e-3, *tensors[1:])
+        shifted = (tensors[0] + shift).to(dtype)
+        got = reference.layer_norm(*tensors, eps=1e-3, shift=shift)
+        assert torch.equal(got, norm(shifted))
+    assert torch.equal(tensors[0], before)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    got = reference.layer_norm(x, weight, bias, eps=1e-3, shift=shift.double())
+    torch.testing.assert_close(got, layer_norm_formula(x + shift.double(), weight, bias, 1e-3), **close)
+
+
+def test_layer_norm_with_a_shift_gradients():
+    x, weight, bias, shift = (torch.randn(n, dtype=torch.float64) for n in ((3, 5), (5,), (5,), (5,)))
+    inputs = [t.requires_grad_() for t in (x, weight, bias, shift)]
+    assert gradcheck(lambda x, w, b, s: reference.layer_norm(x, w, b, shift=s), inputs)
+
+
+# linear layers and what follows them ----------------------------------------------------------------------
+
+
+def modules_linear(inputs, outputs, bias=True):
+    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+
+
+def modules_layer_norm(channels, eps, weight=None, bias=None):
+    """Returns nn.LayerNorm with copies of these tensors; without, with random ones in float64."""
+    norm = nn.LayerNorm(channels, eps=eps, dtype=torch.float64 if weight is None else weight.dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(channels) if weight is None else weight)
+        norm.bias.copy_(torch.randn(channels) if bias is None else bias)
+    return norm.requires_grad_(False)
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x / (1 + torch.exp(-1.702 * x))
+
+
+def modules_gelu(approximate):
+    return QuickGELU() if approximate == "quick" else nn.GELU(approximate)
+
+
+def assert_same(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def leaves(*shapes):
+    return tuple(
+        None if shape is None else torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    )
+
+
+@pytest.mark.parametrize("approximate", GELUS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 5), (0, 4)], ids=str)
+def test_linear_gelu(approximate, bias, leading):
+    x, fc = torch.randn(*leading, 7, dtype=torch.float64), modules_linear(7, 11, bias)
+    got = reference.linear_gelu(x, fc.weight, fc.bias, approximate=approximate)
+    assert_same(got, nn.Sequential(fc, modules_gelu(approximate))(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
+def test_linear_add(bias, leading):
+    x, residual = (torch.randn(*leading, n, dtype=torch.float64) for n in (7, 11))
+    fc = modules_linear(7, 11, bias).requires_grad_(False)
+    before, expected = residual.clone(), residual + fc(x)
+    assert_same(reference.linear_add(x, fc.weight, fc.bias, residual), expected)
+    assert torch.equal(residual, before)
+    assert reference.linear_add(x, fc.weight, fc.bias, residual, inplace=True) is residual
+    assert_same(residual, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_linear_add_layer_norm(bias, affine, shifted):
+    x, residual = (torch.randn(2, 5, n, dtype=torch.float64) for n in (7, 11))
+    fc = modules_linear(7, 11, bias).requires_grad_(False)
+    norm = modules_layer_norm(11, 1e-3) if affine else nn.LayerNorm(11, 1e-3, elementwise_affine=False)
+    shift = torch.randn(11, dtype=torch.float64) if shifted else None
+    args, settings = (x, fc.weight, fc.bias), {"eps": 1e-3, "shift": shift}
+    before, expected = residual.clone(), residual + fc(x)
+    normalized = norm(expected if shift is None else expected + shift)
+    h, y = reference.linear_add_layer_norm(*args, residual, norm.weight, norm.bias, **settings)
+    assert torch.equal(residual, before)
+    assert_same(h, expected)  # without the shift
+    assert_same(y, normalized)
+    h, y = reference.linear_add_layer_norm(*args, residual, norm.weight, norm.bias, **settings, inplace=True)
+    assert h is residual
+    assert_same(h, expected)
+    assert_same(y, normalized)
+
+
+@pytest.mark.parametrize("approximate", GELUS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
+def test_layer_norm_mlp(approximate, bias, shifted, leading):
+    x = torch.randn(*leading, 7, dtype=torch.float64)
+    norm = modules_layer_norm(7, 1e-3)
+    mlp = nn.Sequential(modules_linear(7, 13, bias), modules_gelu(approximate), modules_linear(13, 7, bias))
+    shift = torch.randn(7, dtype=torch.float64) if shifted else None
+    parameters = (norm.weight, norm.bias, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
+    got = reference.layer_norm_mlp(x, *parameters, eps=1e-3, approximate=approximate, shift=shift)
+    assert_same(got, x + mlp(norm(x if shift is None else x + shift)))
+
+
+def test_layer_norm_mlp_without_affine():
+    x = torch.randn(3, 7, dtype=torch.float64)
+    mlp = nn.Sequential(modules_linear(7, 13), nn.GELU(), modules_linear(13, 7))
+    norm = nn.LayerNorm(7, elementwise_affine=False)
+    got = reference.layer_norm_mlp(x, None, None, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
+    assert_same(got, x + mlp(norm(x)))
+
+
+@pytest.mark.parametrize("approximate", GELUS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_linear_layers_and_what_follows(approximate, bias):
+    x, weight, vector, residual = leaves((3, 4), (5, 4), (5,) if bias else None, (3, 5))
+    norm_weight, norm_bias, shift = leaves((5,), (5,), (5,))
+    assert gradcheck(
+        lambda x, w, b: reference.linear_gelu(x, w, b, approximate=approximate), (x, weight, vector)
+    )
+    assert gradcheck(reference.linear_add, (x, weight, vector, residual))
+    both = (x, weight, vector, residual, norm_weight, norm_bias)
+    assert gradcheck(reference.linear_add_layer_norm, both)
+    assert gradcheck(lambda *t: reference.linear_add_layer_norm(*t[:-1], shift=t[-1]), (*both, shift))
+    fc2_weight, fc2_bias, first_shift = leaves((4, 5), (4,) if bias else None, (4,))
+    mlp = (x, *leaves((4,), (4,)), weight, vector, fc2_weight, fc2_bias)
+    assert gradcheck(lambda *t: reference.layer_norm_mlp(*t, approximate=approximate), mlp)
+    assert gradcheck(
+        lambda *t: reference.layer_norm_mlp(*t[:-1], approximate=approximate, shift=t[-1]),
+        (*mlp, first_shift),
+    )
+
+
+# convolutions with what follows them ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("class_tokens", [0, 1])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_conv_linear(class_tokens, bias, batch):
+    """Branches of several strides, kernels and outputs; the class token skips the first half."""
+    grid, channels = (7, 6), 3
+    x = torch.randn(batch, class_tokens + 42, channels, dtype=torch.float64)
+    convs = [random_conv(channels, 3, padding=1), random_conv(channels, 3, stride=2, padding=1),
+             random_conv(channels, 5, stride=3, padding=2, dilation=1, eps=1e-3)]  # fmt: skip
+    linears = [modules_linear(channels, outputs, bias) for outputs in (5, 4, 3)]
+    before = [clone_buffers(conv) for conv in convs]
+    outs = reference.conv_linear(x, grid, convs, [(fc.weight, fc.bias) for fc in linears])
+    assert len(outs) == 3
+    image = tokens_to_image(x, grid)
+    for conv, fc, out in zip(convs, linears, outs, strict=True):
+        projected = image_to_tokens(modules(conv, channels).eval()(image), x[:, :class_tokens])
+        assert_same(out, fc(projected))
+    for conv, old in zip(convs, before, strict=True):
+        assert torch.equal(conv.running_mean, old.running_mean)
+        assert torch.equal(conv.running_var, old.running_var)
+        assert conv.num_batches_tracked == old.num_batches_tracked
+
+
+@pytest.mark.parametrize("class_tokens", [0, 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_conv_linear_gradients(class_tokens, bias):
+    grid, channels = (4, 3), 2
+    convs = [random_conv(channels, grad=True, stride=s, padding=1) for s in (1, 2)]
+    names = ("weight", "bn_weight", "bn_bias")
+    (x,) = leaves((2, class_tokens + 12, channels))
+    linears = [leaves((3, channels), (3,) if bias else None) for _ in convs]
+
+    def function(x, *parameters):
+        live = [
+            clone_buffers(conv)._replace(**dict(zip(names, parameters[5 * i : 5 * i + 3], strict=True)))
+            for i, conv in enumerate(convs)
+        ]
+        return reference.conv_linear(x, grid, live, [parameters[5 * i + 3 : 5 * i + 5] for i in range(2)])
+
+    parameters = [
+        (*(getattr(conv, name) for name in names), *fc) for conv, fc in zip(convs, linears, strict=True)
+    ]
+    assert gradcheck(function, (x, *parameters[0], *parameters[1]))
+
+
+@pytest.mark.parametrize(("k", "stride", "padding"), [(7, 4, 2), (3, 2, 1), (3, 1, 0), (2, 3, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_conv_embedding(k, stride, padding, bias, class_token, memory_format):
+    image = torch.randn(2, 3, 9, 14, dtype=torch.float64).to(memory_format=memory_format)
+    conv = nn.Conv2d(3, 5, k, stride, padding, bias=bias, dtype=torch.float64)
+    norm = modules_layer_norm(5, 1e-3)
+    token = torch.randn(5, dtype=torch.float64) if class_token else None
+    settings = {"stride": stride, "padding": padding, "eps": 1e-3, "class_token": token}
+    got = reference.conv_embedding(image, conv.weight, conv.bias, norm.weight, norm.bias, **settings)
+    first = torch.zeros(2, int(class_token), 5, dtype=torch.float64)
+    tokens = norm(image_to_tokens(conv(image), first[:, :0]))
+    assert_same(got, torch.cat([first if token is None else first + token, tokens], dim=1))
+    bare = reference.conv_embedding(image, conv.weight, conv.bias, stride=stride, padding=padding)
+    assert_same(bare, F.layer_norm(image_to_tokens(conv(image), first[:, :0]), (5,)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("class_token", [False, True])
+def test_conv_embedding_gradients(bias, class_token):
+    optional = ((4,) if bias else None, (4,) if class_token else None)
+    image, weight, vector, token = leaves((2, 2, 5, 4), (4, 2, 3, 3), *optional)
+
+    def function(image, weight, vector, token, *norm):
+        return reference.conv_embedding(image, weight, vector, *norm, stride=2, padding=1, class_token=token)
+
+    assert gradcheck(function, (image, weight, vector, token, *leaves((4,), (4,))))
+
+
 # dtypes ---------------------------------------------------------------------------------------------------
 
 

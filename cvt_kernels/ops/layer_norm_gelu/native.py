@@ -6,7 +6,8 @@ for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for f
 ``dh = rstd · (g − mean(g) − x̂ · mean(g · x̂))``. GELU saves its input and bias.
 
 On a GPU, LayerNorm reads and writes each tensor in its own dtype where under autocast a stream of float32
-meets branches of 16 bits.
+meets branches of 16 bits. A shift is added to x in registers, and not rounded; where a gradient is wanted,
+PyTorch adds it before.
 
 Sums over rows are taken in a fixed order: the same bits every time, whatever the number of threads. Inputs
 that are not contiguous are copied first; results are contiguous.
@@ -170,6 +171,7 @@ def _(
     eps: float,
     activation: str,
     dtype: torch.dtype,
+    shift: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -233,9 +235,9 @@ def layer_norm(
     shift: Tensor | None = None,
 ) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
-    if shift is not None:
-        x = x + shift.to(x.dtype)
-    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
+    if shift is not None and checks.wants_gradient(x, weight, bias, shift):
+        x, shift = (x + shift).to(x.dtype), None
+    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
 
 
 def layer_norm_gelu(
@@ -247,11 +249,16 @@ def layer_norm_gelu(
 
 
 def _normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    shift: Tensor | None = None,
 ) -> Tensor:
     if dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64):
-        return _call_layer_norm(x, weight, bias, eps, "identity", dtype)
-    return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype).to(dtype)
+        return _call_layer_norm(x, weight, bias, eps, "identity", dtype, shift)
+    return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype, shift).to(dtype)
 
 
 def _call_layer_norm(
@@ -261,10 +268,11 @@ def _call_layer_norm(
     eps: float,
     activation: str,
     dtype: torch.dtype,
+    shift: Tensor | None = None,  # None where a gradient is wanted
 ) -> Tensor:
     if checks.wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, activation, dtype)
-    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype)
+    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
 
 def add_layer_norm(

@@ -171,8 +171,8 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
     assert_flawless(rows)
     kernels = {row["kernel"] for row in rows}
     assert kernels == {
-        "layer_norm", "add_layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "bias_gelu",
-        "bias_gelu_backward", "sum_over_blocks",
+        "layer_norm", "add_layer_norm", "shift_layer_norm", "layer_norm_backward", "gelu", "gelu_backward",
+        "bias_gelu", "bias_gelu_backward", "sum_over_blocks",
     }  # fmt: skip
     activations = ("identity", "none", "tanh", "quick")
     layouts = {
@@ -201,7 +201,7 @@ def test_cuda_kernels_by_nvcc(compile_ahead):
         "cuda_kernels._cubins_of_extension = lambda arch: {}",
     )  # fmt: skip
     assert "CUDA kernels of sm_80: compiled from csrc by " in out
-    assert len(rows) == 2 * 20 + 4 + 2 * 6 + 2 * 12 + 1
+    assert len(rows) == 2 * 20 + 4 + 8 + 2 * 6 + 2 * 12 + 1
     assert_flawless(rows)
 
 

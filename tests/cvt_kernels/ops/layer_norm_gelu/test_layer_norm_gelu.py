@@ -26,6 +26,15 @@ def _each_backend(request):
         yield
 
 
+def test_a_shift_reaches_a_backend_only_if_there_is_one():
+    calls = record_calls("layer_norm")
+    with ck.use_backend("native"):
+        ck.layer_norm(X, W, B)
+        ck.layer_norm(X, W, B, shift=W)
+    assert [set(keywords) for _, keywords in calls] == [{"eps"}, {"eps", "shift"}]
+    assert calls[1][1]["shift"] is W
+
+
 @pytest.mark.parametrize("operator", ONE_CALL_EACH)
 def test_a_backend_gets_the_arguments_as_they_are(operator):
     calls = record_calls(operator)
@@ -53,6 +62,15 @@ def test_optional_weight_and_bias():
     torch.testing.assert_close(ck.layer_norm(X), bare)
     torch.testing.assert_close(ck.layer_norm(X, W), bare * W)
     torch.testing.assert_close(ck.layer_norm(X, None, B), bare + B)
+
+
+@pytest.mark.usefixtures("_each_backend")
+def test_a_shift():
+    torch.testing.assert_close(ck.layer_norm(X, W, B, shift=W), ck.layer_norm(X + W, W, B))
+    half = ck.layer_norm(X.bfloat16(), shift=W)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), ck.layer_norm(X + W), atol=5e-2, rtol=5e-2)
+    assert ck.layer_norm(X[:0], shift=W).shape == (0, 5, 8)
 
 
 @pytest.mark.usefixtures("_each_backend")
@@ -84,6 +102,11 @@ def test_a_named_dtype_is_another_kind_of_call(operator):
     assert other == plain + ", to bfloat16"
 
 
+def test_a_shift_is_another_kind_of_call():
+    plain, shifted = (dispatch.question("layer_norm", X, W, B, eps=1e-5, shift=shift) for shift in (None, W))
+    assert shifted == plain + ", shifted"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -95,6 +118,13 @@ def test_a_named_dtype_is_another_kind_of_call(operator):
         (lambda: ck.layer_norm(X, W, B, eps=float("nan")), ValueError, "eps: got nan"),
         (lambda: ck.layer_norm(X.long(), W, B), TypeError, "x: got dtype int64"),
         (lambda: ck.layer_norm(X, W, B, dtype=torch.long), TypeError, "dtype: got torch.int64, expected"),
+        (lambda: ck.layer_norm(X, shift=W[:7]), ValueError, r"shift: got shape \(7,\), expected \(8,\)"),
+        (lambda: ck.layer_norm(X, shift=X), ValueError, r"shift: got shape \(2, 5, 8\), expected \(8,\)"),
+        (lambda: ck.layer_norm(X, shift=W.half()), TypeError, "shift: has dtype float16, expected float32"),
+        (lambda: ck.layer_norm(X.half(), shift=W.double()), TypeError, "shift: has dtype float64, expected"),
+        (lambda: ck.layer_norm(X, shift=W.long()), TypeError, "shift: got dtype int64"),
+        (lambda: ck.layer_norm(X, shift=0.5), TypeError, "shift: got float, expected a tensor"),
+        (lambda: ck.layer_norm(X, shift=W.to("meta")), ValueError, "shift: is on meta, expected cpu as x"),
         (lambda: ck.add_layer_norm(X, X, W, B, dtype="half"), TypeError, "dtype: got 'half', expected"),
         (lambda: ck.layer_norm(torch.tensor(1.0)), ValueError, r"x: got shape \(\), expected \(..., ch"),
         (lambda: ck.layer_norm(X[..., :0]), ValueError, "x: got shape"),

@@ -247,6 +247,7 @@ def test_opcheck():
     for op, args in (
         (ops.layer_norm, (x, weight, None, 1e-5, "quick", x.dtype)),
         (ops.layer_norm_inference, (x, weight, None, 1e-5, "identity", x.dtype)),
+        (ops.layer_norm_inference, (x, weight, bias, 1e-5, "identity", x.dtype, bias.float())),
         (ops.add_layer_norm, (x, residual, None, bias, 1e-5, x.dtype)),
         (ops.add_layer_norm_inference, (x, residual, None, bias, 1e-5, x.dtype)),
         (ops.layer_norm_backward, (residual, None, x, mean, rstd, weight, None, "tanh", False)),
@@ -286,6 +287,10 @@ def test_operators_check_what_they_would_read():
         (
             lambda: ops.layer_norm(x, weight[:5], bias, 1e-5, "none", x.dtype),
             r"weight: expected \(channels,\)",
+        ),
+        (
+            lambda: ops.layer_norm_inference(x, weight, bias, 1e-5, "identity", x.dtype, bias[:5]),
+            r"shift: expected \(channels,\)",
         ),
         (
             lambda: ops.add_layer_norm(x[:2], x, weight, bias, 1e-5, x.dtype),
@@ -350,6 +355,101 @@ def test_a_named_dtype_for_a_branch_beside_a_stream():
     exact = outputs_and_gradients(reference.add_layer_norm, [t.double() for t in tensors], {})
     for i, (got, same, right) in enumerate(zip(ours, theirs, exact, strict=True)):
         assert_accurate(got, same, right, factor=2.0 if i < 2 else 3.0)
+
+
+# A shift ---------------------------------------------------------------------------------------------------
+
+
+def shifted_arguments(shape, dtype, shift_dtype):
+    """Returns x, weight, bias and a shift."""
+    shift = torch.randn(shape[-1], dtype=torch.float64).to(shift_dtype)
+    return [*arguments("layer_norm", shape, dtype), shift]
+
+
+def shifted_by(function, **keywords):
+    return lambda x, weight, bias, shift: function(x, weight, bias, shift=shift, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("float_shift", [False, True])
+@pytest.mark.parametrize("shape", [(2, 50, 64), (37, 192), (5, 65), (3, 1)], ids=str)
+def test_accuracy_of_a_shift(dtype, float_shift, shape):
+    tensors = shifted_arguments(shape, dtype, torch.float32 if float_shift else dtype)
+    with recorded_operators() as called:
+        got = shifted_by(ck.layer_norm)(*tensors)
+    assert list(called) == ["cvt_kernels.layer_norm_inference.default"]
+    exact = shifted_by(reference.layer_norm)(*(t.double() for t in tensors))
+    if dtype == torch.float64:
+        torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
+    else:
+        assert_accurate(got, shifted_by(reference.layer_norm)(*tensors), exact)
+
+
+def test_a_shift_is_the_sum_that_is_normalized():
+    """The bits are the same in float32; a sum with 16 bits is not rounded."""
+    x, weight, bias, shift = shifted_arguments((37, 65), torch.float32, torch.float32)
+    assert torch.equal(ck.layer_norm(x, weight, bias, shift=shift), ck.layer_norm(x + shift, weight, bias))
+    half = x.bfloat16()
+    got = ck.layer_norm(half, weight.bfloat16(), bias.bfloat16(), shift=shift)
+    sums = ck.layer_norm(half + shift, weight.bfloat16().float(), bias.bfloat16().float())
+    assert torch.equal(got, sums.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("named", DTYPES, ids=str)
+def test_a_shift_and_a_named_dtype(dtype, named):
+    tensors = shifted_arguments((37, 64), dtype, torch.float32)
+    ours, theirs = (shifted_by(f.layer_norm, dtype=named) for f in (ck, reference))
+    got = ours(*tensors)
+    assert got.dtype == named
+    assert_accurate(got, theirs(*tensors), theirs(*(t.double() for t in tensors)))
+
+
+def test_a_shift_under_autocast():
+    x, weight, bias, shift = shifted_arguments((37, 64), torch.float32, torch.float32)
+    tensors = [x.bfloat16(), weight, bias, shift]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (shifted_by(f.layer_norm)(*tensors) for f in (ck, reference))
+    exact = shifted_by(reference.layer_norm)(*(t.double() for t in tensors))
+    assert_accurate(ours, theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_a_shift_of_any_strides(dtype):
+    tensors = shifted_arguments((4, 6, 9), dtype, dtype)
+    laid = [torch.stack([t, t], -1)[..., 1] for t in tensors]
+    laid[0] = tensors[0].mT.contiguous().mT
+    assert torch.equal(shifted_by(ck.layer_norm)(*laid), shifted_by(ck.layer_norm)(*tensors))
+    assert torch.equal(laid[0], tensors[0])  # x itself stays
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("float_shift", [False, True])
+def test_gradients_with_a_shift(dtype, float_shift):
+    tensors = shifted_arguments((37, 64), dtype, torch.float32 if float_shift else dtype)
+    ours, theirs = (outputs_and_gradients(shifted_by(f.layer_norm), tensors, {}) for f in (ck, reference))
+    exact = outputs_and_gradients(shifted_by(reference.layer_norm), [t.double() for t in tensors], {})
+    assert [t.dtype for t in ours[1:]] == [t.dtype for t in tensors]
+    for i, (got, same, right) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_accurate(got, same, right, factor=2.0 if i < 1 else 3.0)
+
+
+def test_gradcheck_with_a_shift():
+    tensors = [t.requires_grad_() for t in shifted_arguments((3, 2, 5), torch.float64, torch.float64)]
+    assert torch.autograd.gradcheck(shifted_by(ck.layer_norm), tensors)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_compiled_with_a_shift(requires_grad):
+    torch.compiler.reset()
+    tensors = shifted_arguments((3, 4, 8), torch.float32, torch.float32)
+    function = shifted_by(ck.layer_norm)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+    if requires_grad:
+        eager, graph = (outputs_and_gradients(f, tensors, {}) for f in (function, compiled))
+    else:
+        eager, graph = ([f(*tensors)] for f in (function, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 
 def test_double_backward_raises():
