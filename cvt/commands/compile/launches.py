@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def layer_norm_mlp_launches(
     x = meta(batch, height * width + class_tokens, channels)
     vector, hidden = meta(channels), 4 * channels
     layers = meta(hidden, channels), meta(hidden), meta(channels, hidden), vector
-    settings = {"eps": 1e-5, "approximate": "quick", "shift": None}
+    settings: dict[str, Any] = {"eps": 1e-5, "approximate": "quick", "shift": None}
     if training or forward.why_unsupported(x, vector, vector, *layers, **settings) is not None:
         return []
     with machine.recorded_launches(chip) as launches:

@@ -1,7 +1,7 @@
 """The Triton kernel of ``layer_norm_mlp``: out = x + fc2(gelu(fc1(layer_norm(x + shift)))), in one launch.
 
-It is for narrow stages, whose weights stay on the chip: C = 64 with 256 hidden features are 64 KiB in 16 bits.
-x and out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
+It is for narrow stages, whose weights stay on the chip: with C = 64 and 256 hidden features they are 64 KiB
+in 16 bits. x and out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
 
 A program takes one tile of rows after another. It normalizes a tile in registers, mean and variance by two
 passes over them in float32, and goes through the hidden features in chunks: the product with fc1, the GELU,
@@ -10,11 +10,11 @@ hidden activation, four times as large as x, never leaves the registers.
 
 There are two ways to the weights:
 
-- resident (sm_90, sm_100, 16 bits): loaded into shared memory once per program, where the tensor cores read
-  them. Two things then cost no instruction of a thread per element: the biases, which are products with a
-  column of ones, and the sum with x, from which the accumulator of the second product starts. fc1 is stored
-  as its half, so that its product is the half of the argument that GELU begins with.
-- streamed (elsewhere): loaded for every tile, from L2, since there the operands are held in registers.
+- resident (sm_90, 16 bits): loaded into shared memory once per program, where the tensor cores read them.
+  Two things then cost no instruction of a thread per element: the biases, which are products with a column
+  of ones, and the sum with x, from which the accumulator of the second product starts. fc1 is kept as its
+  half, so that its product is the half of the argument that GELU begins with.
+- streamed (elsewhere): loaded for every tile, from L2.
 
 Bytes: 2·M·C·e for M rows of e bytes per element (x is read and out written once), and the weights once per
 program. Operations: 4·M·C·hidden, and 1/8 more for the biases at C = 64. For CvT-13's first stage at 224²

@@ -14,7 +14,7 @@ from torch import Tensor
 from .... import checks, machine
 from ...triton_launch import Budget, Overrides
 
-#: The most channels of a row, and the most weights of one layer, both padded, as 128 KiB of both layers hold.
+#: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
 MAX_CHANNELS, MAX_WEIGHTS = 128, 2**15
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -29,7 +29,6 @@ class LaunchConfig:
         block_hidden: Hidden features of a chunk.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline of loads, where weights are streamed.
-        resident: Whether the weights stay in shared memory.
         programs: Programs of a multiprocessor.
         max_registers: Registers that a thread may have at most; None for as many as it wants.
     """
@@ -38,7 +37,6 @@ class LaunchConfig:
     block_hidden: int
     num_warps: int
     num_stages: int = 1
-    resident: bool = False
     programs: int = 2
     max_registers: int | None = None
 
@@ -49,39 +47,56 @@ class LaunchConfig:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-# By generation, bytes per element of the operands and padded channels; "80" is every chip whose tensor cores
-# take both operands from registers. Chosen by what the compiler makes of CvT's first stage: nothing spills on
-# sm_80, sm_90 and sm_100. None has been timed on a GPU yet.
-CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
-    (80, 2, 64): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
-    (80, 2, 128): {"fwd": LaunchConfig(block_rows=128, block_hidden=32, num_warps=8, num_stages=2)},
-    (80, 4, 64): {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)},
-    (80, 4, 128): {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)},
-    (90, 2, 64): {
-        "fwd": LaunchConfig(
-            block_rows=128, block_hidden=64, num_warps=8, resident=True, programs=2, max_registers=128
-        )
+# The kernel of a call and how it is launched, by generation, bytes per element of the operands and size.
+# "small" is what two programs of a multiprocessor can hold: weights of 64 KiB, C of 64, x in the dtype of the
+# operands. "80" is every chip whose tensor cores take both operands from registers. On sm_100 each product of
+# a program has an accumulator in tensor memory, of which the unrolled products of resident weights would need
+# more than there is. float32 products run without tensor cores unless TF32 is allowed. Chosen by what the
+# compiler makes of CvT's first stage: nothing spills on sm_80, sm_90 and sm_100. None has been timed on a GPU
+# yet.
+CONFIGS: dict[tuple[int, int, str], dict[str, LaunchConfig]] = {
+    (80, 2, "small"): {
+        "fwd": LaunchConfig(block_rows=128, block_hidden=32, num_warps=8, num_stages=2, programs=1)
     },
-    (90, 2, 128): {
-        "fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, resident=True, programs=1)
+    (80, 2, "large"): {
+        "fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8, num_stages=2, programs=1)
     },
+    (90, 2, "small"): {
+        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, max_registers=128)
+    },
+    (90, 2, "large"): {
+        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, programs=1)
+    },
+    (100, 2, "small"): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
 }
-CONFIGS |= {(90, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if key[0] == 4}
-CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if generation == 90}
+CONFIGS[100, 2, "large"] = CONFIGS[100, 2, "small"]
+for _generation in (80, 90, 100):
+    CONFIGS[_generation, 4, "small"] = {"fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8)}
+    CONFIGS[_generation, 4, "large"] = {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)}
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {"fwd": Budget(instructions_per_output=33, registers=128)},
+    90: {"fwd_resident": Budget(instructions_per_output=32, registers=128)},
 }
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
+_overrides: Overrides[LaunchConfig] = Overrides(("fwd", "fwd_resident"))
 
 
-def configuration(kernel: str, channels: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
-    if (override := _overrides.get(kernel)) is not None:
-        return override
+class Plan(NamedTuple):
+    """The kernel that serves a call, by its name in ``CONFIGS``, and its configuration."""
+
+    kernel: str
+    config: LaunchConfig
+
+
+def plan_for(x: Tensor, hidden: int) -> Plan:
+    """Returns the plan for rows ``x`` and a number of hidden features, on the device of ``x``."""
+    capability = machine.chip(x.device).capability
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    return CONFIGS[generation, min(element_size, 4), 64 if channels <= 64 else 128][kernel]
+    size = operand_dtype(x).itemsize
+    channels = x.shape[-1]
+    is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
+    ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()
+    return Plan(kernel, _overrides.get(kernel) or config)
 
 
 def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:

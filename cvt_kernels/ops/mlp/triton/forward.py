@@ -8,16 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import checks, machine
-from .common import (
-    MAX_CHANNELS,
-    MAX_WEIGHTS,
-    KernelSpec,
-    LaunchConfig,
-    configuration,
-    operand_dtype,
-    padded,
-    weights,
-)
+from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 from .gelu import activate, activate_half
 
 # The kernel -----------------------------------------------------------------------------------------------
@@ -113,10 +104,11 @@ def _normalized(x, c, norm_weight_ptr, norm_bias_ptr, shift_ptr, eps, SPEC: tl.c
 @triton.jit(do_not_specialize=["rows"])
 def _layer_norm_mlp_fwd_kernel(
     x_ptr, out_ptr, norm_weight_ptr, norm_bias_ptr, shift_ptr,
-    fc1_weight_ptr, fc1_bias_ptr, fc2_weight_ptr, fc2_bias_ptr, eps, rows,
+    fc1_weight_ptr, fc1_bias_ptr, fc2_weight_ptr, fc2_bias_ptr, eps, rows, hidden,
     SPEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights streamed."""
+    BLOCK_C: tl.constexpr = SPEC.block_c
     r, c = tl.arange(0, BLOCK_ROWS), tl.arange(0, SPEC.block_c)
     offsets = r[:, None] * SPEC.channels + c[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=1):
@@ -124,13 +116,13 @@ def _layer_norm_mlp_fwd_kernel(
         mask = _mask_of(r, c, rows - tile * BLOCK_ROWS, SPEC)
         x = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
         y = _normalized(x, c, norm_weight_ptr, norm_bias_ptr, shift_ptr, eps, SPEC)
-        acc = tl.zeros([BLOCK_ROWS, SPEC.block_c], SPEC.accumulator)
-        for start in range(0, SPEC.hidden, BLOCK_HIDDEN):
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_C], SPEC.accumulator)
+        for start in range(0, hidden, BLOCK_HIDDEN):
             h = start + tl.arange(0, BLOCK_HIDDEN)
             product = _dot(y, _load_fc1(fc1_weight_ptr, h, c, SPEC), None, SPEC)
             product += _load_vector(fc1_bias_ptr, h, SPEC.hidden, 0.0, SPEC)[None, :]
-            hidden = activate(product, SPEC.approximate, SPEC.fast)
-            acc = _dot(hidden, _load_fc2(fc2_weight_ptr, h, c, SPEC), acc, SPEC)
+            activated = activate(product, SPEC.approximate, SPEC.fast)
+            acc = _dot(activated, _load_fc2(fc2_weight_ptr, h, c, SPEC), acc, SPEC)
         acc += _load_vector(fc2_bias_ptr, c, SPEC.channels, 0.0, SPEC)[None, :]
         acc += _widened(x, SPEC)
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -174,6 +166,9 @@ def _layer_norm_mlp_fwd_resident_kernel(
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_KERNELS = {"fwd": _layer_norm_mlp_fwd_kernel, "fwd_resident": _layer_norm_mlp_fwd_resident_kernel}
+
+
 def layer_norm_mlp_forward(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -191,12 +186,12 @@ def layer_norm_mlp_forward(
     x = x.contiguous()
     out = torch.empty_like(x)
     rows = x.numel() // channels
-    chip = machine.chip(x.device)
-    config = configuration("fwd", padded(channels), operand_dtype(x).itemsize, chip.capability)
-    kernel = _layer_norm_mlp_fwd_resident_kernel if config.resident else _layer_norm_mlp_fwd_kernel
+    kernel, config = plan_for(x, hidden)
+    # The bound of a loop that must not be unrolled, as one of constant bounds would be.
+    bound = {"hidden": hidden} if kernel == "fwd" else {}
     machine.launch(
-        kernel,
-        (_programs(rows, config, chip),),
+        _KERNELS[kernel],
+        (min(-(-rows // config.block_rows), config.programs * machine.chip(x.device).multiprocessors),),
         x,
         config.options,
         x_ptr=x,
@@ -210,16 +205,12 @@ def layer_norm_mlp_forward(
         fc2_bias_ptr=_contiguous(fc2_bias),
         eps=eps,
         rows=rows,
+        **bound,
         SPEC=KernelSpec.of(x, hidden, approximate),
         BLOCK_ROWS=config.block_rows,
         BLOCK_HIDDEN=config.block_hidden,
     )
     return out
-
-
-def _programs(rows: int, config: LaunchConfig, chip: machine.Chip) -> int:
-    """Returns as many programs as the chip holds, or one for each tile."""
-    return min(-(-rows // config.block_rows), config.programs * chip.multiprocessors)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
