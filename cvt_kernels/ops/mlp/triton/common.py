@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import checks, machine
+from .... import machine
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
@@ -67,9 +67,11 @@ CONFIGS: dict[tuple[int, int, str], dict[str, LaunchConfig]] = {
     (90, 2, "large"): {
         "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, programs=1)
     },
-    (100, 2, "small"): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
+    (100, 2, "small"): {
+        "fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2, max_registers=128)
+    },
+    (100, 2, "large"): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
 }
-CONFIGS[100, 2, "large"] = CONFIGS[100, 2, "small"]
 for _generation in (80, 90, 100):
     CONFIGS[_generation, 4, "small"] = {"fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8)}
     CONFIGS[_generation, 4, "large"] = {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)}
@@ -88,12 +90,11 @@ class Plan(NamedTuple):
     config: LaunchConfig
 
 
-def plan_for(x: Tensor, hidden: int) -> Plan:
-    """Returns the plan for rows ``x`` and a number of hidden features, on the device of ``x``."""
+def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
+    """Returns the plan for rows ``x``, hidden features and a dtype of operands, on the device of ``x``."""
     capability = machine.chip(x.device).capability
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    size = operand_dtype(x).itemsize
-    channels = x.shape[-1]
+    channels, size = x.shape[-1], dtype.itemsize
     is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
     ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()
     return Plan(kernel, _overrides.get(kernel) or config)
@@ -153,9 +154,8 @@ class KernelSpec(NamedTuple):
     unpack: bool
 
     @classmethod
-    def of(cls, x: Tensor, hidden: int, approximate: str) -> KernelSpec:
-        """Returns the specification for rows ``x``, for autocast and for PyTorch's setting of TF32."""
-        dtype = operand_dtype(x)
+    def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
+        """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's setting of TF32."""
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         upcast = machine.INTERPRETING and dtype == torch.bfloat16
         return cls(
@@ -170,11 +170,6 @@ class KernelSpec(NamedTuple):
             fast=dtype.itemsize == 2 and not machine.INTERPRETING,
             unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
         )
-
-
-def operand_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which the layers multiply: that of ``x``, or autocast's."""
-    return checks.autocast_dtype(x) or x.dtype
 
 
 _ELEMENTS = {

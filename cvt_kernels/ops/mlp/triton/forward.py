@@ -180,13 +180,14 @@ def layer_norm_mlp_forward(
     shift: Tensor | None,
     eps: float,
     approximate: str,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Launches the kernel; a tensor that is not contiguous is copied first."""
+    """Launches the kernel, with operands of ``dtype``; a tensor that is not contiguous is copied first."""
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
     x = x.contiguous()
     out = torch.empty_like(x)
     rows = x.numel() // channels
-    kernel, config = plan_for(x, hidden)
+    kernel, config = plan_for(x, hidden, dtype)
     # The bound of a loop that must not be unrolled, as one of constant bounds would be.
     bound = {"hidden": hidden} if kernel == "fwd" else {}
     machine.launch(
@@ -206,7 +207,7 @@ def layer_norm_mlp_forward(
         eps=eps,
         rows=rows,
         **bound,
-        SPEC=KernelSpec.of(x, hidden, approximate),
+        SPEC=KernelSpec.of(x, hidden, approximate, dtype),
         BLOCK_ROWS=config.block_rows,
         BLOCK_HIDDEN=config.block_hidden,
     )
@@ -224,16 +225,16 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 def _forward_op(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, shift: Tensor | None, eps: float,
-    approximate: str,
+    approximate: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return layer_norm_mlp_forward(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
     )
 
 
 @_forward_op.register_fake
 def _(
-    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate,
+    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
 ):  # fmt: skip
     return x.new_empty(x.shape)
 
@@ -289,7 +290,8 @@ def layer_norm_mlp(
 
     Under autocast the products are in autocast's dtype; x is read and the result written in that of x.
     """
+    dtype = checks.autocast_dtype(x) or x.dtype
     launch = _forward_op if torch.compiler.is_compiling() else layer_norm_mlp_forward
     return launch(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
     )

@@ -11,7 +11,8 @@ _TANH_LINEAR, _TANH_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.285
 
 # Φ(x) = (1 + tanh(h · P(h²))) / 2 with h = x / 2, as far as |h| = 3, beyond which both are 0 or 1: the
 # polynomial of degree 2 for which the largest error of x · Φ(x) is smallest, 2.6e-5.
-_EXACT = tl.constexpr((1.59501573, 0.29604534, -0.01124869))
+_EXACT_LINEAR, _EXACT_CUBIC = tl.constexpr(1.59501573), tl.constexpr(0.29604534)
+_EXACT_QUINTIC = tl.constexpr(-0.01124869)
 _LARGEST_SQUARE = tl.constexpr(9.0)
 
 
@@ -31,7 +32,7 @@ def activate_half(h, APPROXIMATE: tl.constexpr, FAST: tl.constexpr):
         return h + h * tl.erf(h * _SQRT_2)
     if APPROXIMATE == "none":
         square = tl.minimum(h * h, _LARGEST_SQUARE)
-        u = h * (_EXACT[0] + square * (_EXACT[1] + square * _EXACT[2]))
+        u = h * (_EXACT_LINEAR + square * (_EXACT_CUBIC + square * _EXACT_QUINTIC))
     elif APPROXIMATE == "tanh":
         u = h * (_TANH_LINEAR + _TANH_CUBIC * (h * h))
     else:

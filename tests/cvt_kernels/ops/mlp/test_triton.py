@@ -136,14 +136,18 @@ def test_autocast(stream):
 
 
 def test_torch_compile():
-    tensors = make(20, 24, 48, dtype=torch.float16)
+    """Autocast within the compiled function too."""
+    tensors = make(20, 24, 48, dtype=torch.float32)
 
-    def double(*args):
-        return 2 * ck.layer_norm_mlp(*args, approximate="tanh")
+    def both(*args):
+        with torch.autocast(DEVICE, torch.float16):
+            mixed = ck.layer_norm_mlp(*args, approximate="tanh")
+        return mixed, ck.layer_norm_mlp(*args, approximate="tanh")
 
     with ck.use_backend("triton"), torch.no_grad():
-        compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*tensors), double(*tensors))
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        for ours, expected in zip(compiled(*tensors), both(*tensors), strict=True):
+            assert torch.equal(ours, expected)
 
 
 def refusal(tensors, **settings):
@@ -169,7 +173,9 @@ def test_launches_of_every_generation(capability, dtype):
     weight = torch.empty(256, 64, dtype=dtype, device="meta")
     chip = machine.Chip(capability, 10)
     with machine.recorded_launches(chip) as launches:
-        forward.layer_norm_mlp_forward(x, None, None, weight, None, weight.t(), None, None, 1e-5, "none")
+        forward.layer_norm_mlp_forward(
+            x, None, None, weight, None, weight.t(), None, None, 1e-5, "none", dtype
+        )
     (launch,) = launches
     kernel = "fwd_resident" if capability == 90 and dtype != torch.float32 else "fwd"
     assert launch.kernel.__name__ == f"_layer_norm_mlp_{kernel}_kernel"
@@ -182,7 +188,9 @@ def test_fast_exact_gelu_is_exact_enough():
     x = torch.linspace(-20, 20, 40001, dtype=torch.float64)
     half = x / 2
     square = (half * half).clamp(max=gelu._LARGEST_SQUARE.value)
-    linear, cubic, quintic = gelu._EXACT.value
+    linear, cubic, quintic = (
+        getattr(gelu, f"_EXACT_{name}").value for name in ("LINEAR", "CUBIC", "QUINTIC")
+    )
     approximated = half + half * torch.tanh(half * (linear + square * (cubic + square * quintic)))
     exact = torch.nn.functional.gelu(x)
     assert (approximated - exact).abs().max() < 2.7e-5
