@@ -6,14 +6,15 @@ in 16 bits. x and out are rows of C, fc1's weight is (hidden, C) and fc2's (C, h
 A program takes one tile of rows after another. It normalizes a tile in registers, mean and variance by two
 passes over them in float32, and goes through the hidden features in chunks: the product with fc1, the GELU,
 rounded to the dtype of the operands as the next product wants it, and that product added to the result. The
-hidden activation, four times as large as x, never leaves the registers.
+hidden activation, four times as large as x, never leaves the chip.
 
 There are two ways to the weights:
 
 - resident (sm_90, 16 bits): loaded into shared memory once per program, where the tensor cores read them.
   Two things then cost no instruction of a thread per element: the biases, which are products with a column
-  of ones, and the sum with x, from which the accumulator of the second product starts. fc1 is kept as its
-  half, so that its product is the half of the argument that GELU begins with.
+  of ones, and the sum with x, from which the accumulator of the second product starts (x of float32, under
+  autocast, is added last). fc1 is kept as its half, so that its product is the half of the argument that GELU
+  begins with.
 - streamed (elsewhere): loaded for every tile, from L2.
 
 Bytes: 2·M·C·e for M rows of e bytes per element (x is read and out written once), and the weights once per

@@ -138,6 +138,8 @@ class KernelSpec(NamedTuple):
             interpreter, whose product of bfloat16 is wrong.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
+        residual_first: Whether products may be added to x, not x to their sum: x of 16 bits has no digits
+            that this could cost.
         fast: Whether GELU takes the GPU's approximation of tanh.
         unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
     """
@@ -150,6 +152,7 @@ class KernelSpec(NamedTuple):
     operand: Any
     accumulator: Any
     precision: str
+    residual_first: bool
     fast: bool
     unpack: bool
 
@@ -167,6 +170,7 @@ class KernelSpec(NamedTuple):
             operand=tl.float32 if upcast else _ELEMENTS[dtype],
             accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
             precision="tf32" if tf32 else "ieee",
+            residual_first=x.element_size() == 2,
             fast=dtype.itemsize == 2 and not machine.INTERPRETING,
             unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
         )

@@ -37,10 +37,10 @@ def _mask_of(row, c, rows, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _load_vector(ptr, index, size: tl.constexpr, DEFAULT: tl.constexpr, SPEC: tl.constexpr):
-    """Returns a vector at ``index``, widened: zeros beyond its end, and DEFAULT throughout without one."""
+def _load_vector(ptr, index, size: tl.constexpr, SPEC: tl.constexpr):
+    """Returns a vector at ``index``, widened; zeros beyond its end, or where there is none."""
     if ptr is None:
-        return tl.full(index.shape, DEFAULT, SPEC.accumulator)
+        return tl.zeros(index.shape, SPEC.accumulator)
     return _widened(tl.load(ptr + index, mask=index < size, other=0.0), SPEC)
 
 
@@ -61,7 +61,7 @@ def _load_fc2(ptr, h, c, SPEC: tl.constexpr):
 @triton.jit
 def _bias_factor(ptr, index, size: tl.constexpr, FACTOR: tl.constexpr, SPEC: tl.constexpr):
     """Returns the factor [_ONES, …] whose product with ``_ones`` is FACTOR · bias in every row."""
-    bias = _load_vector(ptr, index, size, 0.0, SPEC) * FACTOR
+    bias = _load_vector(ptr, index, size, SPEC) * FACTOR
     first = tl.arange(0, _ONES) == 0
     return tl.where(first[:, None], bias[None, :], 0.0).to(SPEC.element).to(SPEC.operand)
 
@@ -87,7 +87,7 @@ def _normalized(x, c, norm_weight_ptr, norm_bias_ptr, shift_ptr, eps, SPEC: tl.c
     """Returns the LayerNorm of the rows ``x`` + shift, rounded to the dtype of operands."""
     values = _widened(x, SPEC)
     if shift_ptr is not None:
-        values += _load_vector(shift_ptr, c, SPEC.channels, 0.0, SPEC)[None, :]
+        values += _load_vector(shift_ptr, c, SPEC.channels, SPEC)[None, :]
     mean = tl.sum(values, axis=1) / SPEC.channels
     deviation = values - mean[:, None]
     if SPEC.block_c > SPEC.channels:
@@ -95,9 +95,9 @@ def _normalized(x, c, norm_weight_ptr, norm_bias_ptr, shift_ptr, eps, SPEC: tl.c
     variance = tl.sum(deviation * deviation, axis=1) / SPEC.channels
     y = deviation * tl.rsqrt(variance + eps)[:, None]
     if norm_weight_ptr is not None:
-        y = y * _load_vector(norm_weight_ptr, c, SPEC.channels, 1.0, SPEC)[None, :]
+        y = y * _load_vector(norm_weight_ptr, c, SPEC.channels, SPEC)[None, :]
     if norm_bias_ptr is not None:
-        y = y + _load_vector(norm_bias_ptr, c, SPEC.channels, 0.0, SPEC)[None, :]
+        y = y + _load_vector(norm_bias_ptr, c, SPEC.channels, SPEC)[None, :]
     return y.to(SPEC.element).to(SPEC.operand)
 
 
@@ -120,10 +120,10 @@ def _layer_norm_mlp_fwd_kernel(
         for start in range(0, hidden, BLOCK_HIDDEN):
             h = start + tl.arange(0, BLOCK_HIDDEN)
             product = _dot(y, _load_fc1(fc1_weight_ptr, h, c, SPEC), None, SPEC)
-            product += _load_vector(fc1_bias_ptr, h, SPEC.hidden, 0.0, SPEC)[None, :]
+            product += _load_vector(fc1_bias_ptr, h, SPEC.hidden, SPEC)[None, :]
             activated = activate(product, SPEC.approximate, SPEC.fast)
             acc = _dot(activated, _load_fc2(fc2_weight_ptr, h, c, SPEC), acc, SPEC)
-        acc += _load_vector(fc2_bias_ptr, c, SPEC.channels, 0.0, SPEC)[None, :]
+        acc += _load_vector(fc2_bias_ptr, c, SPEC.channels, SPEC)[None, :]
         acc += _widened(x, SPEC)
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -136,6 +136,7 @@ def _layer_norm_mlp_fwd_resident_kernel(
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights in shared memory."""
     HIDDEN: tl.constexpr = SPEC.hidden
+    BLOCK_C: tl.constexpr = SPEC.block_c
     r, c = tl.arange(0, BLOCK_ROWS), tl.arange(0, SPEC.block_c)
     # What a product takes and no loop changes, the compiler puts into shared memory where it is made.
     ones = _ones(r, SPEC)
@@ -153,7 +154,9 @@ def _layer_norm_mlp_fwd_resident_kernel(
         mask = _mask_of(r, c, rows - tile * BLOCK_ROWS, SPEC)
         x = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
         y = _normalized(x, c, norm_weight_ptr, norm_bias_ptr, shift_ptr, eps, SPEC)
-        acc = _widened(x, SPEC)
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_C], SPEC.accumulator)
+        if SPEC.residual_first:
+            acc = _widened(x, SPEC)
         if fc2_bias_ptr is not None:
             acc = _dot(ones, fc2_bias, acc, SPEC)
         for start in tl.static_range(0, HIDDEN, BLOCK_HIDDEN):
@@ -163,6 +166,8 @@ def _layer_norm_mlp_fwd_resident_kernel(
             half = _dot(y, fc1[start // BLOCK_HIDDEN], half, SPEC)
             hidden = activate_half(half, SPEC.approximate, SPEC.fast)
             acc = _dot(hidden, fc2[start // BLOCK_HIDDEN], acc, SPEC)
+        if not SPEC.residual_first:
+            acc += _widened(x, SPEC)
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
