@@ -19,6 +19,7 @@ from .resources import Resources
 _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
+    "layer_norm_mlp": "cvt_kernels.ops.mlp.triton.common",
 }
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,11 +111,37 @@ def attention_launches(
     return launches
 
 
+def layer_norm_mlp_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launch of a CvT block's MLP (4 hidden features per channel, QuickGELU).
+
+    There is none in training, and none for stages whose weights do not fit the chip.
+    """
+    from cvt_kernels.ops.mlp.triton import forward
+
+    (height, width), channels, class_tokens = stage
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = meta(batch, height * width + class_tokens, channels)
+    vector, hidden = meta(channels), 4 * channels
+    layers = meta(hidden, channels), meta(hidden), meta(channels, hidden), vector
+    settings: dict[str, Any] = {"eps": 1e-5, "approximate": "quick", "shift": None}
+    if training or forward.why_unsupported(x, vector, vector, *layers, **settings) is not None:
+        return []
+    with machine.recorded_launches(chip) as launches:
+        forward.layer_norm_mlp(x, vector, vector, *layers, **settings)
+    return launches
+
+
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
+    "layer_norm_mlp": layer_norm_mlp_launches,
 }
 #: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
 CUDA_OPERATOR = "layer_norm_gelu"

@@ -294,6 +294,25 @@ def _attention_work(
     )
 
 
+# The MLP --------------------------------------------------------------------------------------------------
+
+
+def _layer_norm_mlp(launch: machine.Launch) -> Work:
+    """Describes both kernels: the loop over tiles of rows and, where weights are streamed, over chunks."""
+    arguments = launch.arguments
+    x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
+    tiles = -(-arguments["rows"] // arguments["BLOCK_ROWS"]) / _programs(launch)
+    chunks = -(-arguments["SPEC"].hidden // arguments["BLOCK_HIDDEN"])
+    multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
+    return Work(
+        programs=_programs(launch),
+        outputs=x.numel(),
+        bytes=_bytes(x, arguments["out_ptr"], weights),
+        trips=(tiles,) if "resident" in launch.kernel.__name__ else (tiles, chunks),
+        flops=2 * arguments["rows"] * _elements(weights) if multiplies else 0,
+    )
+
+
 # LayerNorm and GELU ---------------------------------------------------------------------------------------
 
 #: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
@@ -344,4 +363,6 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_attention_bwd_dq_kernel": _attention_backward_queries,
     "_attention_bwd_dkdv_kernel": _attention_backward_keys,
     "_attention_bwd_bias_kernel": _attention_backward_bias,
+    "_layer_norm_mlp_fwd_kernel": _layer_norm_mlp,
+    "_layer_norm_mlp_fwd_resident_kernel": _layer_norm_mlp,
 }

@@ -132,6 +132,22 @@ def test_conv_projection(compile_ahead, arch, dtype, stages):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_layer_norm_mlp(compile_ahead, arch):
+    """CvT-13's first stage at 224²; on sm_90 its weights stay in shared memory."""
+    _, rows = compile_ahead("--operator", "layer_norm_mlp", "--arch", arch, "--dtype", "bfloat16")
+    assert_flawless(rows)
+    (row,) = rows
+    assert row["messages"] == []
+    assert row["resources"]["tensor_cores"]
+    assert accesses(row, "stores") == {16}
+    if arch == "sm_90":
+        assert row["kernel"] == "layer_norm_mlp_fwd_resident"
+        (analysis,) = row["analyses"]
+        assert analysis["counted"]["mufu_per_output"] < 4.2  # one per hidden feature, and LayerNorm's root
+        assert row["resources"]["occupancy"] == 0.25
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_attention(compile_ahead, arch):
     """CvT-13's three stages at 224²: the products on tensor cores."""
     out, rows = compile_ahead("--operator", "attention", "--arch", arch, "--dtype", "bfloat16")
@@ -241,7 +257,7 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, attention, "
-         "attention_with_bias, layer_norm_gelu"),
+         "attention_with_bias, layer_norm_mlp, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),
@@ -743,7 +759,10 @@ def test_budgets_name_kernels():
     """A budget for a kernel that does not exist would guard nothing."""
     from cvt_kernels.ops.attention.triton import common as attention
     from cvt_kernels.ops.conv_projection.triton import common as projection
+    from cvt_kernels.ops.mlp.triton import common as mlp
 
+    assert set(mlp.BUDGETS[90]) <= set(mlp.CONFIGS[90, 2, "small"])
+    assert budgets.budget_of("layer_norm_mlp", "layer_norm_mlp_fwd_resident", 90) is not None
     assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
     assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
     budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
@@ -806,6 +825,26 @@ def test_work_of_attention():
     assert described.scores == 4 * 64 * 64
     launch, *_ = launches.attention_launches(stage, torch.float32, Chip(90, 132), training=False)
     assert work.work_of(launch).flops == 0  # without tensor cores
+
+
+def test_work_of_the_mlp():
+    """Stage 1 only: 6272 tiles of 128 rows, on 2 programs of each of 132 multiprocessors."""
+    chip = Chip(90, 132)
+    first, *others = launches.stages("cvt_13")
+    assert all(launches.layer_norm_mlp_launches(other, torch.bfloat16, chip) == [] for other in others)
+    assert launches.layer_norm_mlp_launches(first, torch.bfloat16, chip, training=True) == []
+    (launch,) = launches.layer_norm_mlp_launches(first, torch.bfloat16, chip, training=False)
+    rows = 256 * 56 * 56
+    described = work.work_of(launch)
+    assert described.programs == 264
+    assert described.outputs == rows * 64
+    assert described.bytes == 2 * (2 * rows * 64 + 2 * 64 * 256)
+    assert described.trips == (6272 / 264,)
+    assert described.flops == 4 * rows * 64 * 256
+    (launch,) = launches.layer_norm_mlp_launches(first, torch.float32, chip, training=False)
+    described = work.work_of(launch)
+    assert described.trips == (12544 / 264, 8)  # tiles of 64 rows, and chunks of 32 hidden features
+    assert described.flops == 0  # without tensor cores
 
 
 # Specializations ------------------------------------------------------------------------------------------

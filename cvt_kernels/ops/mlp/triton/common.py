@@ -1,0 +1,184 @@
+"""Launch configurations of the MLP's kernel, its budgets, and what it is compiled for."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...triton_launch import Budget, Overrides
+
+#: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
+MAX_CHANNELS, MAX_WEIGHTS = 128, 2**15
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The way the kernel cuts its work.
+
+    Attributes:
+        block_rows: Rows of a tile.
+        block_hidden: Hidden features of a chunk.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads, where weights are streamed.
+        programs: Programs of a multiprocessor.
+        max_registers: Registers that a thread may have at most; None for as many as it wants.
+    """
+
+    block_rows: int
+    block_hidden: int
+    num_warps: int
+    num_stages: int = 1
+    programs: int = 2
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+
+# The kernel of a call and how it is launched, by generation, bytes per element of the operands and size.
+# "small" is what two programs of a multiprocessor can hold: weights of 64 KiB, C of 64, x in the dtype of the
+# operands. "80" is every chip whose tensor cores take both operands from registers. On sm_100 each product of
+# a program has an accumulator in tensor memory, of which the unrolled products of resident weights would need
+# more than there is. float32 products run without tensor cores unless TF32 is allowed. Chosen by what the
+# compiler makes of CvT's first stage: nothing spills on sm_80, sm_90 and sm_100. None has been timed on a GPU
+# yet.
+CONFIGS: dict[tuple[int, int, str], dict[str, LaunchConfig]] = {
+    (80, 2, "small"): {
+        "fwd": LaunchConfig(block_rows=128, block_hidden=32, num_warps=8, num_stages=2, programs=1)
+    },
+    (80, 2, "large"): {
+        "fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8, num_stages=2, programs=1)
+    },
+    (90, 2, "small"): {
+        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, max_registers=128)
+    },
+    (90, 2, "large"): {
+        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, programs=1)
+    },
+    (100, 2, "small"): {
+        "fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2, max_registers=128)
+    },
+    (100, 2, "large"): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
+}
+for _generation in (80, 90, 100):
+    CONFIGS[_generation, 4, "small"] = {"fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8)}
+    CONFIGS[_generation, 4, "large"] = {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)}
+
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {"fwd_resident": Budget(instructions_per_output=32, registers=128)},
+}
+_overrides: Overrides[LaunchConfig] = Overrides(("fwd", "fwd_resident"))
+
+
+class Plan(NamedTuple):
+    """The kernel that serves a call, by its name in ``CONFIGS``, and its configuration."""
+
+    kernel: str
+    config: LaunchConfig
+
+
+def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
+    """Returns the plan for rows ``x``, hidden features and a dtype of operands, on the device of ``x``."""
+    capability = machine.chip(x.device).capability
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    channels, size = x.shape[-1], dtype.itemsize
+    is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
+    ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()
+    return Plan(kernel, _overrides.get(kernel) or config)
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
+
+def padded(size: int) -> int:
+    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
+    return max(triton.next_power_of_2(size), 16)
+
+
+def weights(channels: int, hidden: int) -> int:
+    """Returns the weights of one layer, padded as the kernel pads them."""
+    return padded(channels) * (-(-hidden // 64) * 64)
+
+
+# Kernel specification -------------------------------------------------------------------------------------
+
+
+class KernelSpec(NamedTuple):
+    """The facts that a kernel is compiled for besides its tiles.
+
+    Attributes:
+        channels, hidden: C and the hidden features.
+        block_c: C padded to a power of two of at least 16.
+        approximate: GELU's variant.
+        element: Triton's dtype of the factors of a product.
+        operand: The dtype in which they are multiplied: ``element``, but float32 for bfloat16 in Triton's
+            interpreter, whose product of bfloat16 is wrong.
+        accumulator: float32, or float64 for float64.
+        precision: ``input_precision`` of ``tl.dot``.
+        residual_first: Whether products may be added to x, not x to their sum: x of 16 bits has no digits
+            that this could cost.
+        fast: Whether GELU takes the GPU's approximation of tanh.
+        unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
+    """
+
+    channels: int
+    hidden: int
+    block_c: int
+    approximate: str
+    element: Any
+    operand: Any
+    accumulator: Any
+    precision: str
+    residual_first: bool
+    fast: bool
+    unpack: bool
+
+    @classmethod
+    def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
+        """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's setting of TF32."""
+        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        upcast = machine.INTERPRETING and dtype == torch.bfloat16
+        return cls(
+            channels=x.shape[-1],
+            hidden=hidden,
+            block_c=padded(x.shape[-1]),
+            approximate=approximate,
+            element=_ELEMENTS[dtype],
+            operand=tl.float32 if upcast else _ELEMENTS[dtype],
+            accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
+            precision="tf32" if tf32 else "ieee",
+            residual_first=x.element_size() == 2,
+            fast=dtype.itemsize == 2 and not machine.INTERPRETING,
+            unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
+        )
+
+
+_ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}

@@ -1,0 +1,203 @@
+"""The Triton kernel of the MLP, on a GPU or else in Triton's interpreter on CPU tensors."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import machine
+from cvt_kernels.ops.mlp.triton import common, forward, gelu
+from tests.checks import assert_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
+PARAMETERS = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+def make(rows, channels, hidden, *, dtype=torch.float64, absent=()):
+    """Returns (x, parameters in the order of the operator) in the dtype; those of ``absent`` are None."""
+    shapes = (channels,), (channels,), (hidden, channels), (hidden,), (channels, hidden), (channels,)
+    scales = 0.3, 0.5, channels**-0.5, 0.5, hidden**-0.5, 0.5
+    x = 2 * torch.randn(rows, channels, dtype=torch.float64) + 1
+    tensors = [torch.randn(s, dtype=torch.float64) * k for s, k in zip(shapes, scales, strict=True)]
+    tensors[0] += 1
+    tensors = [None if name in absent else t for name, t in zip(PARAMETERS, tensors, strict=True)]
+    return [None if t is None else t.to(DEVICE, dtype) for t in (x, *tensors)]
+
+
+def run(backend, tensors, *, double=False, **settings):
+    if double:
+        tensors = [None if t is None else t.double() for t in tensors]
+        settings = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in settings.items()}
+    with ck.use_backend(backend), torch.no_grad():
+        return ck.layer_norm_mlp(*tensors, **settings)
+
+
+def assert_backends_agree(tensors, **settings):
+    ours, exact = run("triton", tensors, **settings), run("reference", tensors, double=True, **settings)
+    assert ours.dtype == tensors[0].dtype
+    assert ours.is_contiguous()
+    if ours.dtype == torch.float64:
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+    else:
+        assert_accurate(ours, run("reference", tensors, **settings), exact)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
+@pytest.mark.parametrize("dtype", [*HALF_AND_SINGLE, torch.float64])
+def test_first_stage_of_cvt(dtype, approximate):
+    if DEVICE == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is for the interpreter")
+    assert_backends_agree(make(130, 64, 256, dtype=dtype), approximate=approximate)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+@pytest.mark.parametrize(
+    ("rows", "channels", "hidden"), [(1, 64, 256), (3, 20, 36), (130, 20, 36), (1, 1, 1), (40, 100, 70)]
+)
+def test_odd_sizes(rows, channels, hidden, dtype):
+    assert_backends_agree(make(rows, channels, hidden, dtype=dtype), approximate="quick")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "absent", [("norm_weight",), ("norm_bias", "fc1_bias"), ("fc2_bias",), PARAMETERS[:2] + PARAMETERS[3::2]]
+)
+def test_absent_parameters(absent, dtype):
+    assert_backends_agree(make(33, 24, 48, dtype=dtype, absent=absent))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shift_is_part_of_the_norm_only(dtype):
+    tensors = make(33, 24, 48, dtype=dtype)
+    shift = torch.randn(24, device=DEVICE, dtype=dtype)
+    assert_backends_agree(tensors, shift=shift, eps=1e-3)
+    shift += 100 * torch.arange(24, device=DEVICE)
+    assert (run("triton", tensors, shift=shift) != run("triton", tensors)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_shift_may_be_float32(dtype):
+    assert_backends_agree(make(20, 24, 48, dtype=dtype), shift=torch.randn(24, device=DEVICE))
+
+
+def test_leading_dimensions_and_strides():
+    x, *parameters = make(2 * 3 * 5, 16, 32)
+    x = x.view(2, 3, 5, 16)
+    strided = x.transpose(0, 2).contiguous().transpose(0, 2)
+    weights = [t if t is None or t.ndim == 1 else t.t().contiguous().t() for t in parameters]
+    out = run("triton", [strided, *weights])
+    assert out.shape == x.shape
+    torch.testing.assert_close(out, run("reference", [x, *parameters]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_element_is_written_and_none_beyond(dtype, monkeypatch):
+    x, *parameters = make(35, 20, 36, dtype=dtype)
+    guarded = torch.full((37 * 20,), torch.nan, dtype=dtype, device=DEVICE)
+    monkeypatch.setattr(forward.torch, "empty_like", lambda like: guarded[20:-20].view(like.shape))
+    out = run("triton", [x, *parameters])
+    assert not out.isnan().any()
+    assert guarded[:20].isnan().all()
+    assert guarded[-20:].isnan().all()
+
+
+def test_rows_that_are_not_finite_stay_apart():
+    x, *parameters = make(8, 24, 48, dtype=torch.float32)
+    expected = run("triton", [x, *parameters])
+    x[3] = torch.nan
+    out = run("triton", [x, *parameters])
+    assert out[3].isnan().all()
+    assert torch.equal(out[[0, 1, 2, 4, 5, 6, 7]], expected[[0, 1, 2, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("fwd_resident", torch.float16), ("fwd", torch.float32)])
+def test_programs_take_several_tiles(kernel, dtype):
+    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("weights are resident on sm_90")
+    config = common.LaunchConfig(block_rows=16, block_hidden=32, num_warps=4)
+    with common.overridden(kernel, config):
+        assert_backends_agree(make(100, 24, 80, dtype=dtype))
+
+
+def test_same_bits_every_time():
+    tensors = make(50, 64, 96, dtype=torch.float16)
+    assert torch.equal(run("triton", tensors), run("triton", tensors))
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.float16])
+def test_autocast(stream):
+    x, *parameters = make(20, 24, 48, dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.float16):
+        ours = run("triton", [x.to(stream), *parameters])
+        theirs = run("reference", [x.to(stream), *parameters])
+    exact = run("reference", [x.to(stream), *parameters], double=True)
+    assert ours.dtype == stream
+    assert_accurate(ours, theirs.to(stream), exact)
+
+
+def test_torch_compile():
+    """Autocast within the compiled function too."""
+    tensors = make(20, 24, 48, dtype=torch.float32)
+
+    def both(*args):
+        with torch.autocast(DEVICE, torch.float16):
+            mixed = ck.layer_norm_mlp(*args, approximate="tanh")
+        return mixed, ck.layer_norm_mlp(*args, approximate="tanh")
+
+    with ck.use_backend("triton"), torch.no_grad():
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        for ours, expected in zip(compiled(*tensors), both(*tensors), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def refusal(tensors, **settings):
+    with pytest.raises(ck.BackendUnavailable) as caught, ck.use_backend("triton"):
+        ck.layer_norm_mlp(*tensors, **settings)
+    return str(caught.value)
+
+
+def test_refusals():
+    x, *parameters = make(4, 24, 48)
+    assert "has no gradients" in refusal([x.requires_grad_(), *parameters])
+    with torch.no_grad():
+        assert "there are no rows" in refusal([x[:0], *parameters])
+        assert "rows have 129 channels, more than 128" in refusal(make(2, 129, 4))
+        assert "520 hidden features of 64 channels do not fit" in refusal(make(2, 64, 520))
+        run("triton", make(1, 64, 512))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+def test_launches_of_every_generation(capability, dtype):
+    x = torch.empty(1000, 64, dtype=dtype, device="meta")
+    weight = torch.empty(256, 64, dtype=dtype, device="meta")
+    chip = machine.Chip(capability, 10)
+    with machine.recorded_launches(chip) as launches:
+        forward.layer_norm_mlp_forward(
+            x, None, None, weight, None, weight.t(), None, None, 1e-5, "none", dtype
+        )
+    (launch,) = launches
+    kernel = "fwd_resident" if capability == 90 and dtype != torch.float32 else "fwd"
+    assert launch.kernel.__name__ == f"_layer_norm_mlp_{kernel}_kernel"
+    tiles = -(-1000 // launch.arguments["BLOCK_ROWS"])
+    assert launch.grid[0] in (tiles, min(tiles, 10), min(tiles, 20))
+
+
+def test_fast_exact_gelu_is_exact_enough():
+    """The polynomial inside of tanh, without the GPU's approximation of tanh itself."""
+    x = torch.linspace(-20, 20, 40001, dtype=torch.float64)
+    half = x / 2
+    square = (half * half).clamp(max=gelu._LARGEST_SQUARE.value)
+    linear, cubic, quintic = (
+        getattr(gelu, f"_EXACT_{name}").value for name in ("LINEAR", "CUBIC", "QUINTIC")
+    )
+    approximated = half + half * torch.tanh(half * (linear + square * (cubic + square * quintic)))
+    exact = torch.nn.functional.gelu(x)
+    assert (approximated - exact).abs().max() < 2.7e-5
+
+
+def test_unknown_configuration():
+    config = common.LaunchConfig(block_rows=16, block_hidden=32, num_warps=4)
+    expected = "kernel: got 'bwd', expected one of fwd, fwd_resident"
+    with pytest.raises(ValueError, match=expected), common.overridden("bwd", config):
+        pass
