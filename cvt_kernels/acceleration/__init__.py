@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..graphs import cached, change_class, ungraphed
 from .matching import (
     TABLE,
-    cached,
-    check_module,
     find_blocks,
     is_fused,
     original_class,
@@ -62,15 +61,15 @@ def accelerate(model: _Model) -> _Model:
         )
     for block, entry in supported:
         if entry.forward is not None and not is_fused(block):
-            block.__class__ = _fused_class(type(block), entry.key)
+            change_class(block, functools.partial(_fused_class, key=entry.key))
     return model
 
 
 def restore(model: _Model) -> _Model:
-    """Gives the blocks of an accelerated model their own classes back, in place.
+    """Gives the blocks of an accelerated model their own classes back, in place, and drops CUDA graphs.
 
     Args:
-        model: Any module; what was not accelerated stays as it is.
+        model: Any module; what was neither accelerated nor graphed stays as it is.
 
     Returns:
         The same object.
@@ -78,7 +77,7 @@ def restore(model: _Model) -> _Model:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    check_module(model)
+    ungraphed(model)
     for module in model.modules():
         if is_fused(module):
             module.__class__ = original_class(type(module))
