@@ -20,7 +20,7 @@ from cvt import PRESETS, create_model
 from cvt import commands as cli
 from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
 from cvt.commands.bench import results as result_files
-from cvt_kernels import backends, measure, proofs
+from cvt_kernels import backends, graphs, measure, proofs
 from tests.checks import not_built
 from tests.upstream import KERNELS_FIRST
 
@@ -99,6 +99,44 @@ def test_samples_and_facts(results):
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
     assert min(results["ceilings"].values()) > 1e7
+
+
+def test_graphs_are_measured_on_a_gpu_in_inference():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    plain = ["hf", "eager", "cvt", "accelerate"]
+    assert contenders.chosen(["eager"], gpu, train=False) == [*plain, *contenders.GRAPHED]
+    assert contenders.chosen(["eager"], gpu, train=True) == plain
+    assert contenders.chosen(["eager"], cpu, train=False) == plain
+
+
+def test_what_is_not_replayed_is_not_measured_as_a_graph(small, monkeypatch):
+    keys = ["hf", "cvt", *contenders.GRAPHED]
+    monkeypatch.setattr(measurements, "chosen", lambda peers, device, *, train: keys)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(measure, "product_rate", lambda device, dtype: 1e9)
+    measured = measurements.run(image_size=32, batch_sizes=(1,), rounds=1)
+    assert [row["contender"] for row in measured["batches"][0]["rows"]] == ["hf", "cvt"]
+    for key in contenders.GRAPHED:
+        note = "is not replayed as a CUDA graph: an argument is on cpu, not on an NVIDIA GPU"
+        assert measured["contenders"][key]["note"] == note
+        assert measured["contenders"][key]["ours"]
+    assert note in result_files.text(measured)
+
+
+def test_graphed_contenders_are_copies_without_parts(small):
+    ours = create_model("cvt_13").eval()
+    graphed = contenders.build_contender("cvt-graphed", None, ours)
+    assert graphs.is_graphed(graphed.model)
+    assert not graphs.is_graphed(ours)
+    assert not graphed.has_parts
+    launched = graphed.launched()
+    assert not graphs.is_graphed(launched.model)
+    assert graphs.is_graphed(graphed.model)
+    plain = contenders.build_contender("cvt", None, ours)
+    assert plain.launched() is plain
+    images = torch.randn(1, 3, 32, 32)
+    assert plain.why_not_graphed(images) is None
+    assert torch.equal(graphed.step(images), plain.step(images))
 
 
 def test_results_tell_what_served(results):
