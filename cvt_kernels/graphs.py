@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from . import backends, checks, verdicts
+from . import backends, checks, machine, verdicts
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -283,7 +283,7 @@ class _Graphs:
         args, kwargs = call.arguments(call.tensors)
         _busy.capturing = True
         try:
-            # On the current stream: verdicts are proven, Triton compiles, and the user's errors are raised.
+            # As the user called it: verdicts are proven, and errors of the user are raised.
             outputs = forward(*args, **kwargs)
             if snapshot.refresh_keys():  # weights were folded meanwhile
                 self._drop()
@@ -694,11 +694,12 @@ class _CudaCapture:
             # A capture that fails may leave its own stream behind as the current one.
             with torch.cuda.stream(current):
                 self._side.wait_stream(current)
-                with torch.cuda.stream(self._side):
+                with torch.cuda.stream(self._side), machine.rehearsed_capture():
                     for _ in range(2):
                         function()
                 current.wait_stream(self._side)
                 torch.clear_autocast_cache()
+                torch._C._cuda_clearCublasWorkspaces()  # or the graph would use one that is not its own
                 # Other threads may go on meanwhile with what a capture does not allow.
                 capture = torch.cuda.graph(
                     graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
@@ -715,6 +716,8 @@ class _CudaCapture:
                     if failure is not None:  # the end of the capture raises another error
                         raise failure from None
                     raise
+                finally:
+                    torch._C._cuda_clearCublasWorkspaces()
         self._graphs.add(graph)
         return outputs, graph
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs
-from tests.upstream import huggingface, logits, microsoft, ours
+from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
 
 class Tape(TorchDispatchMode):
@@ -808,3 +808,138 @@ def test_threads_take_turns(cuda, monkeypatch):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Lets kernels of this project serve whatever they can, without gradients and TF32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with ck.use_backend("triton", *KERNELS_FIRST), torch.no_grad():
+        yield
+
+
+def assert_close(model, *args, **kwargs):
+    """Asserts that a model is replayed, or captured, with the results of its copy without graphs."""
+    assert graphs.why_not_graphed(model, *args, **kwargs) is None
+    torch.testing.assert_close(
+        logits(model(*args, **kwargs)), logits(plain(model)(*args, **kwargs)), rtol=1e-3, atol=1e-3
+    )
+
+
+def random_images(batch, size=64):
+    return torch.randn(batch, 3, size, size, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+def test_gpu_replays(on_gpu, make):
+    model = ck.graphed(ck.accelerate(make().cuda().eval()), most=2)
+    for batch in (2, 2, 1, 2, 3, 1):
+        assert_close(model, random_images(batch))
+    held = logits(model(random_images(2)))
+    kept = held.clone()
+    model(random_images(2))
+    assert torch.equal(held, kept)
+
+
+@pytest.mark.gpu
+def test_gpu_auto_takes_what_it_chose_for_graphs(proving):
+    model = ck.graphed(ours().cuda().eval())
+    with torch.inference_mode():
+        for _ in range(3):
+            assert_close(model, random_images(2))
+
+
+@pytest.mark.gpu
+def test_gpu_weights_change(on_gpu):
+    model, x = ck.graphed(ours().cuda().eval()), random_images(2)
+    before = model(x)
+    next(model.parameters()).mul_(1.5)
+    assert_close(model, x)
+    assert not torch.equal(model(x), before)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+    expected = plain(model)(x)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
+    model.half()
+    for _ in range(2):
+        assert graphs.why_not_graphed(model, x.half()) is None
+        assert model(x.half()).dtype == torch.float16
+
+
+@pytest.mark.gpu
+def test_gpu_autocast(on_gpu):
+    model, x = ck.graphed(huggingface().cuda().eval()), random_images(2)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            got = logits(model(x))
+            expected = logits(plain(model)(x))
+        torch.cuda.empty_cache()  # casts of weights that a graph must not read are gone
+        torch.testing.assert_close(got.float(), expected.float(), rtol=0.05, atol=0.05)
+    assert_close(model, x)
+
+
+@pytest.mark.gpu
+def test_gpu_streams_and_threads(on_gpu):
+    model = ck.graphed(ours().cuda().eval())
+    expected, failures = plain(model), []
+
+    def work(seed):
+        try:
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+                generator = torch.Generator("cuda").manual_seed(seed)
+                for i in range(20):
+                    size = 1 + (seed + i) % 3, 3, 64, 64
+                    x = torch.randn(size, generator=generator, device="cuda")
+                    torch.testing.assert_close(model(x), expected(x), rtol=1e-3, atol=1e-3)
+        except BaseException as error:
+            failures.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class AsksTheHost(nn.Linear):
+    """A layer that waits for the GPU, which a capture does not allow."""
+
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+
+@pytest.mark.gpu
+def test_gpu_a_failed_capture_harms_nothing(on_gpu):
+    model, x = ck.graphed(AsksTheHost(4, 3).cuda().eval()), torch.randn(2, 4, device="cuda")
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="run without a CUDA graph: it cannot be captured"):
+        got = model(x)
+    torch.testing.assert_close(got, plain(model)(x))
+    torch.testing.assert_close(model(x), got)
+    assert torch.cuda.current_stream() == stream
+    other = ck.graphed(ours().cuda().eval())
+    for _ in range(2):
+        assert_close(other, random_images(1))
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_given_back(on_gpu):
+    model, x = ours().cuda().eval(), random_images(64)
+    model(x)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    ck.graphed(model)
+    model(x)
+    assert torch.cuda.memory_allocated() >= before + x.nbytes  # the graph's own images
+    ck.restore(model)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() <= before
