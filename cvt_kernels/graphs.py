@@ -289,14 +289,14 @@ class _Graphs:
                 self._drop()
             try:
                 # Before the capture, in which it would put what is never computed into their place.
-                self._check_same(snapshot, model)
+                if not (snapshot.keys_hold() and snapshot.holds(model)):
+                    raise NotReplayable("the forward replaces parameters, buffers or modules of the model")
                 if self._cuda is None or self._cuda.device != call.device:
                     self._drop()
                     self._cuda = _CudaCapture(call.device)
                 while len(self._graphs) >= self.most:
                     self._drop_oldest()
                 graph = _Graph(self._cuda, forward, call)
-                self._check_same(snapshot, model)
             except NotReplayable as error:
                 self._note_failure(key, str(error))
                 return outputs
@@ -318,11 +318,6 @@ class _Graphs:
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
         self._failures[key] = reason
-
-    @staticmethod
-    def _check_same(snapshot: _Snapshot, model: nn.Module) -> None:
-        if not (snapshot.keys_hold() and snapshot.holds(model)):
-            raise NotReplayable("the forward replaces parameters, buffers or modules of the model")
 
     def _drop(self) -> None:
         while self._graphs:
@@ -395,8 +390,10 @@ class _Call(NamedTuple):
     def kind(self) -> Any:
         """Returns what tells the call from those that another graph serves; hashable."""
         tensors = tuple((t.shape, t.stride(), t.dtype) for t in self.tensors)
-        # 1, 1.0 and True are equal, but a forward may not think so.
-        rest = tuple((type(leaf), leaf) for leaf in self.leaves)
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a forward may not think so.
+        rest = tuple(
+            (type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf) for leaf in self.leaves
+        )
         return tensors, rest, self.is_tensor, self.form
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -459,6 +456,8 @@ def _settings(device: torch.device, model: nn.Module) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
         (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         cuda.cudnn_sdp_enabled(),
@@ -571,9 +570,8 @@ def _why_modules_unknown(modules: list[nn.Module]) -> str | None:
 
 
 def _why_tensors_unknown(tensors: list[Tensor]) -> str | None:
-    kinds = (Tensor, nn.Parameter, nn.Buffer)
     for tensor in tensors:
-        if type(tensor) not in kinds or tensor.layout != torch.strided:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return "a parameter or buffer of the model is a subclass of a tensor, or sparse"
         if tensor.device.type == "meta":
             return "a parameter or buffer of the model is on the meta device"
@@ -615,7 +613,7 @@ class _Graph:
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Returns what the call computes of other tensors, in memory of its own."""
-        with torch.no_grad(), self._cuda.turn():
+        with torch.no_grad(), self._cuda.turn(self._inputs):
             for ours, theirs in zip(self._inputs, tensors, strict=True):
                 ours.copy_(theirs)
             self._recorded.replay()
@@ -722,11 +720,16 @@ class _CudaCapture:
         return outputs, graph
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Lets the work of a block begin on the current stream when that of the block before is done."""
+    def turn(self, memory: Sequence[Tensor]) -> Iterator[None]:
+        """Lets the work of a block begin on the current stream when that of the block before is done.
+
+        The memory of the graph's own tensors is not given to others before that work is done.
+        """
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
+            for tensor in memory:
+                tensor.record_stream(stream)
             try:
                 yield
             finally:

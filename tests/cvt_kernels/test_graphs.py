@@ -78,7 +78,7 @@ class FakeCapture:
         return outputs, tape
 
     @contextlib.contextmanager
-    def turn(self):
+    def turn(self, memory):
         yield
 
     def release(self, tape):
@@ -239,6 +239,14 @@ def test_a_call_of_another_kind_has_a_graph_of_its_own(cuda, name):
     assert all(map(torch.equal, tensors(outputs), tensors(expected)))
     model(x, scale=1.0)
     assert captures(cuda) == 2
+
+
+def test_the_sign_of_zero_tells_calls_apart(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    for scale in (0.0, -0.0, float("nan"), float("nan")):
+        got, expected = model(x, scale=scale), plain(model)(x, scale=scale)
+        assert torch.equal(got.signbit(), expected.signbit())
+    assert captures(cuda) == 3
 
 
 def tensors(tree):
@@ -784,7 +792,7 @@ def test_threads_take_turns(cuda, monkeypatch):
     inside, failures = [], []
 
     @contextlib.contextmanager
-    def turn(self):
+    def turn(self, memory):
         inside.append(threading.get_ident())
         assert len(set(inside)) == 1, "two replays at once"
         yield
