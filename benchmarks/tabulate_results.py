@@ -35,7 +35,7 @@ SUITES = {
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
 }
-OURS = ("native", "triton", "cvt", "cvt-graph", "cvt-compile", "accelerate")
+OURS = ("native", "triton", "cvt", "cvt-compile", "accelerate", "cvt-graphed", "accelerate-graphed")
 INTRODUCTION = """\
 # Results
 

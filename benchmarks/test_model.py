@@ -1,7 +1,7 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
-The contenders are those of ``cvt bench``, and ours compiled and replayed as a CUDA graph. The time is the
-wall clock's; for small batches on a GPU most of it is the host's. Ours run under ``auto``, which proves what
+The contenders are those of ``cvt bench``, and ours compiled. The time is the wall clock's; for small batches
+on a GPU most of it is the host's, unless a CUDA graph is replayed. Ours run under ``auto``, which proves what
 it needs in a first run that is not timed.
 """
 
@@ -19,6 +19,7 @@ import cvt_kernels as ck
 from cvt import CvTConfig
 from cvt.commands.bench.contenders import (
     COMPILED,
+    GRAPHED,
     HUGGINGFACE,
     OURS,
     build_contender,
@@ -29,7 +30,6 @@ from cvt.commands.bench.contenders import (
     training_step,
 )
 from cvt.evaluation import cost
-from cvt_kernels import measure
 
 from . import suites
 
@@ -74,7 +74,7 @@ def names(training):
     plain = ["hf", "accelerate"] if theirs else ["eager"]
     plain.append("cvt")
     if suites.CUDA and not training:
-        plain.append("cvt-graph")
+        plain += [name for name in GRAPHED if theirs or name not in HUGGINGFACE]
     if suites.TINY:
         return plain
     compiled = ["compile", "cvt-compile"] if theirs else ["cvt-compile"]
@@ -118,9 +118,8 @@ def build(model, name, dtype, training):
     if training and dtype != torch.float64:
         dtype = torch.float32
     ours, theirs = originals(model)
-    key = "cvt" if name == "cvt-graph" else name
-    module = copy.deepcopy(theirs if key in HUGGINGFACE else ours).to(suites.DEVICE, dtype).train(training)
-    return build_contender(key, module, module)
+    module = copy.deepcopy(theirs if name in HUGGINGFACE else ours).to(suites.DEVICE, dtype).train(training)
+    return build_contender(name, module, module)
 
 
 def infer(module, x):
@@ -174,9 +173,9 @@ def run(module, x, dtype):
     return step(module, x, dtype) if module.training else [infer(module, x)]
 
 
-def prove(contender, x, dtype):
+def prove(module, x, dtype):
     """Lets ``auto`` prove what a model needs, before it is compiled or timed; returns operator → backends."""
-    module = getattr(contender.model, "_orig_mod", contender.model)  # of a compiled one, what it is made of
+    module = getattr(module, "_orig_mod", module)  # of a compiled one, what it is made of
     return suites.backends_serving(functools.partial(run, module, x, dtype))
 
 
@@ -195,7 +194,8 @@ def test_model(benchmark, model, mode, batch, dtype, name):
         x = images(model, batch, dtype, training)
         call = functools.partial(run, contender.model, x, dtype)
         with ck.use_backend(*contender.backends), compiling:
-            proven = {} if contender.backends == ("reference",) else prove(contender, x, dtype)
+            launched = contender.launched().model  # a replay calls no backend and allocates nothing
+            proven = {} if contender.backends == ("reference",) else prove(launched, x, dtype)
             few = min(batch, CHECKED if training else 2)
             if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
@@ -212,10 +212,10 @@ def test_model(benchmark, model, mode, batch, dtype, name):
             }
             if name in OURS:  # graphs may take other backends
                 facts["backends"] = proven
-            if name == "cvt-graph":
-                facts["peak_memory_bytes"] = suites.peak_memory(call)  # a replay allocates nothing
-                call = measure.graph_replay(call)
-                assert call is not None, "the forward cannot be captured"
+            if name in GRAPHED:
+                facts["peak_memory_bytes"] = suites.peak_memory(functools.partial(run, launched, x, dtype))
+                call()
+                assert contender.why_not_graphed(x) is None
             passes = 3 if training else 1
             operations = passes * batch * operations_per_image(model)
             suites.record(benchmark, call, facts, operations=operations, host=True)

@@ -7,6 +7,7 @@ from . import reference
 from .acceleration import accelerate, restore
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
+from .graphs import graphed
 from .ops.attention import attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
@@ -40,6 +41,7 @@ __all__ = [
     "doctor",
     "fallbacks",
     "gelu",
+    "graphed",
     "layer_norm",
     "layer_norm_gelu",
     "layer_norm_mlp",

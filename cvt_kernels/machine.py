@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import ModuleType
@@ -204,9 +205,28 @@ def _nvcc() -> str:
     return f"{release.split(',')[0].strip()} ({path})"
 
 
+class _Rehearsal(threading.local):
+    """A note in each thread whether its work is a rehearsal of a capture."""
+
+    is_on = False
+
+
+_rehearsal = _Rehearsal()
+
+
 def is_capturing(x: Tensor) -> bool:
-    """Says whether work on a tensor is being captured in a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Says whether work on a tensor is being captured in a CUDA graph, or is a rehearsal of that."""
+    return x.is_cuda and (_rehearsal.is_on or torch.cuda.is_current_stream_capturing())
+
+
+@contextlib.contextmanager
+def rehearsed_capture() -> Iterator[None]:
+    """Lets this thread launch what it would capture, so that all of it is compiled and loaded before."""
+    previous, _rehearsal.is_on = _rehearsal.is_on, True
+    try:
+        yield
+    finally:
+        _rehearsal.is_on = previous
 
 
 # Launching Triton kernels ---------------------------------------------------------------------------------

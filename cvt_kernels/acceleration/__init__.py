@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..graphs import cached, change_class, ungraphed
 from .freezing import STAGES, find_stages, graph_key, try_to_serve, why_not_freezable
 from .matching import (
     TABLE,
-    cached,
-    check_module,
     find_blocks,
     is_fused,
     original_class,
@@ -73,10 +72,10 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     stages = _freezable_stages(model) if freeze else []
     for block, entry in supported:
         if entry.forward is not None and not is_fused(block):
-            block.__class__ = _fused_class(type(block), entry.key)
+            change_class(block, functools.partial(_fused_class, key=entry.key))
     for stage, key in stages:
         if not is_fused(stage):
-            stage.__class__ = _frozen_class(type(stage), key)
+            change_class(stage, functools.partial(_frozen_class, key=key))
     return model
 
 
@@ -107,10 +106,10 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Gives the blocks and stages of an accelerated model their own classes back, in place.
+    """Gives blocks and stages of an accelerated model their own classes back, in place, and drops CUDA graphs.
 
     Args:
-        model: Any module; what was not accelerated stays as it is.
+        model: Any module; what was neither accelerated nor graphed stays as it is.
 
     Returns:
         The same object.
@@ -118,7 +117,7 @@ def restore(model: _Model) -> _Model:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    check_module(model)
+    ungraphed(model)
     for module in model.modules():
         if is_fused(module):
             module.__class__ = original_class(type(module))

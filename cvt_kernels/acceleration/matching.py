@@ -7,18 +7,15 @@ submodule may have been replaced or got a hook in between.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
+from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import huggingface, microsoft, ours
 from .entries import BlockEntry, BypassedPart
 from .fused import why_must_be_called
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {
@@ -165,23 +162,16 @@ def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | Non
 # Classes without fused forwards ---------------------------------------------------------------------------
 
 
-def cached(function: _Function) -> _Function:
-    """Remembers the results of a function whose arguments are classes."""
-    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
-
-
 @cached
 def original_class(cls: Any) -> Any:
-    """Returns a class without fused forwards, its own or its bases' (``fully_shard`` derives from ours)."""
-    if "_cvt_kernels_original" in vars(cls):
-        return vars(cls)["_cvt_kernels_original"]
-    bases = tuple(map(original_class, cls.__bases__))
-    if bases == cls.__bases__:
-        return cls
-    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, bases, members)
+    """Returns a class without fused forwards and CUDA graphs, its own or its bases'."""
+    for mark in (UNGRAPHED, "_cvt_kernels_original"):
+        if mark in vars(cls):
+            return original_class(vars(cls)[mark])
+    # fully_shard derives from ours
+    return with_bases(cls, tuple(map(original_class, cls.__bases__)))
 
 
 def is_fused(block: nn.Module) -> bool:
     """Says whether the class of a block has a fused forward."""
-    return original_class(type(block)) is not type(block)
+    return original_class(type(block)) is not ungraphed_class(type(block))

@@ -1,5 +1,8 @@
 """The facts of the machine, the loading of the extension, and the reasons why there is none."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -83,3 +86,19 @@ def test_gpus_that_the_extension_was_not_built_for(
     monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
     got = machine._why_cuda_unavailable(built_with, architectures)
     assert got is None if reason is None else reason in got
+
+
+def test_a_rehearsal_counts_as_a_capture_in_its_thread():
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), torch.zeros(1)
+    with machine.rehearsed_capture():
+        assert machine.is_capturing(on_gpu)
+        assert not machine.is_capturing(on_cpu)
+        with machine.rehearsed_capture():
+            pass
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(machine._rehearsal.is_on))
+        thread.start()
+        thread.join()
+        assert machine.is_capturing(on_gpu)
+        assert seen == [False]
+    assert not machine._rehearsal.is_on

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt import create_model
 from cvt_kernels.acceleration.matching import TABLE
 from tests.checks import python_blocks, run_blocks
 
@@ -23,6 +24,16 @@ def test_accelerate_page(capsys):
     assert printed.rstrip().splitlines()[-1].startswith("tensor(")
     assert not any("cvt_kernels" in str(node.target) for node in names["program"].graph.nodes)
     assert torch.isfinite(names["loss"])
+
+
+def test_graphs_page():
+    text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
+    names = run_blocks(python_blocks(text))
+    assert names["logits"].shape == (2, 2)
+    assert f'`"{names["why_not"]}"`' in text
+    with torch.device("meta"):
+        model = create_model("cvt_13")
+    assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text
 
 
 def test_accelerate_page_lists_every_class():

@@ -27,6 +27,7 @@ FLOORS = (
     {"cvt_kernels.backends"},
     {"cvt_kernels.dispatch"},
     {"cvt_kernels.ops"},
+    {"cvt_kernels.graphs"},
     {"cvt_kernels.acceleration"},
     {"cvt_kernels.diagnosis"},
     {"cvt_kernels"},

@@ -6,13 +6,14 @@ import contextlib
 import copy
 import importlib
 import tempfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import accelerate, backends
+from cvt_kernels import accelerate, backends, graphed, graphs
 
 from ...checkpoints import read_checkpoint, save_huggingface
 from ...config import CvTConfig
@@ -27,15 +28,19 @@ PEERS = {
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
 }
-#: What this project offers instead; always measured.
+#: What this project offers instead; always measured, graphs where there can be any.
 OURS = {
     "cvt": "the model of cvt",
     "accelerate": "Hugging Face's after cvt_kernels.accelerate",
+    "cvt-graphed": "the model of cvt after cvt_kernels.graphed: replays of a CUDA graph",
+    "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate and graphed",
 }
+#: Contenders that are replayed as CUDA graphs.
+GRAPHED = ("cvt-graphed", "accelerate-graphed")
 #: Contenders that torch.compile makes, and its mode. ``cvt-compile``, our model, is for benchmarks/ only.
 COMPILED = {"compile": None, "compile-max": "max-autotune", "cvt-compile": None}
 #: Contenders that are made of Hugging Face's model.
-HUGGINGFACE = ("hf", "compile", "compile-max", "accelerate")
+HUGGINGFACE = ("hf", "compile", "compile-max", "accelerate", "accelerate-graphed")
 
 
 class Contender(NamedTuple):
@@ -45,7 +50,7 @@ class Contender(NamedTuple):
         key: Its name in ``--peers``, tables and files.
         model: Takes images (B, 3, H, W).
         backends: The backends that it asks for.
-        has_parts: Whether hooks can tell its parts apart; a compiled graph has no place for them.
+        has_parts: Whether hooks can tell its parts apart; a graph has no place for them.
     """
 
     key: str
@@ -59,6 +64,32 @@ class Contender(NamedTuple):
             if not self.model.training:
                 return logits_of(self.model(images))
             return training_step(self.model, images).logits
+
+    def why_not_graphed(self, images: Tensor) -> str | None:
+        """Says why a contender that is to be replayed as a CUDA graph is not; None for others."""
+        if self.key not in GRAPHED:
+            return None
+        with backends.use_backend(*self.backends), torch.no_grad():
+            return graphs.why_not_graphed(self.model, images)
+
+    def launched(self) -> Contender:
+        """Returns a copy whose kernels are launched one by one, of one that is replayed; itself of others."""
+        if self.key not in GRAPHED:
+            return self
+        return self._replace(model=graphs.ungraphed(copy.deepcopy(self.model)))
+
+
+def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
+    """Lists the contenders of a measurement: some peers, and ours as far as they can run.
+
+    Args:
+        peers: Keys of ``PEERS`` besides ``"hf"``.
+        device: The device; CUDA graphs are for NVIDIA GPUs.
+        train: Whether training steps are measured, for which no graph is captured.
+    """
+    with_graphs = device.type == "cuda" and not train
+    ours = [key for key in OURS if with_graphs or key not in GRAPHED]
+    return [key for key in PEERS if key == "hf" or key in peers] + ours
 
 
 class TrainingStep(NamedTuple):
@@ -156,9 +187,11 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contende
     if key in COMPILED:
         # Every batch size gets code of its own, as the peer's users would have it.
         model = torch.compile(copy.deepcopy(model), mode=COMPILED[key], dynamic=False)
-    elif key == "accelerate":
+    elif key.startswith("accelerate"):
         model = accelerate(copy.deepcopy(model))
-    return Contender(key, model, requested, has_parts=key not in COMPILED)
+    if key in GRAPHED:
+        model = graphed(copy.deepcopy(model))
+    return Contender(key, model, requested, has_parts=key not in (*COMPILED, *GRAPHED))
 
 
 def freezing() -> tuple[Any, str]:

@@ -36,6 +36,7 @@ from .contenders import (
     build_contender,
     build_huggingface,
     build_ours,
+    chosen,
     freezing,
     huggingface_class,
 )
@@ -97,7 +98,7 @@ def run(
     # Of the rounded weights, since their rounding is nobody's error.
     exact = Contender("float64", copy.deepcopy(hf).double(), ("reference",), has_parts=False)
     ours = copy.deepcopy(original).to(device, DTYPES[dtype]).train(train)
-    keys = [key for key in PEERS if key == "hf" or key in peers] + list(OURS)
+    keys = chosen(peers, device, train=train)
     contenders = [build_contender(key, hf, ours) for key in keys]
     about, compiling = _about(keys, freeze=device.type == "cpu" and not train)
     batches = []
@@ -236,6 +237,9 @@ def _parities(
                 raise
             reason = (str(failure).splitlines() or ["no reason given"])[0]
             about[contender.key]["note"] = f"fails: {type(failure).__name__}: {reason}"
+            continue
+        if (not_graphed := contender.why_not_graphed(batches[0])) is not None:
+            about[contender.key]["note"] = f"is not replayed as a CUDA graph: {not_graphed}"
             continue
         parity = _parity(logits, truth, _gradient_norms(contender.model), true_norms)
         hugging_faces = hugging_faces or parity  # the first is Hugging Face's

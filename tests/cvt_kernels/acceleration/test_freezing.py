@@ -385,7 +385,9 @@ def test_stages_that_cannot_be_frozen_are_refused():
     model = microsoft().eval()
     for stage in stages_of(model):
         stage.get_submodule("blocks.0.mlp.fc1").register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"none of the 3 stages .*stage0: blocks.0.mlp.fc1 has forward hooks"):
+    with pytest.raises(
+        ValueError, match=r"none of the 3 stages .*stage0: blocks.0.mlp.fc1 has forward hooks"
+    ):
         ck.accelerate(model, freeze=True)
 
 
@@ -439,7 +441,12 @@ def test_coverage_names_the_operators():
     rows = rows_of_stages(fused)
     assert [row.path for row in rows] == ["stage0", "stage1", "stage2"]
     with ck.use_backend("reference"):
-        assert list(rows_of_stages(fused)[0].backends) == ["layer_norm", "conv_projection", "attention", "gelu"]
+        assert list(rows_of_stages(fused)[0].backends) == [
+            "layer_norm",
+            "conv_projection",
+            "attention",
+            "gelu",
+        ]
     parts = freezing.STAGES["cvt Stage"].parts(stages_of(fused)[0])
     on_gpu = stages.operators_of(parts, "cuda")
     assert on_gpu == (

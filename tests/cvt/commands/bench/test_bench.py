@@ -1,6 +1,7 @@
 """Tests of ``cvt bench``: what it measures, its files, its comparison and its page."""
 
 import base64
+import copy
 import dataclasses
 import io
 import json
@@ -14,13 +15,14 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt import commands as cli
 from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
 from cvt.commands.bench import results as result_files
-from cvt_kernels import backends, measure, proofs
+from cvt_kernels import backends, graphs, measure, proofs
 from tests.checks import not_built
 from tests.upstream import KERNELS_FIRST
 
@@ -99,6 +101,46 @@ def test_samples_and_facts(results):
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
     assert min(results["ceilings"].values()) > 1e7
+
+
+def test_graphs_are_measured_on_a_gpu_in_inference():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    plain = ["hf", "eager", "cvt", "accelerate"]
+    assert contenders.chosen(["eager"], gpu, train=False) == [*plain, *contenders.GRAPHED]
+    assert contenders.chosen(["eager"], gpu, train=True) == plain
+    assert contenders.chosen(["eager"], cpu, train=False) == plain
+
+
+def test_what_is_not_replayed_is_not_measured_as_a_graph(small):
+    keys, ours, photos = ["cvt", "cvt-graphed"], create_model("cvt_13").eval(), torch.randn(2, 3, 32, 32)
+    about = {key: {"note": None} for key in keys}
+    parities = measurements._parities(
+        [contenders.build_contender(key, None, ours) for key in keys],
+        contenders.Contender("float64", copy.deepcopy(ours).double(), ("reference",), has_parts=False),
+        photos,
+        (photos,),
+        about,
+        tqdm(disable=True),
+    )
+    assert [each.key for each, _ in parities] == ["cvt"]
+    note = "is not replayed as a CUDA graph: an argument is on cpu, not on an NVIDIA GPU"
+    assert about == {"cvt": {"note": None}, "cvt-graphed": {"note": note}}
+
+
+def test_graphed_contenders_are_copies_without_parts(small):
+    ours = create_model("cvt_13").eval()
+    graphed = contenders.build_contender("cvt-graphed", None, ours)
+    assert graphs.is_graphed(graphed.model)
+    assert not graphs.is_graphed(ours)
+    assert not graphed.has_parts
+    launched = graphed.launched()
+    assert not graphs.is_graphed(launched.model)
+    assert graphs.is_graphed(graphed.model)
+    plain = contenders.build_contender("cvt", None, ours)
+    assert plain.launched() is plain
+    images = torch.randn(1, 3, 32, 32)
+    assert plain.why_not_graphed(images) is None
+    assert torch.equal(graphed.step(images), plain.step(images))
 
 
 def test_results_tell_what_served(results):

@@ -1,0 +1,953 @@
+"""Tests of CUDA graphs: on a CPU with a tape of PyTorch's operators in the place of CUDA, and on a GPU.
+
+The tape, like a graph, computes what was recorded from the memory that was recorded, whatever has become of
+the model since.
+"""
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import pickle
+import threading
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import cvt_kernels as ck
+from cvt_kernels import graphs
+from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
+
+
+class Tape(TorchDispatchMode):
+    """A recording of operators, which replays them into the memory of the recorded results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.made, self.replays = [], set(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        leaves, form = pytree.tree_flatten((args, kwargs or {}))
+        # An alias of the weights: it does not follow the parameter to other memory.
+        leaves = [self._kept(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.made.update(id(each) for each in pytree.tree_leaves(outputs))
+        self.calls.append((function, leaves, form, outputs))
+        return outputs
+
+    def _kept(self, tensor):
+        return tensor if id(tensor) in self.made else tensor.detach()
+
+    def replay(self):
+        self.replays += 1
+        for function, leaves, form, outputs in self.calls:
+            args, kwargs = pytree.tree_unflatten(leaves, form)
+            again = function(*args, **kwargs)
+            if all(each.alias_info is None for each in function._schema.returns):
+                for old, new in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+
+class FakeCapture:
+    """A stand-in for the calls of CUDA, which takes CPU tensors and notes what is asked of it."""
+
+    device_type = "cpu"
+    tapes: ClassVar[list[Tape]] = []
+    released: ClassVar[list[Tape]] = []
+
+    def __init__(self, device):
+        self.device = device
+
+    @staticmethod
+    def is_capturing():
+        return False
+
+    def record(self, function):
+        function()
+        with Tape() as tape:
+            outputs = function()
+        self.tapes.append(tape)
+        return outputs, tape
+
+    @contextlib.contextmanager
+    def turn(self, memory):
+        yield
+
+    def release(self, tape):
+        self.released.append(tape)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Puts the tape in the place of CUDA; returns the class that counts."""
+    monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
+    monkeypatch.setattr(FakeCapture, "tapes", [])
+    monkeypatch.setattr(FakeCapture, "released", [])
+    with ck.use_backend("reference"), torch.no_grad():
+        yield FakeCapture
+
+
+class Toy(nn.Module):
+    """A model whose square weight can be transposed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x, scale=1.0, extra=None, as_dict=False):
+        x = self.second(self.norm(self.first(x)).relu()) * scale
+        if extra is not None:
+            x = x + extra
+        return {"x": x, "scale": scale} if as_dict else x
+
+
+def toy(**settings):
+    return ck.graphed(Toy().eval(), **settings)
+
+
+def plain(model):
+    """Returns a copy without graphs."""
+    return graphs.ungraphed(copy.deepcopy(model))
+
+
+def captures(cuda):
+    return len(cuda.tapes)
+
+
+def replays(cuda):
+    return sum(tape.replays for tape in cuda.tapes)
+
+
+def assert_same(model, *args, **kwargs):
+    """Asserts that a model and its copy without graphs return the same bits; returns what it returned."""
+    got, expected = model(*args, **kwargs), plain(model)(*args, **kwargs)
+    leaves, form = pytree.tree_flatten(got)
+    expected_leaves, expected_form = pytree.tree_flatten(expected)
+    assert form == expected_form
+    for a, b in zip(leaves, expected_leaves, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert torch.equal(a, b)
+            assert a.dtype == b.dtype
+        else:
+            assert a == b
+    return got
+
+
+# Replays --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "accelerated"), [(huggingface, False), (huggingface, True), (microsoft, True), (ours, False)]
+)
+def test_models_are_replayed(cuda, make, accelerated):
+    model = make().eval()
+    if accelerated:
+        ck.accelerate(model)
+    assert ck.graphed(model) is model
+    for _ in range(3):
+        assert_same(model, torch.randn(2, 3, 32, 48))
+    assert (captures(cuda), replays(cuda)) == (1, 3)
+
+
+def test_keywords_and_outputs_of_hugging_face(cuda):
+    model = ck.graphed(huggingface().eval())
+    images, labels = torch.randn(2, 3, 32, 32), torch.tensor([3, 4])
+    settings = {"labels": labels, "output_hidden_states": True}
+    for _ in range(2):
+        out = assert_same(model, pixel_values=images, **settings)
+    assert type(out).__name__ == "ImageClassifierOutputWithNoAttention"
+    assert len(out.hidden_states) == 3
+    assert out.loss.ndim == 0
+    assert type(assert_same(model, pixel_values=images, return_dict=False)) is tuple
+    assert (captures(cuda), replays(cuda)) == (2, 3)
+    model.config.output_hidden_states = True  # is seen, though it is no argument
+    assert assert_same(model, pixel_values=images, labels=labels).hidden_states is not None
+
+
+def test_results_stay_what_they_are(cuda):
+    model = toy()
+    one, two = torch.randn(2, 4), torch.randn(2, 4)
+    first = model(one)
+    kept = first.clone()
+    second = model(two)
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+    assert not first.requires_grad
+    assert captures(cuda) == 1
+
+
+class Twice(nn.Module):
+    """A model whose outputs are one tensor, twice, and an argument."""
+
+    def forward(self, x):
+        y = x + 1
+        return y, {"again": y, "x": x, "name": "y"}
+
+
+def test_an_output_that_comes_twice_is_copied_once(cuda):
+    model = ck.graphed(Twice().eval())
+    x = torch.randn(3)
+    y, rest = assert_same(model, x)
+    assert rest["again"] is y
+    assert rest["x"] is not x  # a copy, as all outputs
+
+
+def test_inference_mode_and_no_grad_share_a_graph(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    with torch.inference_mode():
+        assert model(x).is_inference()
+        inference = torch.randn(2, 4)
+    assert not assert_same(model, inference).is_inference()
+    with torch.inference_mode():
+        assert_same(model, x)
+    assert captures(cuda) == 1
+
+
+# Kinds of calls -------------------------------------------------------------------------------------------
+
+KINDS = {
+    "batch": lambda model, x: model(torch.randn(5, 4)),
+    "strides": lambda model, x: model(torch.randn(4, 2).t()),
+    "setting": lambda model, x: model(x, scale=2.0),
+    "type of a setting": lambda model, x: model(x, scale=True),
+    "no keyword": lambda model, x: model(x, 1.0),
+    "another tensor": lambda model, x: model(x, extra=torch.ones(3)),
+    "form of the outputs": lambda model, x: model(x, as_dict=True),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_call_of_another_kind_has_a_graph_of_its_own(cuda, name):
+    model, x = toy(), torch.randn(2, 4)
+    model(x, scale=1.0)
+    for expected in (2, 2):
+        outputs = KINDS[name](model, x)
+        assert captures(cuda) == expected
+    torch.manual_seed(1)
+    outputs = KINDS[name](model, x)
+    torch.manual_seed(1)
+    expected = KINDS[name](plain(model), x)
+    assert all(map(torch.equal, tensors(outputs), tensors(expected)))
+    model(x, scale=1.0)
+    assert captures(cuda) == 2
+
+
+def test_the_sign_of_zero_tells_calls_apart(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    for scale in (0.0, -0.0, float("nan"), float("nan")):
+        got, expected = model(x, scale=scale), plain(model)(x, scale=scale)
+        assert torch.equal(got.signbit(), expected.signbit())
+    assert captures(cuda) == 3
+
+
+def tensors(tree):
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def test_settings_around_a_call(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    assert model(x).dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            for _ in range(2):
+                assert assert_same(model, x).dtype == dtype
+    assert captures(cuda) == 3
+    with ck.use_backend("sdpa", "reference"):
+        assert_same(model, x)
+    assert captures(cuda) == 4
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same(model, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert captures(cuda) == 5
+
+
+def test_weights_are_cast_in_every_replay_under_autocast(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(model)(x)
+        model.requires_grad_(True)
+        model.first(x)  # fills autocast's cache with casts of the weights
+        model(x)
+        model.first.weight.mul_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(model, x)
+    assert captures(cuda) == 1
+
+
+def test_the_least_recently_used_graph_is_dropped(cuda):
+    model = toy(most=2)
+    one, two, three = (torch.randn(n, 4) for n in (1, 2, 3))
+    for x in (one, two, one, three):  # drops two
+        assert_same(model, x)
+    assert cuda.released == [cuda.tapes[1]]
+    assert_same(model, one)
+    assert captures(cuda) == 3
+    assert_same(model, two)  # drops three
+    assert captures(cuda) == 4
+    assert cuda.released == [cuda.tapes[1], cuda.tapes[2]]
+
+
+# Weights --------------------------------------------------------------------------------------------------
+
+IN_PLACE = {
+    "copy_": lambda model: model.first.weight.copy_(torch.randn(4, 4)),
+    "mul_": lambda model: model.second.bias.mul_(3),
+    "buffer": lambda model: model.norm.running_mean.add_(1),
+    "load_state_dict": lambda model: model.load_state_dict(Toy().state_dict()),
+    "optimizer": lambda model: step(model),
+}
+
+
+def step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.train()
+    with torch.enable_grad():
+        model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    model.eval()
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_updates_in_place_are_seen_without_another_capture(cuda, name):
+    model, x = toy(), torch.randn(2, 4)
+    before = model(x)
+    IN_PLACE[name](model)
+    assert not torch.equal(assert_same(model, x), before)
+    assert captures(cuda) == 1
+
+
+def set_data(model):
+    model.first.weight.data = torch.randn(4, 4)
+
+
+def transpose_data(model):
+    model.first.weight.data = model.first.weight.data.t()
+
+
+def replace_parameter(model):
+    model.first.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def replace_module(model):
+    model.second = nn.Linear(4, 3).eval()
+
+
+def replace_inner_class(model):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.second.__class__ = Doubled
+
+
+def remove_bias(model):
+    model.first.bias = None
+
+
+REPLACED = {
+    "data": set_data,
+    "data of the same memory": transpose_data,
+    "parameter": replace_parameter,
+    "no parameter": remove_bias,
+    "buffer": lambda model: setattr(model.norm, "running_mean", torch.randn(4)),
+    "module": replace_module,
+    "class": replace_inner_class,
+    "assign": lambda model: model.load_state_dict(Toy().state_dict(), assign=True),
+    "activation": lambda model: setattr(model, "norm", nn.Identity().eval()),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_is_captured_again(cuda, name):
+    model, x = toy(), torch.randn(2, 4)
+    before = model(x)
+    REPLACED[name](model)
+    assert graphs.why_not_graphed(model, x).startswith("weights or modules were replaced")
+    assert not torch.equal(assert_same(model, x), before)
+    assert cuda.released == cuda.tapes[:1]
+    assert graphs.why_not_graphed(model, x) is None
+    for _ in range(2):
+        assert not torch.equal(assert_same(model, x), before)
+    assert captures(cuda) == 2
+
+
+def test_moved_weights_are_captured_again_at_once(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model(x)
+    assert model.double() is model
+    assert cuda.released == cuda.tapes
+    assert assert_same(model, x.double()).dtype == torch.float64
+    assert captures(cuda) == 2
+    model.float()
+    model.first.to(torch.float64).to(torch.float32)  # of a part
+    for _ in range(2):
+        assert_same(model, x)
+
+
+def test_weights_that_differ_in_every_call_are_not_captured_again(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model(x)
+    for _ in range(4):
+        weights = {name: torch.randn_like(tensor) for name, tensor in model.named_parameters()}
+        got = torch.func.functional_call(model, weights, x)
+        assert torch.equal(got, torch.func.functional_call(plain(model), weights, x))
+    assert captures(cuda) == 1
+
+
+class Folded(nn.Linear):
+    """A layer that computes from a copy of its weight, made anew whenever that has been changed."""
+
+    def _cvt_kernels_graph_key(self):
+        return self.weight._version
+
+    def forward(self, x):
+        if getattr(self, "_folded_at", None) != self.weight._version:
+            self._folded, self._folded_at = 2 * self.weight.detach(), self.weight._version
+        return nn.functional.linear(x, self._folded, self.bias)
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_a_key_of_a_module_is_part_of_what_must_hold(cuda, is_root):
+    layer, x = Folded(4, 3), torch.randn(2, 4)
+    model = ck.graphed((layer if is_root else nn.Sequential(nn.ReLU(), layer)).eval())
+    before = assert_same(model, x)
+    layer.weight.mul_(2)
+    assert not torch.equal(assert_same(model, x), before)
+    for _ in range(2):
+        assert_same(model, x)
+    assert captures(cuda) == 2
+
+
+# Calls that are left alone --------------------------------------------------------------------------------
+
+
+class Elsewhere(torch.Tensor):
+    """A subclass of a tensor."""
+
+
+class Config:
+    """An argument that could hold anything."""
+
+
+def hooked(model):
+    model.first.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def pre_hooked(model):
+    model.second.register_forward_pre_hook(lambda module, args: None)
+
+
+def own_forward(model):
+    model.second.forward = lambda x: x[:, :3]
+
+
+LEFT_ALONE = {
+    "the model is in training mode": lambda model, x: ([model.train()], (x,))[1],
+    "a module of the model is in training mode": lambda model, x: ([model.norm.train()], (x,))[1],
+    "a module of the model has forward hooks": lambda model, x: ([hooked(model)], (x,))[1],
+    "a module of the model has a forward of its own": lambda model, x: ([own_forward(model)], (x,))[1],
+    "none of its arguments is a tensor": lambda model, x: (),
+    "it has an argument of type Config": lambda model, x: (x, 1.0, None, Config()),
+    "an argument is a subclass": lambda model, x: (x.as_subclass(Elsewhere),),
+    "an argument is on meta": lambda model, x: (x.to("meta"),),
+    "the model is a replica": lambda model, x: ([setattr(model, "_is_replica", True)], (x,))[1],
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_ALONE)
+def test_a_call_that_is_left_alone(cuda, reason):
+    model, x = toy(), torch.randn(2, 4)
+    args = LEFT_ALONE[reason](model, x)
+    assert graphs.why_not_graphed(model, *args).startswith(reason)
+    if args and args[0].device.type != "meta":
+        expected = plain(model)(*args)
+        for _ in range(2):
+            model.norm.load_state_dict(Toy().norm.state_dict())  # training changes it
+            assert torch.equal(pytree.tree_leaves(model(*args))[0], pytree.tree_leaves(expected)[0])
+    assert captures(cuda) == 0
+
+
+def test_hooks_that_come_later_run(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model(x)
+    seen = []
+    handle = model.first.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert_same(model, x)
+    assert seen
+    handle.remove()
+    seen.clear()
+    assert_same(model, x)
+    assert (captures(cuda), seen) == (1, [])
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        assert graphs.why_not_graphed(model, x) == "a hook sees all modules"
+        model(x)
+    finally:
+        handle.remove()
+    assert model.first in seen
+
+
+def test_hooks_of_the_model_itself_run_around_the_replay(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    for _ in range(2):
+        assert_same(model, x)
+    assert (captures(cuda), replays(cuda)) == (1, 2)
+
+
+def test_gradients(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model(x)
+    with torch.enable_grad():
+        assert graphs.why_not_graphed(model, x).startswith("a gradient is wanted; call the model within")
+        model(x).sum().backward()
+        expected = plain(model)
+        expected(x).sum().backward()
+        assert torch.equal(model.first.weight.grad, expected.first.weight.grad)
+        model.requires_grad_(False)
+        assert graphs.why_not_graphed(model, x) is None
+        assert_same(model, x)
+        leaf = x.clone().requires_grad_()
+        assert graphs.why_not_graphed(model, leaf) == "an argument requires a gradient"
+        assert model(leaf).requires_grad
+    assert captures(cuda) == 1
+
+
+def test_transforms_and_modes(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model(x)
+    reason = "it is within a function transform or forward-mode differentiation"
+    torch.testing.assert_close(torch.func.vmap(model)(x[:, None])[:, 0], model(x))
+    with torch.autograd.forward_ad.dual_level():
+        assert graphs.why_not_graphed(model, x) == reason
+    with FlopCounterMode(display=False) as counter:
+        assert graphs.why_not_graphed(model, x) == "a torch dispatch mode watches the operators"
+        model(x)
+    assert counter.get_total_flops() == 2 * 2 * (4 * 4 + 4 * 3)
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+    assert captures(cuda) == 1
+
+
+def test_torch_compile_traces_the_model_itself(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain(model)(x))
+    assert captures(cuda) == 0
+    torch.compiler.reset()
+
+
+def test_parameters_that_no_graph_can_read(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    model.second.bias = nn.Parameter(torch.zeros(3, device="meta"))
+    assert graphs.why_not_graphed(model, x) == "a parameter or buffer of the model is on the meta device"
+    model.second.bias = nn.Parameter(torch.zeros(3).as_subclass(Elsewhere))
+    assert "is a subclass of a tensor" in graphs.why_not_graphed(model, x)
+    for _ in range(2):
+        assert model(x).shape == (2, 3)
+    assert captures(cuda) == 0
+
+
+class Uncapturable(nn.Linear):
+    """A layer that cannot be captured, as one that asks the GPU for a value."""
+
+    def forward(self, x):
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("operation not permitted\nwhen capturing")
+        return super().forward(x)
+
+
+def test_a_failed_capture_is_told_once_and_remembered(cuda):
+    model, x = ck.graphed(Uncapturable(4, 3).eval()), torch.randn(2, 4)
+    reason = "it cannot be captured: RuntimeError: operation not permitted"
+    with pytest.warns(RuntimeWarning, match=f"calls of Uncapturable .* run without a CUDA graph: {reason}$"):
+        assert_same(model, x)
+    assert graphs.why_not_graphed(model, x) == reason
+    assert_same(model, x)
+    assert graphs.why_not_graphed(model, x[:1]) is None  # of another kind, nothing is known
+    model.double().float()
+    assert graphs.why_not_graphed(model, x) is None
+
+
+class Writes(nn.Module):
+    """A model that changes its argument."""
+
+    def forward(self, x):
+        return x.add_(1)
+
+
+class Counts(nn.Module):
+    """A model that puts another buffer in the place of its own at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x + self.count
+
+
+class Returns(nn.Module):
+    """A model that returns something that is no tensor."""
+
+    def forward(self, x):
+        return Config()
+
+
+def test_models_that_no_replay_does_justice_to(cuda):
+    x = torch.zeros(3)
+    model = ck.graphed(Writes().eval())
+    for i in range(3):
+        assert torch.equal(model(x), torch.full((3,), i + 1.0))
+    assert torch.equal(x, torch.full((3,), 3.0))
+    assert graphs.why_not_graphed(model, x) == "the forward changes its arguments"
+
+    model = ck.graphed(Counts().eval())
+    assert [model(torch.zeros(())).item() for _ in range(4)] == [1, 2, 3, 4]
+
+    model = ck.graphed(Returns().eval())
+    assert type(model(x)) is type(model(x)) is Config
+    assert graphs.why_not_graphed(model, x) == "it returns a Config, neither a tensor nor a plain value"
+    assert not cuda.released or set(cuda.released) == set(cuda.tapes)
+
+
+def test_errors_of_the_user_are_raised_as_they_are(cuda):
+    model = toy()
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.randn(2, 5))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        model(torch.randn(2, 4), y=1)
+    assert_same(model, torch.randn(2, 4))
+    assert captures(cuda) == 1
+
+
+def test_a_model_on_a_cpu_is_left_alone():
+    model = toy()
+    with torch.no_grad():
+        reason = "an argument is on cpu, not on an NVIDIA GPU"
+        assert graphs.why_not_graphed(model, torch.randn(2, 4)) == reason
+        assert_same(model, torch.randn(2, 4))
+
+
+# The object -----------------------------------------------------------------------------------------------
+
+
+def test_the_model_stays_what_it_is(cuda):
+    original = huggingface().eval()
+    keys, cls = list(original.state_dict()), type(original)
+    signature = inspect.signature(original.forward)
+    model = ck.graphed(original)
+    model(torch.randn(1, 3, 32, 32))
+    assert model is original
+    assert isinstance(model, cls)
+    assert (type(model).__name__, type(model).__module__) == (cls.__name__, cls.__module__)
+    assert list(model.state_dict()) == keys
+    assert inspect.signature(model.forward) == signature
+    assert repr(model) == repr(plain(model))
+    assert ck.restore(model) is model
+    assert type(model) is cls
+    assert not any("graph" in name for name in vars(model))
+    assert cuda.released == cuda.tapes
+
+
+def test_copies_and_pickles_have_graphs_of_their_own(cuda):
+    model, x = toy(most=3), torch.randn(2, 4)
+    model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)]
+    copies.append(torch.load(file, weights_only=False))
+    for i, other in enumerate(copies):
+        assert type(other) is type(model)
+        for _ in range(2):
+            assert torch.equal(other(x), model(x))
+        assert captures(cuda) == i + 2
+        assert graphs._graphs_of(other).most == 3
+    copies[0].first.weight.zero_()
+    assert not torch.equal(copies[0](x), model(x))
+    assert_same(model, x)
+
+
+@pytest.mark.parametrize("make", [huggingface, microsoft])
+def test_it_goes_together_with_accelerate(cuda, make):
+    model, x = make().eval(), torch.randn(1, 3, 32, 32)
+    classes = [type(module) for module in model.modules()]
+    ck.graphed(model)
+    model(x)
+    ck.accelerate(model)  # afterwards
+    for _ in range(3):
+        assert_same(model, x)
+    assert captures(cuda) == 2
+    assert all(row.fused for row in ck.coverage(model))
+    other = pickle.loads(pickle.dumps(model))
+    assert all(row.fused for row in ck.coverage(other))
+    assert torch.equal(logits(other(x)), logits(model(x)))
+    ck.restore(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_a_block_that_is_graphed_itself(cuda):
+    block = huggingface().eval().cvt.encoder.stages[0].layers[0]
+    cls, x = type(block), torch.randn(1, 16, 16)
+    expected = block(x, 4, 4)
+    ck.graphed(block)
+    assert not ck.coverage(block)[0].fused
+    assert ck.coverage(block)[0].reason == "accelerate() has not been called"
+    assert torch.equal(block(x, 4, 4), expected)
+    ck.accelerate(block)
+    assert all(row.fused for row in ck.coverage(block))
+    for _ in range(3):
+        torch.testing.assert_close(block(x, 4, 4), expected)
+    assert captures(cuda) == 2
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert ck.coverage(other)[0].fused
+        assert graphs.is_graphed(other)
+        torch.testing.assert_close(other(x, 4, 4), expected)
+    graphs.ungraphed(block)
+    assert ck.coverage(block)[0].fused
+    assert not graphs.is_graphed(block)
+    ck.graphed(block)
+    ck.restore(block)
+    assert type(block) is cls
+
+
+def test_a_graphed_part_of_a_graphed_model(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    ck.graphed(model.second)
+    for _ in range(2):
+        assert_same(model, x)
+    assert captures(cuda) == 1
+    assert_same(model.second, x)
+    assert captures(cuda) == 2
+    ck.restore(model)
+    assert type(model) is Toy
+    assert type(model.second) is nn.Linear
+
+
+def test_nothing_waits_for_the_garbage_collector(cuda, monkeypatch):
+    monkeypatch.setattr(Tape, "replay", lambda tape: None)
+    monkeypatch.setattr(cuda, "record", lambda self, function: (function(), Tape()))
+    model = toy()
+    model(torch.randn(2, 4))
+    weight = weakref.ref(model.first.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_arguments_of_graphed():
+    with pytest.raises(TypeError, match=r"model: got int, expected a torch\.nn\.Module"):
+        ck.graphed(3)
+    with pytest.raises(TypeError, match="most: got float, expected an integer"):
+        ck.graphed(Toy(), most=2.0)
+    with pytest.raises(ValueError, match="most: got 0, expected at least 1"):
+        ck.graphed(Toy(), most=0)
+    model = Toy()
+    own_forward(model)
+    model.forward = model.first.forward
+    with pytest.raises(ValueError, match="this Toy has a forward of its own on the object"):
+        ck.graphed(model)
+    assert graphs.why_not_graphed(Toy(), torch.ones(1)) == "graphed() has not been called"
+    with pytest.raises(TypeError, match="model: got NoneType"):
+        graphs.why_not_graphed(None)
+    with pytest.raises(TypeError, match="model: got str"):
+        ck.restore("model")
+
+
+def test_graphed_again_takes_another_limit(cuda):
+    model = toy()
+    for n in (1, 2, 3):
+        model(torch.randn(n, 4))
+    cls = type(model)
+    ck.graphed(model, most=1)
+    assert type(model) is cls
+    assert cuda.released == cuda.tapes
+    for n in (1, 2):
+        assert_same(model, torch.randn(n, 4))
+    assert len(cuda.released) == 4
+
+
+def test_threads_take_turns(cuda, monkeypatch):
+    model = toy(most=2)
+    expected = plain(model)
+    inside, failures = [], []
+
+    @contextlib.contextmanager
+    def turn(self, memory):
+        inside.append(threading.get_ident())
+        assert len(set(inside)) == 1, "two replays at once"
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(FakeCapture, "turn", turn)
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            with torch.no_grad():
+                for i in range(30):
+                    x = torch.randn(1 + (seed + i) % 3, 4, generator=generator)
+                    assert torch.equal(model(x), expected(x))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Lets kernels of this project serve whatever they can, without gradients and TF32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with ck.use_backend("triton", *KERNELS_FIRST), torch.no_grad():
+        yield
+
+
+def assert_close(model, *args, **kwargs):
+    """Asserts that a model is replayed, or captured, with the results of its copy without graphs."""
+    assert graphs.why_not_graphed(model, *args, **kwargs) is None
+    torch.testing.assert_close(
+        logits(model(*args, **kwargs)), logits(plain(model)(*args, **kwargs)), rtol=1e-3, atol=1e-3
+    )
+
+
+def random_images(batch, size=64):
+    return torch.randn(batch, 3, size, size, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+def test_gpu_replays(on_gpu, make):
+    model = ck.graphed(ck.accelerate(make().cuda().eval()), most=2)
+    for batch in (2, 2, 1, 2, 3, 1):
+        assert_close(model, random_images(batch))
+    held = logits(model(random_images(2)))
+    kept = held.clone()
+    model(random_images(2))
+    assert torch.equal(held, kept)
+
+
+@pytest.mark.gpu
+def test_gpu_auto_takes_what_it_chose_for_graphs(proving):
+    model = ck.graphed(ours().cuda().eval())
+    with torch.inference_mode():
+        for _ in range(3):
+            assert_close(model, random_images(2))
+
+
+@pytest.mark.gpu
+def test_gpu_weights_change(on_gpu):
+    model, x = ck.graphed(ours().cuda().eval()), random_images(2)
+    before = model(x)
+    next(model.parameters()).mul_(1.5)
+    assert_close(model, x)
+    assert not torch.equal(model(x), before)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+    expected = plain(model)(x)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
+    model.half()
+    for _ in range(2):
+        assert graphs.why_not_graphed(model, x.half()) is None
+        assert model(x.half()).dtype == torch.float16
+
+
+@pytest.mark.gpu
+def test_gpu_autocast(on_gpu):
+    model, x = ck.graphed(huggingface().cuda().eval()), random_images(2)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            got = logits(model(x))
+            expected = logits(plain(model)(x))
+        torch.cuda.empty_cache()  # casts of weights that a graph must not read are gone
+        torch.testing.assert_close(got.float(), expected.float(), rtol=0.05, atol=0.05)
+    assert_close(model, x)
+
+
+@pytest.mark.gpu
+def test_gpu_streams_and_threads(on_gpu):
+    model = ck.graphed(ours().cuda().eval())
+    expected, failures = plain(model), []
+
+    def work(seed):
+        try:
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+                generator = torch.Generator("cuda").manual_seed(seed)
+                for i in range(20):
+                    size = 1 + (seed + i) % 3, 3, 64, 64
+                    x = torch.randn(size, generator=generator, device="cuda")
+                    torch.testing.assert_close(model(x), expected(x), rtol=1e-3, atol=1e-3)
+        except BaseException as error:
+            failures.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class AsksTheHost(nn.Linear):
+    """A layer that waits for the GPU, which a capture does not allow."""
+
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+
+@pytest.mark.gpu
+def test_gpu_a_failed_capture_harms_nothing(on_gpu):
+    model, x = ck.graphed(AsksTheHost(4, 3).cuda().eval()), torch.randn(2, 4, device="cuda")
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="run without a CUDA graph: it cannot be captured"):
+        got = model(x)
+    torch.testing.assert_close(got, plain(model)(x))
+    torch.testing.assert_close(model(x), got)
+    assert torch.cuda.current_stream() == stream
+    other = ck.graphed(ours().cuda().eval())
+    for _ in range(2):
+        assert_close(other, random_images(1))
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_given_back(on_gpu):
+    model, x = ours().cuda().eval(), random_images(64)
+    model(x)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    ck.graphed(model)
+    model(x)
+    assert torch.cuda.memory_allocated() >= before + x.nbytes  # the graph's own images
+    ck.restore(model)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() <= before
