@@ -138,9 +138,9 @@ def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[
     """Marks the function of a backend as one whose calls can be prepared.
 
     Args:
-        prepare: Takes the arguments of a call without gradients and autocast that has been served, and
-            returns what serves calls of the same key from now on; None if it cannot be prepared. That may
-            depend on nothing but what is part of the key, and keeps no tensor.
+        prepare: Takes the arguments of a call without gradients that has been served, and returns what
+            serves calls of the same key from now on; None if it cannot be prepared. That may depend on
+            nothing but what is part of the key (:func:`key_of`), and keeps no tensor.
     """
 
     def mark(function: _Function) -> _Function:
@@ -218,7 +218,7 @@ def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> N
     else:
         served = backends.implementations[operator][_backend_requested(operator, x, args, kwargs)]
     run = None
-    if served is not None and not torch.is_grad_enabled() and not _is_any_autocast_enabled():
+    if served is not None and not torch.is_grad_enabled():
         prepare = getattr(served.function, "prepare", None)
         run = None if prepare is None else prepare(x, *args, **kwargs)
     _keep(key, Known(run))

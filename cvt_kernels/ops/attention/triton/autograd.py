@@ -118,7 +118,7 @@ def _prepare(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Returns what serves calls like one without a bias, whose tensors the kernel reads as they lie."""
-    if bias is not None:
+    if bias is not None or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}:
         return None
     launch = planned_forward(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
     if launch is None:

@@ -240,14 +240,18 @@ def _prepare(
         return None
     if any(tensor is None or not tensor.is_contiguous() for conv in convs for tensor in conv[:5]):
         return None
+    dtype = checks.autocast_dtype(x) or x.dtype
+    x, casts = x.to(dtype), any(tensor.dtype != dtype for tensor in (x, *(conv.weight for conv in convs)))
     geometry = Geometry.of(grid, convs)
-    launch = planned_forward(x, geometry, [conv.weight for conv in convs])
+    launch = planned_forward(x, geometry, [conv.weight.to(dtype) for conv in convs])
     if launch is None:
         return None
     shapes = output_shapes(x, geometry)
 
     def run(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[Tensor, ...]:
         weights, gammas, betas, means, variances, *_ = zip(*convs, strict=True)
+        if casts:
+            x, weights = x.to(dtype), tuple([weight.to(dtype) for weight in weights])
         outs = tuple([x.new_empty(*shape) for shape in shapes])
         if launch.start(x, x, weights, gammas, betas, means, variances, outs):
             return outs
