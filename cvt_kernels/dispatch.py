@@ -2,9 +2,9 @@
 
 An operator's public function ends in :func:`call`. Under ``auto`` the choice is a verdict: proven and
 measured on this machine at the first call of its kind (``proofs``), remembered on disk (``verdicts``), and
-kept in a table by the exact arguments, where later calls find it. What checks of arguments and plans of
-launches found out is kept there too, for calls that are alike in all but numbers. The choice is plain Python over module
-globals, so that ``torch.compile(fullgraph=True)`` traces through it.
+kept in a table by the exact arguments, where later calls find it. That arguments are right and how they are
+launched is kept there too, for calls that are alike in all but numbers. The choice is plain Python over
+module globals, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
