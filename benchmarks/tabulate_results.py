@@ -34,6 +34,7 @@ SUITES = {
     "attention": "Attention",
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
+    "host": "Host time of a call",
 }
 OURS = ("native", "triton", "cvt", "cvt-compile", "accelerate", "cvt-graphed", "accelerate-graphed")
 INTRODUCTION = """\
@@ -254,6 +255,8 @@ def cell(row: dict[str, Any]) -> str:
     """Returns a speed, and the figure that it is to be seen beside."""
     if row["suite"] == "model":
         return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
+    if row["suite"] == "host":
+        return number(1e6 * row["seconds"])
     return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
 
 

@@ -2,8 +2,9 @@
 
 An operator's public function ends in :func:`call`. Under ``auto`` the choice is a verdict: proven and
 measured on this machine at the first call of its kind (``proofs``), remembered on disk (``verdicts``), and
-kept in a table by the exact arguments, where later calls find it. The choice is plain Python over module
-globals, so that ``torch.compile(fullgraph=True)`` traces through it.
+kept in a table by the exact arguments, where later calls find it. That arguments are right and how they are
+launched is kept there too, for calls that are alike in all but numbers. The choice is plain Python over
+module globals, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import collections
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,12 +85,16 @@ def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any,
 
 
 def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _first_able(operator, _names_requested(operator), x, *args, **kwargs)
+
+
+def _names_requested(operator: str) -> tuple[str, ...]:
     requested = backends.requested_backends()
     known = backends.implementations[operator]
     # Who asks for kernels of ours does not mean the operators that have none.
     if not any(name in known for name in (*OURS, *requested)):
-        requested = backends.operators[operator].defaults
-    return _first_able(operator, requested, x, *args, **kwargs)
+        return backends.operators[operator].defaults
+    return requested
 
 
 def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +117,118 @@ def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **
             return backends.implementations[operator][backend].function(x, *args, **kwargs)
         backends.note_fallback(operator, backend, reason)
     raise BackendUnavailable(operator, backend, backends.fallbacks()[operator, backend])
+
+
+# Calls that are like an earlier one -----------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """What is known of a call whose key is that of an earlier one: its arguments are right.
+
+    Attributes:
+        run: Serves it, from the arguments that its backend's ``prepare`` names; None where :func:`call` does.
+    """
+
+    run: Callable[..., Any] | None
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
+    """Marks the function of a backend as one whose calls can be prepared.
+
+    Args:
+        prepare: Takes the arguments of a call without gradients that has been served, and returns what
+            serves calls of the same key from now on; None if it cannot be prepared. That may depend on
+            nothing but what is part of the key (:func:`key_of`), and keeps no tensor.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.prepare = prepare  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
+    """Returns a key: calls that have it in common are alike in everything but the numbers in their tensors.
+
+    It has what the checks of arguments, the choice of a backend and the plan of a launch depend on: what the
+    tensors are, the settings, and the state of the process. A replaced parameter, another mode or another
+    request make another key. It refers to no tensor and no module.
+
+    Args:
+        operator: Name of the operator.
+        settings: Hashable; equal settings of different types must be told apart by their types.
+        tensors: All tensors of the call, the one first whose device and dtype decide.
+
+    Returns:
+        None for a call of which nothing may be remembered: one that is traced, transformed, differentiated
+        in forward mode or intercepted, and one with an argument that is no tensor.
+    """
+    if torch.compiler.is_compiling() or machine.is_intercepting() or torch.jit.is_tracing():
+        return None
+    if _level_of_transforms() is not None or checks.forward_mode_enabled():
+        return None
+    try:
+        facts = [None if t is None else (type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        return None
+    x = tensors[0]
+    if x is None:
+        return None
+    return (
+        operator,
+        settings,
+        tuple(facts),
+        torch.is_grad_enabled(),
+        None if backends.is_auto() else backends.requested_backends(),
+        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
+        torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None,
+        torch.get_num_threads(),
+    )
+
+
+def known(key: Any) -> Known | None:
+    """Returns what an earlier call of a key has left; None if there was none, and for the key None."""
+    if key is None:
+        return None
+    try:
+        return backends.choices.get(key)
+    except TypeError:  # a symbolic size or a wrong setting has no hash
+        return None
+
+
+def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Remembers a call that has been served, by its key; nothing for the key None.
+
+    It is forgotten with the choices between backends (``backends.forget``).
+    """
+    if key is None:
+        return
+    try:
+        hash(key)
+    except TypeError:
+        return
+    if backends.is_auto():
+        choice: _Choice | None = backends.choices.get(_key_of_choice(operator, x, args, kwargs))
+        if choice is None:  # it does not hold for later calls
+            return
+        served = choice.eager.implementation if choice.in_graphs is choice.eager else None
+    else:
+        served = backends.implementations[operator][_backend_requested(operator, x, args, kwargs)]
+    run = None
+    if served is not None and not torch.is_grad_enabled():
+        prepare = getattr(served.function, "prepare", None)
+        run = None if prepare is None else prepare(x, *args, **kwargs)
+    _keep(key, Known(run))
+
+
+def _backend_requested(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns the requested backend that serves a call."""
+    names = _names_requested(operator)
+    return next(name for name in names if why_unsupported(operator, name, x, *args, **kwargs) is None)
 
 
 # Verdicts -------------------------------------------------------------------------------------------------
@@ -138,18 +256,7 @@ _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
-    key = (
-        operator,
-        backends.operators[operator].signature(x, *args, **kwargs),
-        type(x),
-        x.dtype,
-        x.device,
-        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
-        torch.backends.cuda.matmul.fp32_precision if x.is_cuda else None,
-        torch.get_num_threads(),
-        _level_of_transforms(),
-        getattr(forward_ad, "_current_level", 0),
-    )
+    key = _key_of_choice(operator, x, args, kwargs)
     try:
         choice = backends.choices.get(key)
     except TypeError:  # symbolic sizes have no hash
@@ -157,10 +264,31 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     if choice is None:
         choice, lasts = _choose(operator, x, args, kwargs)
         if lasts:
-            if len(backends.choices) >= _MOST_CHOICES:
-                backends.choices.clear()
-            backends.choices[key] = choice
+            _keep(key, choice)
     return choice
+
+
+def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns everything on which the choice for a call depends."""
+    dtype = x.dtype
+    return (
+        operator,
+        backends.operators[operator].signature(x, *args, **kwargs),
+        type(x),
+        dtype,
+        x.device,
+        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
+        torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 and x.is_cuda else None,
+        torch.get_num_threads(),
+        _level_of_transforms(),
+        getattr(forward_ad, "_current_level", 0),
+    )
+
+
+def _keep(key: Any, value: Any) -> None:
+    if len(backends.choices) >= _MOST_CHOICES:
+        backends.choices.clear()
+    backends.choices[key] = value
 
 
 class _Decision(NamedTuple):

@@ -58,24 +58,26 @@ class ConvBatchNorm(NamedTuple):
             ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
                 in the two directions.
         """
-        if conv.bias is not None:
+        bias, *tensors = _tensors_of(conv, bn)
+        weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked = tensors
+        if bias is not None:
             raise ValueError("conv: has a bias; expected bias=False, since BatchNorm subtracts it again")
         if conv.padding_mode != "zeros":
             raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
-        for name in ("stride", "padding", "dilation"):
-            value = getattr(conv, name)
+        stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+        for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
             if isinstance(value, str) or len(set(value)) != 1:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
         return cls(
-            weight=conv.weight,
-            bn_weight=bn.weight,
-            bn_bias=bn.bias,
-            running_mean=bn.running_mean,
-            running_var=bn.running_var,
-            num_batches_tracked=bn.num_batches_tracked,
-            stride=conv.stride[0],
-            padding=int(conv.padding[0]),
-            dilation=conv.dilation[0],
+            weight=weight,
+            bn_weight=bn_weight,
+            bn_bias=bn_bias,
+            running_mean=running_mean,
+            running_var=running_var,
+            num_batches_tracked=num_batches_tracked,
+            stride=stride[0],
+            padding=int(padding[0]),
+            dilation=dilation[0],
             momentum=bn.momentum,
             eps=bn.eps,
             process_group=_process_group(bn),
@@ -86,6 +88,23 @@ class ConvBatchNorm(NamedTuple):
         reach = self.dilation * (self.weight.shape[-1] - 1) + 1
         height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
         return height, width
+
+
+def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
+    """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""
+    if not torch.compiler.is_compiling():
+        of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
+        try:  # as attributes of the modules they would take ten times as long to find
+            return (
+                of_conv["bias"], of_conv["weight"], of_bn["weight"], of_bn["bias"],
+                buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
+            )  # fmt: skip
+        except KeyError:  # one is computed from others, as by nn.utils.parametrize
+            pass
+    return (
+        conv.bias, conv.weight, bn.weight, bn.bias,
+        bn.running_mean, bn.running_var, bn.num_batches_tracked,
+    )  # fmt: skip
 
 
 def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:

@@ -102,3 +102,44 @@ def test_a_rehearsal_counts_as_a_capture_in_its_thread():
         assert machine.is_capturing(on_gpu)
         assert seen == [False]
     assert not machine._rehearsal.is_on
+
+
+class Kernel:
+    """A kernel as Triton compiles it, and what becomes of it; both note how they are launched."""
+
+    arg_names = ("x_ptr", "y_ptrs", "rows", "BLOCK")
+
+    def __init__(self):
+        self.bound, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def bind(*arguments, **options):
+            self.bound.append((grid, arguments, options))
+            return {grid: lambda *arguments: self.direct.append(arguments)}
+
+        return bind
+
+
+def test_a_planned_launch_is_bound_once_and_gets_pointers_then():
+    kernel = Kernel()
+    launch = machine.PlannedLaunch(kernel, (3, 2), {"num_warps": 4}, {"BLOCK": 16, "rows": 7})
+    x, *ys = torch.zeros(3, 16).unbind()
+    assert launch.start(x, x, tuple(ys))
+    assert kernel.bound == [((3, 2, 1), (x, tuple(ys), 7, 16), {"num_warps": 4})]
+    assert launch.start(x, ys[0], (x, ys[1]))
+    pointers = [tensor.data_ptr() for tensor in (x, *ys)]
+    assert kernel.direct == [(pointers[1], (pointers[0], pointers[2]), 7, 16)]
+    # Tensors of another alignment would need another kernel.
+    assert not launch.start(x, x[1:], tuple(ys))
+    assert not launch.start(x, x, (ys[0], ys[1][3:]))
+    assert (len(kernel.bound), len(kernel.direct)) == (1, 1)
+
+
+def test_a_planned_launch_whose_first_tensors_are_not_aligned_is_not_started():
+    kernel = Kernel()
+    launch = machine.PlannedLaunch(kernel, (1,), {}, {"rows": 7, "BLOCK": 16})
+    x = torch.zeros(32)
+    assert not launch.start(x, x[1:], (x,))
+    assert kernel.bound == []
+    assert launch.start(x, x, (x,))
+    assert len(kernel.bound) == 1

@@ -111,8 +111,17 @@ def attention(
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
-    check_attention(q, k, v, scale, bias, dropout_p)
-    return dispatch.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+    settings = scale, type(scale), dropout_p, type(dropout_p)
+    key = dispatch.key_of("attention", settings, q, k, v, bias)
+    known = dispatch.known(key)
+    if known is None:
+        check_attention(q, k, v, scale, bias, dropout_p)
+    elif known.run is not None:
+        return known.run(q, k, v)
+    out = dispatch.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+    if known is None:
+        dispatch.remember(key, "attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+    return out
 
 
 def check_attention(

@@ -102,7 +102,21 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
-    check_arguments(x, grid, convs, training)
+    key = _key_of(x, grid, convs, training)
+    known = dispatch.known(key)
+    if known is None:
+        _check_arguments(x, grid, convs, training)
+    elif known.run is not None:
+        return known.run(x, convs)
+    outputs = _dispatch(x, grid, convs, training)
+    if known is None:
+        dispatch.remember(key, "conv_projection", x, grid, convs, training=training)
+    return outputs
+
+
+def _dispatch(
+    x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool
+) -> tuple[Tensor, ...]:
     group = next((conv.process_group for conv in convs if conv.process_group is not None), None)
     if training and group is not None:
         shared = x.shape[2], geometry_of(convs)
@@ -110,8 +124,33 @@ def conv_projection(
     return dispatch.call("conv_projection", x, grid, convs, training=training)
 
 
+def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool) -> Any:
+    """Returns the key of a call; None where nothing is remembered, as of a batch spread over processes."""
+    if type(grid) is not tuple:
+        return None
+    tensors: list[Tensor | None] = [x]
+    settings: list[Any] = [training, *grid, *map(type, grid)]
+    for conv in convs:
+        if type(conv) is not ConvBatchNorm or conv.process_group is not None:
+            return None
+        tensors += conv[:5]
+        if training:  # evaluation does not read the count of batches
+            tensors.append(conv.num_batches_tracked)
+        numbers = conv[6:11]
+        settings += numbers
+        settings += map(type, numbers)
+    return dispatch.key_of("conv_projection", tuple(settings), *tensors)
+
+
 def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
     """Raises TypeError or ValueError for wrong arguments of a projection."""
+    if dispatch.known(_key_of(x, grid, tuple(convs), training)) is None:
+        _check_arguments(x, grid, convs, training)
+
+
+def _check_arguments(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool
+) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
     if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):

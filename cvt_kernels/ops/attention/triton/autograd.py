@@ -6,17 +6,18 @@ call. Under torch.compile the same launchers run behind opaque operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks
+from .... import checks, dispatch
 from ...triton_launch import accumulator_dtype
 from .backward import attention_backward
 from .common import MAX_HEAD_DIM
-from .forward import attention_forward
+from .forward import attention_forward, planned_forward
 
 # Autograd and torch.compile -------------------------------------------------------------------------------
 
@@ -113,6 +114,26 @@ def why_unsupported(
     return None
 
 
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Returns what serves calls like one without a bias, whose tensors the kernel reads as they lie."""
+    if bias is not None or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}:
+        return None
+    launch = planned_forward(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+    if launch is None:
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if launch.start(q, q, k, v, out, out, out):
+            return out
+        return attention(q, k, v, scale=scale, bias=None, dropout_p=0.0)
+
+    return run
+
+
+@dispatch.prepared_by(_prepare)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
 ) -> Tensor:

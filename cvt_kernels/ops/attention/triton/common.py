@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import backends, machine
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a head; there is no configuration for more.
@@ -132,7 +133,8 @@ def configuration(kernel: str, head_dim: int, element_size: int, capability: int
     return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
 
 
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
@@ -142,7 +144,12 @@ def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextM
     Raises:
         ValueError: There is no such kernel.
     """
-    return _overrides.replaced(kernel, config)
+    try:
+        with _overrides.replaced(kernel, config):
+            backends.forget()  # the launches that are planned
+            yield
+    finally:
+        backends.forget()
 
 
 def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:

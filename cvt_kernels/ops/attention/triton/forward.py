@@ -11,7 +11,7 @@ scores turn up:
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -167,19 +167,21 @@ def _attention_fwd_kernel(
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _launch_on_chip(arguments: LaunchArguments, out: Tensor, stats: Tensor | None) -> None:
+def _plan_on_chip(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
     batch, queries, heads, _ = out.shape
     config = configuration_for("fwd", out)
     tiles = -(-queries // config.block_q)
     programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
     rows = -(-tiles // programs) * config.block_q
     blocks = -(-queries // rows)
-    machine.launch(
-        _attention_fwd_kernel, (batch * heads * blocks,), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
-        blocks=blocks, rows=rows, BLOCK_Q=config.block_q,
-        TILES=key_tiles(arguments.keys, config.block_kv), STORE_STATS=stats is not None,
-    )  # fmt: skip
+    settings = {
+        "blocks": blocks,
+        "rows": rows,
+        "BLOCK_Q": config.block_q,
+        "TILES": key_tiles(arguments.keys, config.block_kv),
+        "STORE_STATS": needs_stats,
+    }
+    return _Plan(_attention_fwd_kernel, (batch * heads * blocks,), config.options, settings)
 
 
 # Keys in a loop -------------------------------------------------------------------------------------------
@@ -227,31 +229,64 @@ def _attention_fwd_loop_kernel(
     _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _launch_loop(arguments: LaunchArguments, out: Tensor, stats: Tensor | None) -> None:
+def _plan_loop(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
     batch, queries, heads, _ = out.shape
     config = configuration_for("fwd_loop", out)
     blocks = -(-queries // config.block_q)
-    machine.launch(
-        _attention_fwd_loop_kernel, (batch * heads * blocks,), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats, blocks=blocks,
-        BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-        TAIL=tail_width(arguments.keys, config.block_kv, out.element_size()), STORE_STATS=stats is not None,
-    )  # fmt: skip
+    settings = {
+        "blocks": blocks,
+        "BLOCK_Q": config.block_q,
+        "BLOCK_KV": config.block_kv,
+        "TAIL": tail_width(arguments.keys, config.block_kv, out.element_size()),
+        "STORE_STATS": needs_stats,
+    }
+    return _Plan(_attention_fwd_loop_kernel, (batch * heads * blocks,), config.options, settings)
 
 
 # The launch of a forward ----------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """The plan of a launch: its kernel, size and options, and what the kernel takes beyond the arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    options: dict[str, int]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
+        """Returns the plan for the arguments of a call and an output like ``out``."""
+        most = keys_on_chip(out.shape[3], out.element_size(), arguments.SPEC.has_bias)
+        plan = _plan_on_chip if arguments.keys <= most else _plan_loop
+        return plan(arguments, out, needs_stats)
 
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, *, need_stats: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the output (B, Nq, h, D) and, if needed, ``lse`` (B, h, 2, Nq)."""
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
     arguments = LaunchArguments.of(q, k, v, bias, scale)
-    if k.shape[1] <= keys_on_chip(head_dim, q.element_size(), bias is not None):
-        _launch_on_chip(arguments, out, stats)
-    else:
-        _launch_loop(arguments, out, stats)
+    plan = _Plan.of(arguments, out, need_stats)
+    machine.launch(
+        plan.kernel, plan.grid, on=out, options=plan.options, **arguments._asdict(), out_ptr=out,
+        stats_ptr=out if stats is None else stats, **plan.settings,
+    )  # fmt: skip
     return out, stats
+
+
+def planned_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> machine.PlannedLaunch | None:
+    """Returns the launch of a forward without bias and ``stats`` for tensors like these.
+
+    It takes q, k, v and, for a bias, the output and ``stats``, which are not there, the output three times.
+    None where the kernel does not read the tensors as they lie.
+    """
+    arguments = LaunchArguments.of(q, k, v, None, scale)._asdict()
+    tensors = [arguments.pop(name) for name in ("q_ptr", "k_ptr", "v_ptr", "bias_ptr")]
+    if any(given is not read for given, read in zip((q, k, v), tensors, strict=False)):
+        return None
+    plan = _Plan.of(LaunchArguments.of(q, k, v, None, scale), q, False)
+    return machine.PlannedLaunch(plan.kernel, plan.grid, plan.options, arguments | plan.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import machine
+from .... import backends, machine
 from ....reference import ConvBatchNorm
 from ...triton_launch import Budget, Overrides
 
@@ -131,7 +131,8 @@ def configuration(kernel: str, capability: int) -> Config:
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def overridden(kernel: str, config: Config) -> Iterator[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
@@ -141,7 +142,12 @@ def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager
     Raises:
         ValueError: There is no such kernel.
     """
-    return _overrides.replaced(kernel, config)
+    try:
+        with _overrides.replaced(kernel, config):
+            backends.forget()  # the launches that are planned
+            yield
+    finally:
+        backends.forget()
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -30,7 +31,7 @@ from .common import (
     tile_positions,
 )
 from .walk import is_walk
-from .walk_forward import walk_forward, walk_statistics
+from .walk_forward import planned_walk_forward, walk_forward, walk_statistics
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -88,9 +89,7 @@ def projection_forward(
 ) -> list[Tensor]:  # fmt: skip
     """Returns every branch (B, Tᵢ, C), normalized by the given statistics (C,)."""
     x = maybe_contiguous(x)
-    batch, _, channels = x.shape
-    tokens = class_tokens(x, geometry)
-    outs = [x.new_empty(batch, h * w + tokens, channels) for h, w in geometry.output_grids]
+    outs = [x.new_empty(*shape) for shape in output_shapes(x, geometry)]
     if is_walk(geometry):
         walk_forward(x, geometry, weights, gammas, betas, means, variances, outs)
         return outs
@@ -99,10 +98,38 @@ def projection_forward(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
         beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
-        epss=geometry.epss,
-        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+        **_others(x, geometry, plan),
     )  # fmt: skip
     return outs
+
+
+def planned_forward(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> machine.PlannedLaunch | None:
+    """Returns the launch of :func:`projection_forward` for tensors like these, which it takes in its order.
+
+    None where the kernel does not read them as they lie.
+    """
+    if maybe_contiguous(x) is not x:
+        return None
+    if is_walk(geometry):
+        return planned_walk_forward(x, geometry, weights)
+    if max(geometry.kernel_sizes) > 3:
+        return None
+    plan = LaunchPlan.of("fwd", x, geometry)
+    others = _others(x, geometry, plan)
+    return machine.PlannedLaunch(_conv_projection_fwd_kernel, (plan.programs,), plan.config.options, others)
+
+
+def _others(x: Tensor, geometry: Geometry, plan: LaunchPlan) -> dict[str, Any]:
+    """Returns what the forward kernel takes besides tensors."""
+    strides = {"stride_b": x.stride(0), "stride_t": x.stride(1)}
+    return {"epss": geometry.epss, **strides, **plan.arguments}
+
+
+def output_shapes(x: Tensor, geometry: Geometry) -> list[tuple[int, int, int]]:
+    """Returns the shape (B, Tᵢ, C) of every branch's output."""
+    batch, _, channels = x.shape
+    tokens = class_tokens(x, geometry)
+    return [(batch, height * width + tokens, channels) for height, width in geometry.output_grids]
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------

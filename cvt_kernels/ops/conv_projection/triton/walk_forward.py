@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -101,9 +102,20 @@ def walk_forward(
     machine.launch(
         _conv_projection_walk_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
-        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), **_others(x, geometry, plan),
     )  # fmt: skip
+
+
+def planned_walk_forward(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> machine.PlannedLaunch:
+    """Returns the launch of :func:`walk_forward` for tensors like these, which it takes in its order."""
+    plan = WalkPlan.of("walk_fwd", x, geometry, weights)
+    others = _others(x, geometry, plan)
+    return machine.PlannedLaunch(_conv_projection_walk_fwd_kernel, (plan.programs,), plan.options, others)
+
+
+def _others(x: Tensor, geometry: Geometry, plan: WalkPlan) -> dict[str, Any]:
+    """Returns what the forward kernel takes besides tensors."""
+    return {"epss": geometry.epss, "stride_b": x.stride(0), "STEP": x.stride(1), **plan.arguments}
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------

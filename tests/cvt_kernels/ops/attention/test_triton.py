@@ -510,3 +510,66 @@ def test_registered_operators_pass_opcheck(keys):
     q, k, v, bias = (t.requires_grad_() for t in (q, k, v, bias))
     torch.library.opcheck(forward.default, (q, k, v, bias, 0.3), test_utils=tests)
     torch.library.opcheck(forward.default, (q, k, v, None, 0.3), test_utils=tests)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Lists what the starts of planned launches return."""
+    results, start = [], machine.PlannedLaunch.start
+
+    def noted(self, *tensors):
+        results.append(start(self, *tensors))
+        return results[-1]
+
+    monkeypatch.setattr(machine.PlannedLaunch, "start", noted)
+    return results
+
+
+def assert_served(q, k, v, **settings):
+    with ck.use_backend("reference"):
+        expected = ck.attention(q, k, v, **settings)
+    with ck.use_backend("triton"):
+        out = ck.attention(q, k, v, **settings)
+    half = expected.dtype in (torch.float16, torch.bfloat16)
+    torch.testing.assert_close(out, expected, rtol=2e-2 if half else 1e-5, atol=2e-2 if half else 1e-5)
+    assert out.is_contiguous()
+
+
+def test_later_calls_are_planned_until_something_changes(starts):
+    def planned(*tensors, **settings):
+        starts.clear()
+        assert_served(*tensors, **settings)
+        return list(starts)
+
+    q, k, v = make(20, 70, dtype=torch.float32)
+    with torch.no_grad():
+        assert planned(q, k, v) == []
+        assert planned(q, k, v) == planned(v.new_ones(q.shape), v, k) == [True]
+        assert planned(q, k, v, scale=-0.5) == []
+        assert planned(q, k, v, scale=-0.5) == [True]
+        assert planned(q, k[:, :9], v[:, :9]) == []
+        assert planned(q, k[:, :9], v[:, :9]) == [True]
+        assert planned(q[..., ::2], k[..., ::2], v[..., ::2]) == []
+        assert planned(q[..., ::2], k[..., ::2], v[..., ::2]) == []  # copies are made of them
+        unaligned = torch.randn(q.numel() + 1, device=DEVICE)[1:].view_as(q)
+        assert planned(unaligned, k, v) == [False]
+        bias = torch.randn(20, 70, device=DEVICE)
+        assert planned(q, k, v, bias=bias) == planned(q, k, v, bias=bias) == []
+        assert planned(q.half(), k.half(), v.half()) == []
+        assert planned(q.half(), k.half(), v.half()) == [True]
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert planned(q, k, v) == planned(q, k, v) == []
+            assert planned(q.bfloat16(), k.bfloat16(), v.bfloat16()) == []
+            assert planned(q.bfloat16(), k.bfloat16(), v.bfloat16()) == [True]
+        with ck.use_backend("triton"), machine.recorded_launches(machine.Chip(90, 132)) as launches:
+            ck.attention(q, k, v)
+        assert [set(launch.arguments) >= {"q_ptr", "SPEC"} for launch in launches] == [True]
+        backends.forget()
+        assert planned(q, k, v) == []
+        assert planned(q, k, v) == [True]
+    assert planned(q, k, v) == []  # autograd may want gradients
+    assert planned(q.requires_grad_(), k, v) == []
+    with ck.use_backend("triton"):
+        assert ck.attention(q, k, v).requires_grad
+    with ck.use_backend("triton"), torch.no_grad(), pytest.raises(TypeError, match="k: has dtype"):
+        ck.attention(q, k.double(), v)

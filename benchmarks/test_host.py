@@ -1,0 +1,181 @@
+"""Host time of a call: what Python and Triton do from the public function to the driver.
+
+On a GPU these are calls with one image, which the GPU serves faster than the host issues them; nobody waits
+for it in between. Without a GPU every part but the driver runs, on CPU tensors: Triton compiles for an sm_90
+and binds the arguments of its kernels, and its launcher, from which C calls the driver, does nothing. The
+numbers leave out that launcher then, and what the allocator of a GPU takes more or less than that of a CPU.
+LayerNorm has no Triton kernel; without a GPU it is the CPU's, of few tokens.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt_kernels import backends, machine
+from cvt_kernels.ops.conv_projection import modules
+
+from . import suites
+
+#: Calls between two looks at the clock, which would cost as much as some of them.
+CALLS = 100
+
+
+class StubbedDriver:
+    """The driver of an sm_90 that loads no kernel and launches nothing, as Triton's driver of a GPU."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (None, 0, 0, 0, 1024),
+        get_device_properties=lambda _: {"max_shared_mem": 232448},
+    )
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def launcher_cls(self, source, metadata):
+        """Returns what takes the place of a kernel's launcher."""
+
+        def launch(*arguments) -> None:
+            self.launches += 1
+
+        return launch
+
+    def get_current_target(self):
+        """Returns what kernels are compiled for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Returns the index of the current GPU."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Returns the handle of the current stream."""
+        return 0
+
+
+@contextlib.contextmanager
+def stubbed() -> Iterator[StubbedDriver]:
+    """Lets Triton's kernels serve CPU tensors under ``auto``, up to the driver, within a block."""
+    from triton.runtime import driver
+
+    def serving(operator, backend, implementation):
+        triton = (
+            backends.registered(operator, "triton") if operator in ("conv_projection", "attention") else None
+        )
+        if triton is None:
+            return implementation
+        if backend == "reference":  # it needs no verdict
+            return dataclasses.replace(triton, devices=None, why_unavailable=None)
+        return dataclasses.replace(implementation, why_unavailable=lambda _: "is not measured")
+
+    # There is no default driver without a GPU; whoever asks for it next finds that out again.
+    before, stub = driver._active, StubbedDriver()
+    driver.set_active(stub)
+    try:
+        with backends.replaced(serving), ck.use_backend("auto"):
+            yield stub
+    finally:
+        driver._active = before
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[StubbedDriver | None]:
+    """Stubs the driver where there is no GPU; None where there is one."""
+    if suites.CUDA:
+        yield None
+        return
+    with stubbed() as stub:
+        yield stub
+
+
+def clock(benchmark, case: str, call, stub: StubbedDriver | None, launched: int = 1) -> None:
+    """Measures the host time of ``call``, which must launch so many Triton kernels."""
+    with torch.inference_mode():
+        call()  # compiles
+        before = stub.launches if stub is not None else 0
+        call()
+        assert stub is None or stub.launches - before == launched
+        if benchmark.disabled:
+            benchmark.pedantic(call)
+            return
+        benchmark.group = f"host time of a call, {suites.DEVICE}"
+        benchmark.pedantic(call, rounds=50, iterations=CALLS, warmup_rounds=5)
+    seconds = benchmark.stats.stats.median
+    benchmark.extra_info |= {
+        "suite": "host",
+        "case": case,
+        "contender": "auto",
+        "dtype": "bfloat16",
+        "batch": 1,
+        "clock": "wall" if suites.CUDA else "wall, without the driver",
+        "seconds": seconds,
+        "images_per_second": 1 / seconds,
+    }
+
+
+def projection(stage: str):
+    """Returns a call of the projection of live modules in evaluation."""
+    grid, channels, class_tokens = suites.stages()[stage]
+    x = suites.randn(1, grid[0] * grid[1] + class_tokens, channels, dtype=torch.bfloat16, seed=0)
+    branches = []
+    for stride in (1, 2, 2):
+        conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
+        branches.append((conv, nn.BatchNorm2d(channels)))
+    for module in itertools.chain(*branches):
+        module.to(suites.DEVICE, torch.bfloat16).eval()
+    return lambda: modules.project(x, grid, branches)
+
+
+@pytest.mark.parametrize("stage", suites.stages())
+def test_projection(benchmark, launches, stage):
+    clock(benchmark, f"projection of modules, {stage}", projection(stage), launches)
+
+
+@pytest.mark.parametrize("stage", suites.stages())
+def test_attention(benchmark, launches, stage):
+    grid, channels, class_tokens = suites.stages()[stage]
+    queries = grid[0] * grid[1] + class_tokens
+    keys = -(-grid[0] // 2) * -(-grid[1] // 2) + class_tokens
+    q, k, v = (
+        suites.randn(1, tokens, channels, dtype=torch.bfloat16, seed=tokens).unflatten(2, (-1, 64))
+        for tokens in (queries, keys, keys)
+    )
+    clock(benchmark, f"attention, {stage}", lambda: ck.attention(q, k, v, scale=channels**-0.5), launches)
+
+
+def test_layer_norm(benchmark, launches):
+    x = suites.randn(1, 4, 64, dtype=torch.bfloat16, seed=0)
+    norm = nn.LayerNorm(64).to(suites.DEVICE, torch.bfloat16)
+    weight, bias = norm.weight, norm.bias
+    clock(benchmark, "layer_norm", lambda: ck.layer_norm(x, weight, bias), launches, launched=0)
+
+
+@pytest.mark.parametrize("way", ["by name", "planned"])
+def test_launch(benchmark, launches, way):
+    """The launch of the projection alone: as Triton binds it, and planned."""
+    with torch.inference_mode(), ck.use_backend("triton" if suites.CUDA else "auto"):
+        taken: list[machine.Launch] = []
+        with machine.intercepted_launches(taken.append):
+            projection("stage1")()
+    kernel, grid, arguments, options = taken[0]
+    x = arguments["x_ptr"]
+    if way == "by name":
+        clock(
+            benchmark,
+            "launch by name",
+            lambda: machine.launch(kernel, grid, x, options, **arguments),
+            launches,
+        )
+        return
+    names = [name for name in kernel.arg_names if name.endswith(("_ptr", "_ptrs"))]
+    tensors = [arguments.pop(name) for name in names]
+    planned = machine.PlannedLaunch(kernel, grid, options, arguments)
+    clock(benchmark, "planned launch", lambda: planned.start(x, *tensors), launches)

@@ -1,0 +1,344 @@
+"""The projection of live modules: what calls like an earlier one skip, and what makes them another call."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import cvt_kernels as ck
+from cvt_kernels import backends, dispatch, machine
+from cvt_kernels.ops.conv_projection.modules import project
+from cvt_kernels.ops.conv_projection.triton import common
+from tests.checks import add_marked_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GRID, CHANNELS = (2, 3), 16
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Lists what the starts of planned launches return."""
+    results, start = [], machine.PlannedLaunch.start
+
+    def noted(self, *tensors):
+        results.append(start(self, *tensors))
+        return results[-1]
+
+    monkeypatch.setattr(machine.PlannedLaunch, "start", noted)
+    return results
+
+
+def make(class_tokens=1, dtype=torch.float32, strides=(1,)):
+    """Returns tokens, and the convolution and BatchNorm of every branch in evaluation."""
+    torch.manual_seed(1)
+    branches = []
+    for stride in strides:
+        conv = nn.Conv2d(CHANNELS, CHANNELS, 3, stride, 1, groups=CHANNELS, bias=False)
+        bn = nn.BatchNorm2d(CHANNELS)
+        for tensor in (bn.weight, bn.bias, bn.running_mean):
+            nn.init.normal_(tensor)
+        branches.append((conv.to(DEVICE, dtype), bn.to(DEVICE, dtype).eval()))
+    x = torch.randn(2, class_tokens + GRID[0] * GRID[1], CHANNELS, device=DEVICE, dtype=dtype)
+    return x, branches
+
+
+def assert_served(x, branches):
+    """Compares a call of the Triton kernels with the reference; returns its outputs."""
+    with ck.use_backend("reference"):
+        expected = project(x, GRID, copy.deepcopy(branches))
+    with ck.use_backend("triton"):
+        outs = project(x, GRID, branches)
+    for ours, theirs in zip(outs, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.is_contiguous()
+        precise = theirs.dtype in (torch.float32, torch.float64)
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-4 if precise else 2e-2, atol=1e-4 if precise else 2e-2
+        )
+    return outs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("class_tokens", [0, 1])
+def test_later_calls_are_planned(starts, class_tokens):
+    x, branches = make(class_tokens, strides=(1, 2, 2))
+    first = assert_served(x, branches)
+    assert starts == []
+    for _ in range(2):
+        assert all(map(torch.equal, assert_served(x, branches), first))
+    assert starts == [True, True]
+    other = torch.randn_like(x)
+    assert_served(other, branches)
+    # Other modules whose tensors are alike take the same launch.
+    assert_served(other, make(class_tokens, strides=(1, 2, 2))[1])
+    assert starts == [True] * 4
+
+
+@torch.no_grad()
+def test_general_kernels_are_planned_up_to_3x3(starts):
+    x, branches = make()
+    for kernel_size, planned in ((1, 1), (5, 0)):
+        starts.clear()
+        settings = {"padding": kernel_size // 2, "groups": CHANNELS, "bias": False}
+        conv = nn.Conv2d(CHANNELS, CHANNELS, kernel_size, **settings).to(DEVICE)
+        branches[0] = conv, branches[0][1]
+        assert_served(x, branches)
+        assert_served(x, branches)
+        assert len(starts) == planned
+
+
+def replaced_parameter(conv, bn):
+    conv.weight = nn.Parameter(torch.randn_like(conv.weight))
+
+
+def replaced_data(conv, bn):
+    bn.weight.data = torch.randn_like(bn.weight)
+
+
+def replaced_buffer(conv, bn):
+    bn.running_mean = torch.randn_like(bn.running_mean)
+
+
+def written_in_place(conv, bn):
+    conv.weight.mul_(2)
+    bn.running_var.add_(1)
+
+
+def loaded_state(conv, bn):
+    bn.load_state_dict({name: tensor + 1 for name, tensor in bn.state_dict().items()})
+
+
+def computed_weight(conv, bn):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrize.register_parametrization(conv, "weight", Doubled())
+
+
+def other_eps(conv, bn):
+    bn.eps = 0.5
+
+
+def no_scale(conv, bn):
+    bn.weight = None
+
+
+def other_stride(conv, bn):
+    conv.stride = (2, 2)
+
+
+def other_dilation(conv, bn):
+    conv.dilation, conv.padding = (2, 2), (2, 2)
+
+
+def other_size(conv, bn):
+    conv.weight = nn.Parameter(torch.randn(CHANNELS, 1, 1, 1, device=DEVICE))
+    conv.padding = (0, 0)
+
+
+def strided_weight(conv, bn):
+    conv.weight.data = torch.randn(3, 3, 1, CHANNELS, device=DEVICE).permute(3, 2, 1, 0)
+
+
+def unaligned_weight(conv, bn):
+    flat = torch.randn(conv.weight.numel() + 1, device=DEVICE)
+    conv.weight.data = flat[1:].view_as(conv.weight)
+
+
+def training_again(conv, bn):
+    bn.train()
+
+
+CHANGES = (
+    replaced_parameter, replaced_data, replaced_buffer, written_in_place, loaded_state, computed_weight,
+    other_eps, no_scale, other_stride, other_dilation, other_size, strided_weight, unaligned_weight,
+    training_again,
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_of_modules_are_noticed(starts, change):
+    x, branches = make()
+    assert_served(x, branches)
+    before = assert_served(x, branches)
+    assert starts == [True]
+    change(*branches[0])
+    for _ in range(2):
+        after = assert_served(x, branches)
+        assert after[0].shape != before[0].shape or not torch.allclose(after[0], before[0])
+
+
+@torch.no_grad()
+def test_other_dtypes_are_noticed(starts):
+    x, branches = make()
+    for dtype in (torch.float32, torch.float16, torch.float32, torch.float64, torch.float16):
+        for module in (module for branch in branches for module in branch):
+            module.to(dtype)
+        assert_served(x.to(dtype), branches)
+        assert_served(x.to(dtype), branches)
+    assert starts == [True] * 7  # the first call of a dtype is not planned
+
+
+@torch.no_grad()
+def test_other_tokens_are_noticed(starts):
+    x, branches = make()
+    wide = torch.randn(2, x.shape[1], 2 * CHANNELS, device=DEVICE)
+    flat = torch.randn(x.numel() + 1, device=DEVICE)
+    unaligned = flat[1:].view_as(x)
+    batches = torch.randn(3, *x.shape[1:], device=DEVICE)
+    for tokens in (x, wide[..., :CHANNELS], wide[..., ::2], x.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert_served(tokens, branches)
+        assert_served(tokens, branches)
+    assert starts == [True] * 3  # a copy is made of those whose channels lie apart
+    assert_served(unaligned, branches)
+    assert starts[3:] == [False]
+    assert_served(batches, branches)
+    assert len(starts) == 4
+
+
+@torch.no_grad()
+def test_wrong_changes_raise_as_if_there_had_been_no_call_before(starts):
+    x, branches = make()
+    assert_served(x, branches)
+    assert_served(x, branches)
+    wrong = {
+        "bias": (0, "bias", nn.Parameter(torch.zeros(CHANNELS, device=DEVICE)), "has a bias"),
+        "padding_mode": (0, "padding_mode", "reflect", "padding_mode is 'reflect'"),
+        "shape": (1, "bias", nn.Parameter(torch.zeros(8, device=DEVICE)), "bn_bias: got shape"),
+        "dtype": (
+            1,
+            "running_mean",
+            torch.zeros(CHANNELS, device=DEVICE).double(),
+            "running_mean: has dtype",
+        ),
+        "eps": (1, "eps", 0.0, "eps: got 0.0"),
+        "stride": (0, "stride", (1.0, 1.0), "stride: got 1.0"),  # equal to what was right
+        "device": (0, "weight", nn.Parameter(torch.zeros(CHANNELS, 1, 3, 3, device="meta")), "is on meta"),
+    }
+    for which, name, value, message in wrong.values():
+        module = branches[0][which]
+        previous = getattr(module, name)
+        setattr(module, name, value)
+        with ck.use_backend("triton"), pytest.raises((TypeError, ValueError), match=message):
+            project(x, GRID, branches)
+        setattr(module, name, previous)
+    with ck.use_backend("triton"), pytest.raises(ValueError, match="grid: got"):
+        project(x, (3, 3), branches)
+    with ck.use_backend("triton"), pytest.raises(TypeError, match="grid: got"):
+        project(x, (2.0, 3.0), branches)
+    assert_served(x, branches)
+    assert starts == [True] * 2
+
+
+def test_gradients_are_noticed(starts):
+    x, branches = make()
+    with torch.no_grad():
+        assert_served(x, branches)
+        assert_served(x, branches)
+    for _ in range(2):
+        assert all(out.requires_grad for out in assert_served(x, branches))
+    for module in (module for branch in branches for module in branch):
+        module.requires_grad_(False)
+    for _ in range(2):
+        assert not any(out.requires_grad for out in assert_served(x, branches))
+    branches[0][1].bias.requires_grad_()
+    assert all(out.requires_grad for out in assert_served(x, branches))
+    with torch.inference_mode():
+        assert all(out.is_inference() for out in assert_served(x, branches))
+    assert starts == [True] * 2
+
+
+@torch.no_grad()
+def test_autocast_is_noticed(starts):
+    x, branches = make()
+    assert_served(x, branches)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast(DEVICE, dtype):
+            for _ in range(2):
+                assert assert_served(x, branches)[0].dtype == dtype
+    assert assert_served(x, branches)[0].dtype == torch.float32
+    assert starts == [True] * 3
+
+
+@torch.no_grad()
+def test_backends_are_noticed(starts):
+    x, branches = make()
+    assert_served(x, branches)
+    assert_served(x, branches)
+    with ck.use_backend("reference"):
+        project(x, GRID, branches)
+    project(x, GRID, branches)  # auto
+    assert starts == [True]
+    backends.forget()
+    assert_served(x, branches)
+    assert starts == [True]
+    assert_served(x, branches)
+    assert starts == [True] * 2
+    add_marked_backend("triton", 1.0, operator="gelu")  # whatever is registered anew
+    assert_served(x, branches)
+    assert starts == [True] * 2
+
+    def counted(operator, backend, implementation):
+        def function(*args, **kwargs):
+            calls.append(operator)
+            return implementation.load().function(*args, **kwargs)
+
+        return backends.Implementation(function)
+
+    calls: list[str] = []
+    with backends.replaced(counted):
+        for _ in range(2):
+            assert_served(x, branches)
+    assert calls == ["conv_projection"] * 4  # the reference's too
+    assert starts == [True] * 2
+
+
+@torch.no_grad()
+def test_launches_are_intercepted_all_the_same(starts):
+    x, branches = make()
+    assert_served(x, branches)
+    assert_served(x, branches)
+    taken: list[machine.Launch] = []
+    with ck.use_backend("triton"), machine.intercepted_launches(taken.append, machine.Chip(100, 148)):
+        project(x, GRID, branches)
+    assert [launch.arguments["x_ptr"] for launch in taken] == [x]
+    assert starts == [True]
+
+
+@torch.no_grad()
+def test_another_configuration_is_noticed(starts):
+    x, branches = make()
+    assert_served(x, branches)
+    assert_served(x, branches)
+    with common.overridden(
+        "walk_fwd", common.WalkConfig(pairs=1, channels=32, registers=128, resident_warps=16)
+    ):
+        assert_served(x, branches)
+    assert_served(x, branches)
+    assert starts == [True]
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_the_modules(starts):
+    x, branches = make()
+    model = nn.ModuleList(nn.ModuleList(branch) for branch in branches)
+    attributes = [set(vars(module)) for module in model.modules()]
+    for _ in range(3):
+        assert_served(x, branches)
+    assert starts == [True] * 2
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    copied = pickle.loads(pickle.dumps(model))
+    assert list(copied.state_dict()) == list(model.state_dict())
+    tensors = [x, *model.parameters(), *model.buffers()]
+    references = list(map(weakref.ref, tensors))
+    del x, branches, model, tensors
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    assert any(isinstance(known, dispatch.Known) for known in backends.choices.values())
