@@ -59,8 +59,8 @@ class LaunchConfig:
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. A tile of 128 rows by 256 or
 # 384 columns reads so little from L2 that sm_90's tensor cores may be busy, but is alone on its
 # multiprocessor. Hence ``gelu`` is persistent there: a tile is loaded while another is activated and stored.
-# In such a loop, sums of several parts would make the compiler wait for each product (C7515). Narrow tiles are
-# two or more on a multiprocessor.
+# In such a loop, sums of several parts would make the compiler wait for each product (C7515). Narrow tiles
+# are two or more on a multiprocessor.
 CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
     (80, 2): {
         "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),

@@ -107,6 +107,7 @@ def _linear_add_kernel(
 
 def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
     """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
+    out = out.view(x.shape[0], -1)
     plan = Plan.of("add", x, weight, (out,))
     machine.launch(
         _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
@@ -192,6 +193,7 @@ def linear_add_layer_norm_forward(
     y: Tensor,
 ) -> None:
     """Writes h = residual + x · weightᵀ + bias, which may take the residual's place, and its LayerNorm y."""
+    h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     plan = Plan.of("add_layer_norm", x, weight, (h, y))
     machine.launch(
         _linear_add_layer_norm_kernel, (plan.programs,), on=x, options=plan.options,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
@@ -80,13 +80,13 @@ def test_gelu(approximate, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (40, 192), (32, 384)])
 def test_residual_and_layer_norm(inputs, outputs, dtype):
-    tensors = make_layer((1, 70), inputs, outputs, dtype)
+    tensors = make_layer((2, 40), inputs, outputs, dtype)
     assert_agree(ck.linear_add, tensors)
     norm = make((outputs,), (outputs, 1), dtype=dtype)
     assert_agree(ck.linear_add_layer_norm, [*tensors, norm[0], norm[1].flatten()], shift=tensors[2])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, phases=[Phase.generate])
 @given(st.data())
 def test_odd_sizes(data):
     rows, outputs = (data.draw(st.sampled_from([1, 2, 7, 16, 33, 72])) for _ in range(2))
@@ -187,10 +187,13 @@ def test_chips_with_descriptors(capability):
 
 
 def test_float32_parameters_of_the_norm_beside_16_bits():
+    """Under autocast the model's own are float32."""
+    from cvt_kernels.ops.linear import triton as triton_backend
+
     tensors = make_layer(20, 24, 48, torch.bfloat16)
     norm = [torch.randn(48, device=DEVICE) for _ in range(3)]
-    with ck.use_backend("triton"):
-        h, y = ck.linear_add_layer_norm(*tensors, *norm[:2], shift=norm[2])
+    named = {"eps": 1e-5, "inplace": False}
+    h, y = triton_backend.linear_add_layer_norm(*tensors, *norm[:2], shift=norm[2], **named)
     narrow = [t.bfloat16() for t in norm]
     with ck.use_backend("reference"):
         _, same = ck.linear_add_layer_norm(*tensors, *narrow[:2], shift=narrow[2])
