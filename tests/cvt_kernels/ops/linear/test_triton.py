@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
@@ -86,7 +86,7 @@ def test_residual_and_layer_norm(inputs, outputs, dtype):
     assert_agree(ck.linear_add_layer_norm, [*tensors, norm[0], norm[1].flatten()], shift=tensors[2])
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.generate])
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_odd_sizes(data):
     rows, outputs = (data.draw(st.sampled_from([1, 2, 7, 16, 33, 72])) for _ in range(2))
@@ -214,11 +214,10 @@ def test_rows_far_from_zero():
 @pytest.mark.skipif(DEVICE == "cuda", reason="float64 is for the interpreter")
 @pytest.mark.parametrize("approximate", VARIANTS)
 def test_gradcheck(approximate):
-    x, weight, bias, _ = make_layer((2, 3), 5, 4, torch.float64)
+    x, weight, bias, _ = make_layer((1, 2), 2, 3, torch.float64)
     live = [t.requires_grad_() for t in (x, weight, bias)]
     with ck.use_backend("triton"):
-        assert gradcheck(lambda *given: ck.linear_gelu(*given, approximate=approximate), live)
-        assert gradcheck(lambda *given: ck.linear_gelu(*given, approximate=approximate), live[:2])
+        assert gradcheck(lambda *tensors: ck.linear_gelu(*tensors, approximate=approximate), live)
 
 
 def step(backend, tensors, approximate):
