@@ -77,7 +77,7 @@ def analyze(code: MachineCode, resources: Resources, work: Work, arch: int) -> A
         work: The work of the launch, for which ``why_not_counted`` has nothing to say.
         arch: Compute capability, 90 for sm_90.
     """
-    ran = executed(code.blocks, work.trips)
+    ran = executed(code.blocks, work.trips, work.conditional)
     warps = work.programs * resources.threads / 32
     per_output = 32 * warps / work.outputs  # instructions of threads, from one of a warp
     mufu = sum(count for name, count in ran.instructions.items() if name.startswith("MUFU"))

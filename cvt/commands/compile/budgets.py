@@ -20,6 +20,9 @@ _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
     "layer_norm_mlp": "cvt_kernels.ops.mlp.triton.common",
+    "linear_gelu": "cvt_kernels.ops.linear.triton.common",
+    "linear_add": "cvt_kernels.ops.linear.triton.common",
+    "linear_add_layer_norm": "cvt_kernels.ops.linear.triton.common",
 }
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
@@ -47,7 +50,8 @@ def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
     if family is None:
         return None
     budgets: Mapping[int, Mapping[str, Budget]] = importlib.import_module(family).BUDGETS
-    return budgets.get(arch, {}).get(kernel.removeprefix(operator).strip("_"))
+    by_kernel = budgets.get(arch, {})
+    return by_kernel.get(kernel.removeprefix(operator).strip("_") or kernel)
 
 
 def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:

@@ -136,12 +136,72 @@ def layer_norm_mlp_launches(
     return launches
 
 
+def linear_gelu_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launch of a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
+    from cvt_kernels.ops.linear.triton import forward
+
+    x, weight, bias, _ = _linear_layer(stage, batch, dtype, widths=(1, 4))
+    with machine.recorded_launches(chip) as launches:
+        forward.linear_gelu_forward(x, weight, bias, "quick", need_pre=training)
+    return launches
+
+
+def linear_add_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches of a CvT block's layers that end its residual branches, attention's and the MLP's.
+
+    There are none for training: the kernels have no gradients.
+    """
+    from cvt_kernels.ops.linear.triton import forward
+
+    with machine.recorded_launches(chip) as launches:
+        for width in () if training else (1, 4):
+            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(width, 1))
+            forward.linear_add_forward(x, weight, bias, residual, torch.empty_like(residual))
+    return launches
+
+
+def linear_add_layer_norm_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches of ``linear_add_launches`` with the LayerNorm that follows each of them."""
+    from cvt_kernels.ops.linear.triton import forward
+
+    with machine.recorded_launches(chip) as launches:
+        for width in () if training else (1, 4):
+            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(width, 1))
+            h, y = torch.empty_like(residual), torch.empty_like(residual)
+            forward.linear_add_layer_norm_forward(x, weight, bias, residual, bias, bias, None, 1e-5, h, y)
+    return launches
+
+
+def _linear_layer(
+    stage: Stage, batch: int, dtype: torch.dtype, *, widths: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns x, weight, bias and residual of a linear layer on a stage's tokens.
+
+    Its inputs and outputs are ``widths`` times the stage's channels.
+    """
+    (height, width), channels, class_tokens = stage
+    rows = batch * (height * width + class_tokens)
+    inputs, outputs = (channels * width for width in widths)
+    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
+    x, weight, bias, residual = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    return x, weight, bias, residual
+
+
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
     "layer_norm_mlp": layer_norm_mlp_launches,
+    "linear_gelu": linear_gelu_launches,
+    "linear_add": linear_add_launches,
+    "linear_add_layer_norm": linear_add_layer_norm_launches,
 }
 #: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
 CUDA_OPERATOR = "layer_norm_gelu"

@@ -1,8 +1,9 @@
 """The loops of a function, and how many instructions a warp executes with given trips of them.
 
 A loop is a branch backwards. Conditional code and predicated instructions count as executed, so the counts
-are those of a warp that runs all the code; calls are not followed. A loop that only counts, which compilers
-leave where they moved everything else out of it, counts as straight code and has no trips.
+are those of a warp that runs all the code, unless it is said how often; calls are not followed. A loop that
+only counts, which compilers leave where they moved everything else out of it, counts as straight code and has
+no trips.
 """
 
 from __future__ import annotations
@@ -82,19 +83,45 @@ def why_not_counted(blocks: Sequence[Block], trips: Sequence[float]) -> str | No
     return None
 
 
-def executed(blocks: Sequence[Block], trips: Sequence[float]) -> Executed:
-    """Returns what a warp executes if every loop of ``loops_of`` takes its trips each time it is entered."""
+def executed(blocks: Sequence[Block], trips: Sequence[float], conditional: float = 1.0) -> Executed:
+    """Returns what a warp executes if every loop of ``loops_of`` takes its trips each time it is entered.
+
+    Args:
+        blocks: The basic blocks.
+        trips: Trips of each loop.
+        conditional: The part of the trips that run what a loop may skip.
+    """
     loops = loops_of(blocks)
+    skipped = set() if conditional == 1 else {block for loop in loops for block in _skippable(blocks, loop)}
     instructions, classes, in_loops = dict[str, float](), dict[str, float](), 0.0
     for index, block in enumerate(blocks):
         own = [count for loop, count in zip(loops, trips, strict=True) if index in loop]
-        times = math.prod(own)
+        times = math.prod(own) * (conditional if index in skipped else 1)
         for total, counts in ((instructions, block.instructions), (classes, block.classes)):
             for name, count in counts.items():
                 total[name] = total.get(name, 0) + count * times
         if own:
             in_loops += sum(block.classes.values()) * times
     return Executed(instructions, classes, in_loops)
+
+
+def _skippable(blocks: Sequence[Block], loop: frozenset[int]) -> frozenset[int]:
+    """Returns the blocks of a loop without which it can still come back to its first one, in code order."""
+    header = min(loop)
+
+    def comes_back_without(block: int) -> bool:
+        reached, pending = {block}, [header]
+        while pending:
+            index = pending.pop()
+            if index not in reached:
+                reached.add(index)
+                following = [successor for successor in blocks[index].successors if successor in loop]
+                if header in following:
+                    return True
+                pending += following
+        return False
+
+    return frozenset(block for block in loop if block != header and comes_back_without(block))
 
 
 def bytes_in_flight_of(instructions: Sequence[Instruction], blocks: Sequence[Block]) -> int:

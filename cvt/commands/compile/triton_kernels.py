@@ -15,6 +15,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels import machine
 
@@ -147,6 +148,8 @@ def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
             return "u1"
         if isinstance(value, float):
             return "fp32"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{_TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         is_tensor = isinstance(value, Tensor)
         number = value.storage_offset() * value.element_size() if is_tensor else value
         if number % 16 == 0 and specialized and aligned:

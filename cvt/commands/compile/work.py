@@ -15,11 +15,13 @@ add one where a kernel is new or has other loops. It says:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels import machine
 
@@ -36,6 +38,8 @@ class Work(NamedTuple):
         trips: Trips of each loop of the code, in code order.
         flops: Operations of matrix products on tensor cores that are asked for, without padding.
         scores: Attention scores that a program computes within loops, padding included.
+        conditional: The part of the trips in which a loop runs the code that its others skip, such as the end
+            of a tile in a loop over the steps of all tiles.
     """
 
     programs: int
@@ -44,6 +48,7 @@ class Work(NamedTuple):
     trips: tuple[float, ...]
     flops: int = 0
     scores: float = 0
+    conditional: float = 1.0
 
 
 def work_of(launch: machine.Launch) -> Work | None:
@@ -313,6 +318,41 @@ def _layer_norm_mlp(launch: machine.Launch) -> Work:
     )
 
 
+# Linear layers --------------------------------------------------------------------------------------------
+
+
+def _linear(launch: machine.Launch, results: tuple[str, ...]) -> Work:
+    """Returns the work of a linear layer: a loop over the inputs, or one over the inputs of all tiles.
+
+    Args:
+        launch: The launch.
+        results: The parameters of what it writes, the first of which counts as its output.
+    """
+    arguments = launch.arguments
+    spec = arguments["SPEC"]
+    written = [_matrix(arguments[name]) for name in results if arguments[name] is not None]
+    read = [_matrix(arguments[name]) for name in ("x", "weight")]
+    read += [value for name, value in arguments.items() if name.endswith("_ptr") and value is not None]
+    steps = -(-spec.inputs // spec.block_k)
+    trips: tuple[float, ...] = () if steps == 1 else (steps,)
+    conditional = 1.0
+    if spec.is_persistent:
+        trips, conditional = (steps * arguments["tiles"] / arguments["programs"],), 1 / steps
+    has_tensor_cores = read[0].element_size() == 2 or spec.precision == "tf32"
+    return Work(
+        programs=_programs(launch),
+        outputs=written[0].numel(),
+        bytes=_bytes(read, written),
+        trips=trips,
+        flops=2 * written[0].numel() * spec.inputs if has_tensor_cores else 0,
+        conditional=conditional,
+    )
+
+
+def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
+
+
 # LayerNorm and GELU ---------------------------------------------------------------------------------------
 
 #: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
@@ -365,4 +405,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_attention_bwd_bias_kernel": _attention_backward_bias,
     "_layer_norm_mlp_fwd_kernel": _layer_norm_mlp,
     "_layer_norm_mlp_fwd_resident_kernel": _layer_norm_mlp,
+    "_linear_gelu_kernel": functools.partial(_linear, results=("out", "pre")),
+    "_linear_add_kernel": functools.partial(_linear, results=("out",)),
+    "_linear_add_layer_norm_kernel": functools.partial(_linear, results=("h", "y")),
 }

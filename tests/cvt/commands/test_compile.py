@@ -15,6 +15,7 @@ import torch
 import triton
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt import commands as cli
 from cvt import config
@@ -60,14 +61,14 @@ def compile_ahead(tmp_path):
     return run
 
 
-def assert_flawless(rows):
+def assert_flawless(rows, *, most_shared=99):
     for row in rows:
         resources = row["resources"]
         assert row["flaws"] == []
         assert row["uncounted"] is None or row["arch"] != "sm_90", row
         assert (resources["stack"], resources["spill_loads"], resources["spill_stores"]) == (0, {}, {}), row
         assert 0 < resources["registers"] <= 255
-        assert resources["static_shared"] + resources["dynamic_shared"] <= 99 * 1024
+        assert resources["static_shared"] + resources["dynamic_shared"] <= most_shared * 1024
         assert 0 < resources["occupancy"] <= 1
 
 
@@ -129,6 +130,20 @@ def test_conv_projection(compile_ahead, arch, dtype, stages):
             parts = sum(counted["classes_per_output"].values())
             assert parts == pytest.approx(counted["instructions_per_output"])
     assert_documented(rows)
+
+
+# Stage 3 has the widest tiles and the most registers.
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_linear(compile_ahead, arch):
+    operators = ("linear_gelu", "linear_add", "linear_add_layer_norm")
+    _, rows = compile_ahead("--operator", *operators, "--arch", arch, "--dtype", "bfloat16", "--stage", "3")
+    assert_flawless(rows, most_shared=227)
+    assert [row["kernel"] for row in rows] == [kernel for kernel in operators for _ in range(2)]
+    for row in rows:
+        assert row["messages"] == []
+        for analysis in row["analyses"]:
+            assert analysis["counted"]["mufu_per_output"] <= 1.01
+            assert arch != "sm_90" or analysis["predicted"]["bound"] in ("tensor", "DRAM")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -257,7 +272,8 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, attention, "
-         "attention_with_bias, layer_norm_mlp, layer_norm_gelu"),
+         "attention_with_bias, layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, "
+         "layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),
@@ -318,8 +334,9 @@ def test_arguments_are_specialized():
 @pytest.mark.parametrize(
     "value",
     [0, 1, 7, 16, -16, 2**31 - 1, 2**31, -(2**31) - 1, 1.0, True, None, (1, 16, 5), Grid(1, (16, 3)),
-     torch.zeros(8), torch.zeros(9)[1:], torch.zeros(12)[4:]],
-    ids=lambda value: f"tensor of {len(value)}" if isinstance(value, torch.Tensor) else str(value),
+     torch.zeros(8), torch.zeros(9)[1:], torch.zeros(12)[4:],
+     TensorDescriptor.from_tensor(torch.zeros(40, 64, dtype=torch.float16), [16, 32])],
+    ids=lambda value: f"tensor of {len(value)}" if isinstance(value, torch.Tensor) else str(value)[:20],
 )  # fmt: skip
 def test_arguments_are_specialized_as_triton_does(value, specialized, aligned):
     """Compares with what Triton's launcher asks for each argument."""
@@ -526,6 +543,16 @@ def test_loops_and_trips():
 def test_trips_may_be_a_mean_or_zero():
     blocks, _ = parsed(*NESTED)
     assert loops.executed(blocks, (1.5, 2, 0)).total == 2 + 1.5 * (3 + 2 * 4) + 3 + 2
+
+
+def test_code_that_a_loop_may_skip_runs_in_part_of_the_trips():
+    """Of 12 trips, 1 in 4 runs the end of a tile, as where a loop goes over the steps of all tiles."""
+    blocks, _ = parsed(
+        "S2R R0, SR_CTAID.X", ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_next)", "FMUL R1, R1, R2",
+        "STG.E [R2.64], R1", ".L_next:", "IADD3 R3, R3, 0x1, RZ", "@P1 BRA `(.L_loop)", "EXIT",
+    )  # fmt: skip
+    assert loops.executed(blocks, (12,)).total == 1 + 12 * 6 + 1
+    assert loops.executed(blocks, (12,), conditional=1 / 4).total == 1 + 12 * 4 + 3 * 2 + 1
 
 
 def test_code_moved_behind_the_end_is_no_loop():
@@ -760,6 +787,7 @@ def test_budgets_name_kernels():
     from cvt_kernels.ops.attention.triton import common as attention
     from cvt_kernels.ops.conv_projection.triton import common as projection
     from cvt_kernels.ops.mlp.triton import common as mlp
+    from cvt_kernels.ops.linear.triton import common as linear
 
     assert set(mlp.BUDGETS[90]) <= set(mlp.CONFIGS[90, 2, "small"])
     assert budgets.budget_of("layer_norm_mlp", "layer_norm_mlp_fwd_resident", 90) is not None
@@ -768,6 +796,8 @@ def test_budgets_name_kernels():
     budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
     assert budget is projection.BUDGETS[90]["walk_fwd"]
     assert budgets.budget_of("attention_with_bias", "attention_fwd", 90) is None
+    for operator in linear.BUDGETS[90]:
+        assert budgets.budget_of(operator, operator, 90) is linear.BUDGETS[90][operator]
 
 
 @pytest.mark.parametrize("operator", launches.TRITON_OPERATORS)
@@ -782,6 +812,27 @@ def test_every_large_kernel_has_its_work_described(operator):
             assert described.outputs > 0
             assert described.bytes > 0
             assert all(count > 0 for count in described.trips), (number, launch.kernel.__name__)
+
+
+def test_work_of_linear_layers():
+    """Stage 3: 394 by 6 tiles for GELU, of 6 steps each; whole rows for LayerNorm, with K = C, then 4C."""
+    stage = launches.stages("cvt_13")[2]
+    rows, channels = 256 * 197, 384
+    (gelu,) = launches.linear_gelu_launches(stage, torch.bfloat16, Chip(90, 132), training=True)
+    described = work.work_of(gelu)
+    assert (described.programs, described.outputs) == (132, rows * 4 * channels)
+    assert described.bytes == 2 * (rows * channels * (1 + 4 + 4) + 4 * channels**2 + 4 * channels)
+    assert described.flops == 2 * rows * 4 * channels**2
+    assert described.trips == (6 * 394 * 6 / 132,)
+    assert described.conditional == 1 / 6
+    assert launches.linear_add_launches(stage, torch.bfloat16, Chip(90, 132), training=True) == []
+    both = launches.linear_add_layer_norm_launches(stage, torch.bfloat16, Chip(90, 132), training=False)
+    narrow, wide = map(work.work_of, both)
+    assert narrow.bytes == 2 * (rows * channels * 4 + channels**2 + 3 * channels)
+    assert (narrow.programs, narrow.trips, narrow.conditional) == (394, (6,), 1)
+    assert wide.trips == (24,)
+    (exact,) = launches.linear_gelu_launches(stage, torch.float32, Chip(90, 132), training=False)
+    assert work.work_of(exact).flops == 0
 
 
 def test_work_of_the_projection():

@@ -1,0 +1,42 @@
+"""Triton kernels of linear layers with what follows them: GELU, or a residual and LayerNorm.
+
+- ``linear_gelu``: y = gelu(x · weightᵀ + bias)
+- ``linear_add``: h = residual + x · weightᵀ + bias, out of place or in place
+- ``linear_add_layer_norm``: the same h, and y = layer_norm(h + shift) · norm_weight + norm_bias
+
+Layout: x (..., K) and the weight (N, K) as PyTorch has them; dimensions before the last are M rows. Inputs
+that are not contiguous are copied first; results are contiguous.
+
+A program computes a tile of rows by columns, with sums in float32 that stay in registers until the last step
+wrote what follows them: GELU, the residual, LayerNorm. For LayerNorm a tile is as wide as its rows, in up to
+four parts whose widths waste little: 192 = 3 · 64, 384 = 3 · 128. Its statistics are those of h before it is
+rounded, in two passes over the registers. Tiles side by side are computed at the same time, so that x comes
+from memory once, and from L2 for all but the first of them; weights are small enough to stay in L2.
+
+On sm_90 and sm_100, tensor descriptors (TMA) load and store tiles where 16-bit rows begin at multiples of 16
+bytes. Pointers with masks do everywhere else, pipelined too. ``linear_gelu`` is persistent with descriptors:
+a loop goes over the steps of all tiles of a program, and what it loads for the next tile is under way while
+it activates and stores this one. Products of 16 bits are added to the residual, rather than it to them, so
+that its loads are one wait at the start; in place, each element is read and written by one program only.
+
+GELU takes one special instruction (MUFU) per output. In 16 bits the approximations are h + h · tanh(u) with
+h = x/2 and the chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the result.
+
+Gradients: ``linear_gelu`` has them, the others do not. Its forward then also writes ``pre``, what GELU is
+applied to, in the same pass. The backward needs that alone, not y: dpre = dy · gelu'(pre) by the operator of
+the compiled extension (PyTorch's formula without it), then two products and a sum of rows by PyTorch. To
+compute ``pre`` again from x would be a whole product, 2·M·N·K operations, that is 8·M·C² for the MLP, and
+save M·N·e bytes written and read. At C = 384 both take as long (on an H200, at batch 256, 75 µs at 790
+TFLOP/s against 72 µs at 4.3 TB/s). Narrower layers would gain by a backward kernel that does the product and
+GELU's derivative at once (33 against 191 µs at C = 64); there is none yet.
+
+No atomics; every sum has a fixed order. Bytes per launch, with e per element, the weight's N·K·e apart:
+
+- ``linear_gelu``: (M·K + M·N)·e, and M·N·e for ``pre``
+- ``linear_add``: (M·K + 2·M·N)·e
+- ``linear_add_layer_norm``: (M·K + 3·M·N)·e
+"""
+
+from .autograd import linear_add, linear_add_layer_norm, linear_gelu, why_unsupported
+
+__all__ = ["linear_add", "linear_add_layer_norm", "linear_gelu", "why_unsupported"]

@@ -1,0 +1,462 @@
+"""The parts that the Triton kernels of linear layers share: configurations, plans, device functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .... import machine
+from ...triton_launch import Budget, Overrides
+
+#: The most outputs of a row that is normalized: its sums stay in registers.
+MAX_NORMALIZED = 512
+_NARROW, _WIDE = 192, 384
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The way a kernel cuts its work.
+
+    Attributes:
+        block_m: Rows of a tile.
+        width: Columns of a part of a tile.
+        parts: Parts of a tile, side by side, each with its own sums.
+        block_k: Inputs that one step of the loop takes.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads.
+        programs: Programs of a multiprocessor that take all tiles; 0 for a program for every tile.
+        specialized: Whether warps of their own load the tiles, where descriptors describe them.
+    """
+
+    block_m: int
+    width: int
+    parts: int = 1
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int = 0
+    specialized: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# By generation, as those of attention, and bytes per element. Of the names, ``narrow`` are results of up to
+# 192 columns, ``wide`` normalized rows of more than 384.
+#
+# Chosen by what the compiler makes of them; none has been timed on a GPU yet. A tile of 128 rows by 256 or
+# 384 columns reads so little from L2 that sm_90's tensor cores may be busy, but is alone on its
+# multiprocessor. Hence ``gelu`` is persistent there: a tile is loaded while another is activated and stored.
+# In such a loop, sums of several parts would make the compiler wait for each product (C7515). Narrow tiles
+# are two or more on a multiprocessor.
+CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
+    (80, 2): {
+        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
+        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
+        "add_narrow": LaunchConfig(block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=4),
+        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_warps=8, num_stages=3),
+        "add_layer_norm_narrow": LaunchConfig(
+            block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=3
+        ),
+        "add_layer_norm_wide": LaunchConfig(
+            block_m=32, width=128, parts=4, block_k=32, num_warps=8, num_stages=3
+        ),
+    },
+    (90, 2): {
+        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1),
+        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2),
+        "add_layer_norm": LaunchConfig(
+            block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3
+        ),
+        "add_layer_norm_narrow": LaunchConfig(
+            block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2
+        ),
+        "add_layer_norm_wide": LaunchConfig(
+            block_m=64, width=128, parts=4, block_k=64, num_warps=8, num_stages=2
+        ),
+    },
+    (80, 4): {
+        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
+        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
+        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_warps=8, num_stages=2),
+        "add_layer_norm_narrow": LaunchConfig(
+            block_m=32, width=64, parts=3, block_k=16, num_warps=8, num_stages=2
+        ),
+        "add_layer_norm_wide": LaunchConfig(
+            block_m=16, width=128, parts=4, block_k=16, num_warps=8, num_stages=2
+        ),
+    },
+}
+CONFIGS[90, 4] = CONFIGS[80, 4]
+CONFIGS |= {(100, size): kernels for (generation, size), kernels in list(CONFIGS.items()) if generation == 90}
+CONFIGS[100, 2] = CONFIGS[90, 2] | {
+    "gelu": LaunchConfig(
+        block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1, specialized=True
+    ),
+    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_warps=8, num_stages=2),
+}
+
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "linear_gelu": Budget(instructions_per_output=17, registers=168),
+        "linear_add": Budget(instructions_per_output=33, registers=240),
+        "linear_add_layer_norm": Budget(instructions_per_output=43, registers=255),
+    },
+}
+_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2])
+
+
+def configuration(kernel: str, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
+    if (override := _overrides.get(kernel)) is not None:
+        return override
+    return CONFIGS[_generation(capability), min(element_size, 4)][kernel]
+
+
+def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
+    """Returns the configuration of an operator, as ``add_layer_norm``, for x (M, K) on its device."""
+    kernel = operator
+    if operator != "gelu" and outputs <= _NARROW:
+        kernel = f"{operator}_narrow"
+    elif operator == "add_layer_norm" and outputs > _WIDE:
+        kernel = f"{operator}_wide"
+    return configuration(kernel, x.element_size(), machine.chip(x.device).capability)
+
+
+def _generation(capability: int) -> int:
+    return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
+
+def padded(size: int) -> int:
+    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
+    return max(triton.next_power_of_2(size), 16)
+
+
+def part_width(outputs: int, widest: int, parts: int) -> int:
+    """Returns the width of equal parts, ``parts`` at most, that hold all outputs and waste few columns.
+
+    It is a power of two from 16 on; ``widest`` where so many parts cannot hold them.
+    """
+    widths = [16 << i for i in range(10) if 16 << i <= widest and outputs <= parts * (16 << i)]
+    return min(widths, key=lambda width: (-(-outputs // width) * width, -width), default=widest)
+
+
+# Kernel specification -------------------------------------------------------------------------------------
+
+
+class KernelSpec(NamedTuple):
+    """The facts that a kernel is compiled for.
+
+    Attributes:
+        inputs, outputs: K and N.
+        block_m, width, parts, block_k: See ``LaunchConfig``.
+        columns: Tiles side by side.
+        store_width: Columns that are stored at once.
+        has_descriptors: Whether x and weight come as tensor descriptors, rather than pointers.
+        writes_descriptors: Whether the results do.
+        is_persistent: Whether a program takes several tiles, one after the other.
+        residual_first: Whether the products are added to the residual, rather than it to them.
+        specialized: See ``LaunchConfig``.
+        operand: Triton's dtype of the factors of a product: that of x, but float32 for bfloat16 in Triton's
+            interpreter, whose product of bfloat16 is wrong.
+        accumulator: float32, or float64 for float64.
+        precision: ``input_precision`` of ``tl.dot``.
+        approximate_tanh: Whether tanh is the chip's own instruction, which 16-bit results do not tell from
+            the exact one.
+    """
+
+    inputs: int
+    outputs: int
+    block_m: int
+    width: int
+    parts: int
+    block_k: int
+    columns: int
+    store_width: int
+    has_descriptors: bool
+    writes_descriptors: bool
+    is_persistent: bool
+    residual_first: bool
+    specialized: bool
+    operand: Any
+    accumulator: Any
+    precision: str
+    approximate_tanh: bool
+
+
+_ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class Plan(NamedTuple):
+    """The plan of a launch.
+
+    Attributes:
+        spec: The specification of the kernel.
+        options: Triton's options.
+        tiles: Tiles of the result.
+        programs: Programs that share them.
+    """
+
+    spec: KernelSpec
+    options: dict[str, int]
+    tiles: int
+    programs: int
+
+    @classmethod
+    def of(cls, operator: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
+        """Returns the plan for contiguous x (M, K), weight (N, K) and results (M, N)."""
+        chip = machine.chip(x.device)
+        (rows, inputs), outputs = x.shape, weight.shape[0]
+        config = configuration_for(operator, x, outputs)
+        width = part_width(outputs, config.width, config.parts)
+        columns = -(-outputs // (width * config.parts))
+        parts = -(-outputs // (width * columns))
+        tiles = -(-rows // config.block_m) * columns
+        has_descriptors = _generation(chip.capability) >= 90 and all(map(_may_be_described, (x, weight)))
+        writes_descriptors = has_descriptors and all(map(_may_be_described, results))
+        is_persistent = has_descriptors and config.programs > 0
+        upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
+        tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        spec = KernelSpec(
+            inputs=inputs,
+            outputs=outputs,
+            block_m=config.block_m,
+            width=width,
+            parts=parts,
+            block_k=min(config.block_k, padded(inputs)),
+            columns=columns,
+            store_width=min(width, 128),
+            has_descriptors=has_descriptors,
+            writes_descriptors=writes_descriptors,
+            is_persistent=is_persistent,
+            residual_first=x.element_size() == 2,
+            specialized=is_persistent and config.specialized,
+            operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
+            accumulator=tl.float64 if x.dtype == torch.float64 else tl.float32,
+            precision="tf32" if tf32 else "ieee",
+            approximate_tanh=x.element_size() == 2 and not machine.INTERPRETING,
+        )
+        programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
+        return cls(spec, config.options, tiles, programs)
+
+    def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
+        """Returns x (M, K) as the kernel reads it."""
+        return _described(x, self.spec.block_m, self.spec.block_k) if self.spec.has_descriptors else x
+
+    def weight(self, weight: Tensor) -> Tensor | TensorDescriptor:
+        """Returns the weight (N, K) as the kernel reads it."""
+        return _described(weight, self.spec.width, self.spec.block_k) if self.spec.has_descriptors else weight
+
+    def result(self, out: Tensor) -> Tensor | TensorDescriptor:
+        """Returns a result (M, N) as the kernel writes it."""
+        return (
+            _described(out, self.spec.block_m, self.spec.store_width) if self.spec.writes_descriptors else out
+        )
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _may_be_described(matrix: Tensor) -> bool:
+    """Says whether a descriptor may describe a contiguous matrix: 16 bits, rows that begin at 16 bytes."""
+    row = matrix.shape[1] * matrix.element_size()
+    return matrix.element_size() == 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+# Device functions -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def origin_of(tile, SPEC: tl.constexpr):
+    """Returns the first row and column of a tile; those side by side, which share rows of x, are next."""
+    return tile // SPEC.columns * SPEC.block_m, tile % SPEC.columns * (SPEC.parts * SPEC.width)
+
+
+@triton.jit
+def load_columns(ptr, column, SPEC: tl.constexpr):
+    """Returns the elements ``column`` of a vector (N,) as a row; zeros if there is no vector."""
+    if ptr is None:
+        values = tl.zeros(column.shape, SPEC.accumulator)
+    elif SPEC.outputs % SPEC.store_width == 0:
+        values = tl.load(ptr + column)
+    else:
+        values = tl.load(ptr + column, mask=column < SPEC.outputs, other=0.0)
+    return values.to(SPEC.accumulator)[None, :]
+
+
+@triton.jit
+def halves(values):
+    """Returns the left and the right half of the columns of a tile."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    return tl.split(tl.permute(tl.reshape(values, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _load_tile(matrix, first_row, first_k, rows, COUNT: tl.constexpr, SPEC: tl.constexpr):
+    """Returns COUNT rows of a matrix (rows, K) and block_k of their columns, zeros beyond its end."""
+    BLOCK_K: tl.constexpr = SPEC.block_k
+    if SPEC.has_descriptors:
+        tile = matrix.load([first_row, first_k])
+    else:
+        k = first_k + tl.arange(0, BLOCK_K)[None, :]
+        row = tl.arange(0, COUNT)[:, None]
+        ptrs = matrix + first_row * tl.full([], SPEC.inputs, tl.int64) + (row * SPEC.inputs + k)
+        mask = row < rows - first_row
+        if SPEC.inputs % BLOCK_K != 0:
+            mask = mask & (k < SPEC.inputs)
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile.to(SPEC.operand)
+
+
+@triton.jit
+def zero_sums(SPEC: tl.constexpr):
+    """Returns the sums that nothing has been added to yet, a tuple with one for each part."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    WIDTH: tl.constexpr = SPEC.width
+    PARTS: tl.constexpr = SPEC.parts
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums = sums + (tl.zeros([BLOCK_M, WIDTH], SPEC.accumulator),)
+    return sums
+
+
+@triton.jit
+def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.constexpr):
+    """Adds x · weightᵀ to the parts' sums, of the rows and columns from these first ones on."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    WIDTH: tl.constexpr = SPEC.width
+    BLOCK_K: tl.constexpr = SPEC.block_k
+    PARTS: tl.constexpr = SPEC.parts
+    for first_k in range(0, SPEC.inputs, BLOCK_K):
+        a = _load_tile(x, first_row, first_k, rows, BLOCK_M, SPEC)
+        new_sums = ()
+        for part in tl.static_range(PARTS):
+            b = _load_tile(weight, first_column + part * WIDTH, first_k, SPEC.outputs, WIDTH, SPEC)
+            total = tl.dot(
+                a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.accumulator
+            )  # fmt: skip
+            new_sums = new_sums + (total,)
+        sums = new_sums
+    return sums
+
+
+@triton.jit
+def add_residual(sums, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC: tl.constexpr):
+    """Adds residual + bias to the parts' sums."""
+    WIDTH: tl.constexpr = SPEC.width
+    PARTS: tl.constexpr = SPEC.parts
+    new_sums = ()
+    for part in tl.static_range(PARTS):
+        column = first_column + part * WIDTH
+        residual = load_part(residual_ptr, first_row, column, rows, SPEC)
+        new_sums = new_sums + (
+            sums[part] + (residual + load_columns(bias_ptr, column + tl.arange(0, WIDTH), SPEC)),
+        )
+    return new_sums
+
+
+@triton.jit
+def sums_with_residual(
+    x, weight, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC: tl.constexpr
+):  # fmt: skip
+    """Returns the parts of residual + x · weightᵀ + bias.
+
+    Products of 16 bits are added to the residual, whose loads thus are one wait at the start. float32 adds
+    the residual last: a large one would take digits from every product.
+    """
+    sums = zero_sums(SPEC)
+    if SPEC.residual_first:
+        sums = add_residual(sums, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC)
+        sums = add_products(sums, x, weight, first_row, first_column, rows, SPEC)
+    else:
+        sums = add_products(sums, x, weight, first_row, first_column, rows, SPEC)
+        sums = add_residual(sums, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC)
+    return sums
+
+
+@triton.jit
+def _part_of_tile(first_row, first_column, rows, SPEC: tl.constexpr):
+    """Returns the offsets of a stored part within a matrix (rows, N), and which of them are within it."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    WIDTH: tl.constexpr = SPEC.store_width
+    row, column = tl.arange(0, BLOCK_M)[:, None], first_column + tl.arange(0, WIDTH)[None, :]
+    mask = row < rows - first_row
+    if SPEC.outputs % WIDTH != 0:
+        mask = mask & (column < SPEC.outputs)
+    return first_row * tl.full([], SPEC.outputs, tl.int64) + (row * SPEC.outputs + column), mask
+
+
+@triton.jit
+def store_part(out, first_row, first_column, rows, values, SPEC: tl.constexpr):
+    """Stores a part of a tile in the dtype of ``out`` (M, N), nothing beyond its end."""
+    if SPEC.writes_descriptors:
+        out.store([first_row, first_column], values.to(out.dtype))
+    else:
+        offsets, mask = _part_of_tile(first_row, first_column, rows, SPEC)
+        tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_part(ptr, first_row, first_column, rows, SPEC: tl.constexpr):
+    """Returns a part of a tile of (M, N), zeros beyond its end."""
+    offsets, mask = _part_of_tile(first_row, first_column, rows, SPEC)
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(SPEC.accumulator)
+
+
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def gelu(x, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr):
+    """Returns GELU in the variant APPROXIMATE.
+
+    The approximations are x · sigmoid(2u) = h + h · tanh(u) with h = x/2.
+    """
+    if APPROXIMATE == "none":
+        return 0.5 * x * (1.0 + tl.math.erf(x * _SQRT_HALF))
+    u = 0.851 * x
+    if APPROXIMATE == "tanh":
+        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * 0.044715) * (x * x))
+    if SPEC.approximate_tanh:
+        tanh = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+        )
+        h = 0.5 * x
+        return h + h * tanh
+    return x / (1.0 + tl.exp(-2.0 * u))

@@ -1,0 +1,203 @@
+"""The kernels, which compute a tile of the product and what follows it before they write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from .common import (
+    Plan,
+    add_products,
+    gelu,
+    halves,
+    load_columns,
+    origin_of,
+    store_part,
+    sums_with_residual,
+    zero_sums,
+)
+
+# Linear and GELU ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_gelu(
+    sums, bias_ptr, out, pre, first_row, first_column, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Adds the bias to a part's sums, and stores its GELU and, if there is ``pre``, the sums themselves."""
+    WIDTH: tl.constexpr = SPEC.store_width
+    sums += load_columns(bias_ptr, first_column + tl.arange(0, WIDTH), SPEC)
+    if pre is not None:
+        store_part(pre, first_row, first_column, rows, sums, SPEC)
+    store_part(out, first_row, first_column, rows, gelu(sums, APPROXIMATE, SPEC), SPEC)
+
+
+@triton.jit
+def _gelu_tile(x, weight, bias_ptr, out, pre, tile, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr):
+    first_row, first_column = origin_of(tile, SPEC)
+    sums = add_products(zero_sums(SPEC), x, weight, first_row, first_column, rows, SPEC)
+    if SPEC.store_width < SPEC.width:
+        left, right = halves(sums[0])
+        _store_gelu(left, bias_ptr, out, pre, first_row, first_column, rows, APPROXIMATE, SPEC)
+        first_column += SPEC.store_width
+        _store_gelu(right, bias_ptr, out, pre, first_row, first_column, rows, APPROXIMATE, SPEC)
+    else:
+        _store_gelu(sums[0], bias_ptr, out, pre, first_row, first_column, rows, APPROXIMATE, SPEC)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "programs"])
+def _linear_gelu_kernel(
+    x, weight, bias_ptr, out, pre, rows, tiles, programs, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Computes tiles of gelu(x · weightᵀ + bias) and, if there is ``pre``, of what GELU is applied to."""
+    if SPEC.is_persistent:
+        for tile in tl.range(
+            tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
+        ):
+            _gelu_tile(x, weight, bias_ptr, out, pre, tile, rows, APPROXIMATE, SPEC)
+    else:
+        _gelu_tile(x, weight, bias_ptr, out, pre, tl.program_id(0), rows, APPROXIMATE, SPEC)
+
+
+def linear_gelu_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, *, need_pre: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and what GELU is applied to if needed."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    pre = torch.empty_like(out) if need_pre else None
+    plan = Plan.of("gelu", x, weight, (out,) if pre is None else (out, pre))
+    machine.launch(
+        _linear_gelu_kernel, (plan.programs,), on=x, options=plan.options,
+        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias,
+        out=plan.result(out), pre=None if pre is None else plan.result(pre),
+        rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, APPROXIMATE=approximate, SPEC=plan.spec,
+    )  # fmt: skip
+    return out, pre
+
+
+# Linear and residual --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_tile(x, weight, bias_ptr, residual_ptr, out, tile, rows, SPEC: tl.constexpr):
+    WIDTH: tl.constexpr = SPEC.width
+    PARTS: tl.constexpr = SPEC.parts
+    first_row, first_column = origin_of(tile, SPEC)
+    sums = sums_with_residual(x, weight, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC)
+    for part in tl.static_range(PARTS):
+        store_part(out, first_row, first_column + part * WIDTH, rows, sums[part], SPEC)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "programs"])
+def _linear_add_kernel(
+    x, weight, bias_ptr, residual_ptr, out, rows, tiles, programs, SPEC: tl.constexpr
+):  # fmt: skip
+    """Computes tiles of residual + x · weightᵀ + bias; ``out`` may be the residual."""
+    if SPEC.is_persistent:
+        for tile in tl.range(
+            tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
+        ):
+            _add_tile(x, weight, bias_ptr, residual_ptr, out, tile, rows, SPEC)
+    else:
+        _add_tile(x, weight, bias_ptr, residual_ptr, out, tl.program_id(0), rows, SPEC)
+
+
+def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
+    """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
+    out = out.view(x.shape[0], -1)
+    plan = Plan.of("add", x, weight, (out,))
+    machine.launch(
+        _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
+        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual,
+        out=plan.result(out), rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, SPEC=plan.spec,
+    )  # fmt: skip
+
+
+# Linear, residual and LayerNorm ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_layer_norm_tile(
+    x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
+    tile, rows, eps, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Computes whole rows. The statistics are those of the sums before they are rounded, in two passes."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    WIDTH: tl.constexpr = SPEC.width
+    PARTS: tl.constexpr = SPEC.parts
+    first_row, first_column = origin_of(tile, SPEC)
+    sums = sums_with_residual(x, weight, bias_ptr, residual_ptr, first_row, first_column, rows, SPEC)
+    values = ()
+    total = tl.zeros([BLOCK_M], SPEC.accumulator)
+    for part in tl.static_range(PARTS):
+        column = part * WIDTH + tl.arange(0, WIDTH)
+        value = sums[part]
+        store_part(h, first_row, part * WIDTH, rows, value, SPEC)
+        if shift_ptr is not None:
+            value += load_columns(shift_ptr, column, SPEC)
+        total += tl.sum(value, axis=1)  # zeros beyond the last column
+        values = values + (value,)
+    mean = (total * (1.0 / SPEC.outputs))[:, None]
+    squares = tl.zeros([BLOCK_M], SPEC.accumulator)
+    for part in tl.static_range(PARTS):
+        difference = values[part] - mean
+        if SPEC.outputs % WIDTH != 0:
+            column = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+            difference = tl.where(column < SPEC.outputs, difference, 0.0)
+        squares += tl.sum(difference * difference, axis=1)
+    rstd = tl.math.rsqrt(squares * (1.0 / SPEC.outputs) + eps)[:, None]
+    for part in tl.static_range(PARTS):
+        column = part * WIDTH + tl.arange(0, WIDTH)
+        value = (values[part] - mean) * rstd
+        if norm_weight_ptr is not None:
+            value *= load_columns(norm_weight_ptr, column, SPEC)
+        if norm_bias_ptr is not None:
+            value += load_columns(norm_bias_ptr, column, SPEC)
+        store_part(y, first_row, part * WIDTH, rows, value, SPEC)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "programs"])
+def _linear_add_layer_norm_kernel(
+    x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
+    rows, tiles, programs, eps, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Computes rows of h = residual + x · weightᵀ + bias, perhaps in its place, and of its LayerNorm y."""
+    if SPEC.is_persistent:
+        for tile in tl.range(
+            tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
+        ):
+            _add_layer_norm_tile(
+                x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
+                tile, rows, eps, SPEC,
+            )  # fmt: skip
+    else:
+        _add_layer_norm_tile(
+            x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
+            tl.program_id(0), rows, eps, SPEC,
+        )  # fmt: skip
+
+
+def linear_add_layer_norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    h: Tensor,
+    y: Tensor,
+) -> None:
+    """Writes h = residual + x · weightᵀ + bias, which may take the residual's place, and its LayerNorm y."""
+    h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
+    plan = Plan.of("add_layer_norm", x, weight, (h, y))
+    machine.launch(
+        _linear_add_layer_norm_kernel, (plan.programs,), on=x, options=plan.options,
+        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
+        norm_weight_ptr=norm_weight, norm_bias_ptr=norm_bias, h=plan.result(h), y=plan.result(y),
+        rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, eps=eps, SPEC=plan.spec,
+    )  # fmt: skip

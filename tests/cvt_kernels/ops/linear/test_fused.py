@@ -1,0 +1,116 @@
+"""The linear layers with what follows them: their checks, and their composition of other operators."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from cvt_kernels import backends
+from cvt_kernels.ops import linear
+from tests.checks import assert_accurate, record_calls
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def make(dtype=torch.float32):
+    """Returns x, weight, bias and residual."""
+    shapes = (2, 5, 8), (6, 8), (6,), (2, 5, 6)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_they_are_what_their_formulas_say(dtype):
+    x, weight, bias, residual = make(dtype)
+    wide = [t.double() for t in (x, weight, bias, residual)]
+    h = wide[3] + F.linear(*wide[:3])
+    assert_accurate(
+        ck.linear_gelu(x, weight, bias), F.gelu(F.linear(x, weight, bias)), F.gelu(F.linear(*wide[:3]))
+    )
+    same = residual + F.linear(x, weight, bias)
+    assert_accurate(ck.linear_add(x, weight, bias, residual), same, h)
+    for shift in (None, bias):
+        ours = ck.linear_add_layer_norm(x, weight, bias, residual, bias, None, shift=shift)
+        shifted, exact = (same, h) if shift is None else (same + shift, h + shift.double())
+        assert_accurate(ours[0], same, h)
+        assert_accurate(
+            ours[1], F.layer_norm(shifted, (6,), bias), F.layer_norm(exact, (6,), bias.double()), floor=2
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", [True, False])
+def test_in_place(given, dtype):
+    x, weight, bias, residual = make(dtype)
+    bias = bias if given else None
+    same = residual + F.linear(x, weight, bias)
+    wide = [t if t is None else t.double() for t in (x, weight, bias, residual)]
+    for function in (ck.linear_add, ck.linear_add_layer_norm):
+        stream = residual.clone()
+        out = function(x, weight, bias, stream, inplace=True)
+        h = out if isinstance(out, torch.Tensor) else out[0]
+        assert h is stream
+        assert_accurate(h, same, wide[3] + F.linear(*wide[:3]))
+
+
+def test_gradients_of_the_compositions():
+    live = [t.requires_grad_() for t in make(torch.float64)]
+    assert torch.autograd.gradcheck(lambda *t: ck.linear_gelu(*t, approximate="quick"), live[:3])
+    assert torch.autograd.gradcheck(ck.linear_add, live)
+    assert torch.autograd.gradcheck(lambda *t: ck.linear_add_layer_norm(*t[:4], t[2], shift=t[2])[1], live)
+
+
+def test_the_composition_takes_the_backends_of_its_parts():
+    x, weight, bias, residual = make()
+    added, activated = record_calls("add_layer_norm"), record_calls("bias_gelu")
+    with ck.use_backend("native", "reference"):
+        composed = backends.implementations["linear_gelu"]["composed"].function
+        torch.testing.assert_close(
+            composed(x, weight, bias, approximate="tanh"),
+            F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+        )
+        ck.linear_add_layer_norm(x, weight, bias, residual)
+    assert len(activated) == 1
+    assert len(added) == 1
+
+
+def test_bad_arguments():
+    x, weight, bias, residual = make()
+    for error, message, function, arguments, settings in (
+        (TypeError, "x: got list", ck.linear_gelu, ([1.0], weight), {}),
+        (TypeError, "x: got dtype int64", ck.linear_gelu, (x.long(), weight), {}),
+        (ValueError, "x: got a scalar", ck.linear_gelu, (torch.tensor(1.0), weight), {}),
+        (ValueError, r"weight: got shape \(6, 7\), expected", ck.linear_gelu, (x, weight[:, :7]), {}),
+        (ValueError, "weight: got shape .* 2 dimensions", ck.linear_gelu, (x, bias), {}),
+        (TypeError, "weight: has dtype float64", ck.linear_add, (x, weight.double(), bias, residual), {}),
+        (ValueError, r"bias: got shape \(5,\)", ck.linear_add, (x, weight, bias[:5], residual), {}),
+        (ValueError, "approximate: got 'erf'", ck.linear_gelu, (x, weight, bias), {"approximate": "erf"}),
+        (ValueError, r"residual: got shape \(5, 6\)", ck.linear_add, (x, weight, bias, residual[0]), {}),
+        (TypeError, "residual: has dtype", ck.linear_add, (x, weight, bias, residual.half()), {}),
+        (ValueError, "eps: got 0", ck.linear_add_layer_norm, (x, weight, bias, residual), {"eps": 0}),
+        (
+            ValueError, "inplace: got True where a gradient is wanted", ck.linear_add,
+            (x, weight.clone().requires_grad_(), bias, residual), {"inplace": True},
+        ),
+        (
+            ValueError, "residual: is not contiguous", ck.linear_add_layer_norm,
+            (x, weight, bias, residual.transpose(0, 1).contiguous().transpose(0, 1)), {"inplace": True},
+        ),
+    ):  # fmt: skip
+        before = residual.clone()
+        with pytest.raises(error, match=message):
+            function(*arguments, **settings)
+        assert torch.equal(residual, before)
+
+
+def test_kinds_of_calls():
+    """Their words name what changes the kernel, and a sample keeps x and the residual together."""
+    x, weight, bias, residual = make()
+    described = backends.operators["linear_add"]
+    signature = described.signature(x, weight, bias, residual, inplace=True)
+    assert described.shape_class(*signature) == "4+ rows, 8 to 6 channels, in place"
+    signature = backends.operators["linear_gelu"].signature(x, weight, None, approximate="none")
+    words = backends.operators["linear_gelu"].shape_class(*signature)
+    assert words == "exact, 4+ rows, 8 to 6 channels, without bias"
+    many = [t.repeat(2**22, 1, 1).to("meta") if t.ndim == 3 else t for t in (x[:1, :1], weight, bias)]
+    (sample, _, _, other), _ = linear._sample(1, *many, many[0][..., :6])
+    assert sample.shape[0] == other.shape[0] < 2**22

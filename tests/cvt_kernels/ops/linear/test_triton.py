@@ -1,0 +1,416 @@
+"""The Triton kernels of linear layers with what follows them, on a GPU or else in Triton's interpreter."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+import cvt_kernels as ck
+from cvt_kernels import machine
+from tests.checks import assert_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+VARIANTS = ["none", "tanh", "quick"]
+
+
+def make(*shapes, dtype=torch.float32):
+    """Returns random tensors; a matrix (outputs, inputs) has a norm that keeps products near 1."""
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    tensors = [t / t.shape[1] ** 0.5 if i == 1 else t for i, t in enumerate(tensors)]
+    return [t.to(DEVICE, dtype) for t in tensors]
+
+
+def make_layer(rows, inputs, outputs, dtype=torch.float32):
+    """Returns x, weight, bias and a residual."""
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    return make((*rows, inputs), (outputs, inputs), (outputs,), (*rows, outputs), dtype=dtype)
+
+
+def wide(tensors):
+    return [None if t is None else t.double() for t in tensors]
+
+
+def assert_agree(function, tensors, *, floor=1.0, **options):
+    """Compares a call by Triton with one by PyTorch's own operators, both against float64."""
+    with ck.use_backend("triton"):
+        ours = function(*tensors, **options)
+    with ck.use_backend("reference"):
+        wide_options = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+        theirs, exact = function(*tensors, **options), function(*wide(tensors), **wide_options)
+    if not isinstance(ours, tuple):
+        ours, theirs, exact = (ours,), (theirs,), (exact,)
+    for results in zip(ours, theirs, exact, strict=True):
+        assert results[0].is_contiguous()
+        if results[0].dtype == torch.float64:
+            torch.testing.assert_close(results[0], results[2], rtol=1e-11, atol=1e-11)
+        else:
+            assert_accurate(*results, floor=floor)
+
+
+def launches_of(function, *args, chip=None, **options):
+    """Returns the launches of a call by Triton, which start unless they are planned for another chip."""
+    launches = []
+
+    def take(launch):
+        launches.append(launch)
+        if chip is None:
+            launch.start()
+
+    with machine.intercepted_launches(take, chip), ck.use_backend("triton"):
+        function(*args, **options)
+    return launches
+
+
+# The shapes of CvT, with fewer rows: descriptors in 16 bits, pointers in float32.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", VARIANTS)
+def test_gelu(approximate, dtype):
+    x, weight, bias, _ = make_layer((2, 35), 24, 136, dtype)
+    assert_agree(ck.linear_gelu, [x, weight, bias], approximate=approximate)
+    assert_agree(ck.linear_gelu, [x, weight, None], approximate=approximate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (40, 192), (32, 384)])
+def test_residual_and_layer_norm(inputs, outputs, dtype):
+    tensors = make_layer((2, 40), inputs, outputs, dtype)
+    assert_agree(ck.linear_add, tensors)
+    norm = make((outputs,), (outputs, 1), dtype=dtype)
+    assert_agree(ck.linear_add_layer_norm, [*tensors, norm[0], norm[1].flatten()], shift=tensors[2])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_odd_sizes(data):
+    rows, outputs = (data.draw(st.sampled_from([1, 2, 7, 16, 33, 72])) for _ in range(2))
+    inputs = data.draw(st.sampled_from([1, 3, 8, 24, 72]))
+    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
+    x, weight, bias, residual = make_layer(rows, inputs, outputs, dtype)
+    if data.draw(st.booleans()):
+        bias = None
+    assert_agree(ck.linear_gelu, [x, weight, bias], approximate=data.draw(st.sampled_from(VARIANTS)), floor=4)
+    assert_agree(ck.linear_add, [x, weight, bias, residual], floor=4)
+    norm = [data.draw(st.sampled_from([None, torch.randn(outputs).to(residual)])) for _ in range(3)]
+    eps = 0.5 if outputs == 1 else 1e-5  # one channel: what is left of it is 0, without rounding errors
+    tensors = [x, weight, bias, residual, *norm[:2]]
+    # With few channels their variance may be anything, and the error of their mean is divided by it.
+    assert_agree(ck.linear_add_layer_norm, tensors, eps=max(eps, 0.01), shift=norm[2], floor=16)
+
+
+@pytest.mark.parametrize("outputs", [385, 512])
+def test_the_widest_rows(outputs):
+    tensors = make_layer(20, 16, outputs, torch.float16)
+    assert_agree(ck.linear_add_layer_norm, tensors)
+    assert_agree(ck.linear_add, tensors)
+
+
+def test_many_tiles_in_one_program():
+    """A persistent program goes from row to row of tiles, and the last ones of both are not whole."""
+    x, weight, bias, _ = make_layer(140, 24, 520, torch.float16)
+    (launch,) = launches_of(ck.linear_gelu, x, weight, bias, approximate="quick")
+    if DEVICE == "cpu":
+        assert launch.arguments["SPEC"].is_persistent
+        assert (launch.grid, launch.arguments["tiles"]) == ((1,), 6)
+    assert_agree(ck.linear_gelu, [x, weight, bias], approximate="quick")
+
+
+def test_tiles_that_only_begin_within_the_result_stay_within_it():
+    """Memory around the results keeps what it had: rows and columns beyond the last are not written."""
+    from cvt_kernels.ops.linear.triton.forward import linear_add_forward, linear_add_layer_norm_forward
+
+    for dtype, inputs in ((torch.float16, 24), (torch.float32, 7)):
+        for outputs in (24, 200, 400):
+            x, weight, bias, residual = make_layer(9, inputs, outputs, dtype)
+            stored = [torch.full((11, outputs), torch.nan, dtype=dtype, device=DEVICE) for _ in range(3)]
+            out, h, y = (t[1:10] for t in stored)
+            linear_add_forward(x, weight, bias, residual, out)
+            linear_add_layer_norm_forward(x, weight, bias, residual, None, None, None, 1e-5, h, y)
+            for t in stored:
+                assert t[[0, 10]].isnan().all()
+                assert t[1:10].isfinite().all()
+
+
+def test_in_place():
+    for dtype, inputs in ((torch.bfloat16, 64), (torch.float32, 30)):
+        x, weight, bias, residual = make_layer((2, 40), inputs, 96, dtype)
+        with ck.use_backend("triton"):
+            expected = ck.linear_add(x, weight, bias, residual)
+            expected_h, expected_y = ck.linear_add_layer_norm(x, weight, bias, residual)
+            stream = residual.clone()
+            assert ck.linear_add(x, weight, bias, stream, inplace=True) is stream
+            other = residual.clone()
+            h, y = ck.linear_add_layer_norm(x, weight, bias, other, inplace=True)
+        assert h is other
+        assert torch.equal(stream, expected)
+        assert torch.equal(h, expected_h)
+        assert torch.equal(y, expected_y)
+
+
+def test_inputs_that_are_not_contiguous_or_not_aligned():
+    x, weight, bias, residual = make_layer((4, 6), 32, 32, torch.float16)
+    tensors = [
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        weight.t().contiguous().t(),
+        torch.stack([bias, bias], 1)[:, 0],
+        residual.transpose(0, 1).contiguous().transpose(0, 1),
+    ]
+    assert_agree(ck.linear_gelu, tensors[:3])
+    assert_agree(ck.linear_add, tensors)
+    assert_agree(ck.linear_add_layer_norm, tensors)
+    unaligned = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view_as(weight)
+    (launch,) = launches_of(ck.linear_add, x, unaligned, bias, residual)
+    assert not launch.arguments["SPEC"].has_descriptors
+    assert_agree(ck.linear_add, [x, unaligned, bias, residual])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_chips_with_descriptors(capability):
+    x, weight, bias, residual = (t.to("meta") for t in make_layer(300, 64, 64, torch.float16))
+    chip = machine.Chip(capability, 2)
+    for dtype in (torch.float16, torch.float32):
+        given = [t.to(dtype) for t in (x, weight, bias, residual)]
+        launches = []
+        from cvt_kernels.ops.linear.triton import forward
+
+        with machine.intercepted_launches(launches.append, chip):
+            forward.linear_gelu_forward(*given[:3], "quick")
+            forward.linear_add_forward(*given, torch.empty_like(given[3]))
+        expected = capability in (90, 100) and dtype == torch.float16
+        assert [launch.arguments["SPEC"].has_descriptors for launch in launches] == [expected] * 2
+
+
+def test_float32_parameters_of_the_norm_beside_16_bits():
+    """Under autocast the model's own are float32."""
+    from cvt_kernels.ops.linear import triton as triton_backend
+
+    tensors = make_layer(20, 24, 48, torch.bfloat16)
+    norm = [torch.randn(48, device=DEVICE) for _ in range(3)]
+    named = {"eps": 1e-5, "inplace": False}
+    h, y = triton_backend.linear_add_layer_norm(*tensors, *norm[:2], shift=norm[2], **named)
+    narrow = [t.bfloat16() for t in norm]
+    with ck.use_backend("reference"):
+        _, same = ck.linear_add_layer_norm(*tensors, *narrow[:2], shift=narrow[2])
+        _, exact = ck.linear_add_layer_norm(*wide([*tensors, *norm[:2]]), shift=norm[2].double())
+    assert h.dtype == y.dtype == torch.bfloat16
+    assert_accurate(y, same, exact)
+
+
+def test_rows_far_from_zero():
+    """The variance is the mean of squared differences, which a large mean does not swallow."""
+    x, weight, bias, residual = make_layer(16, 24, 64)
+    assert_agree(ck.linear_add_layer_norm, [x, weight, bias, residual + 1000], floor=4)
+
+
+# Gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="float64 is for the interpreter")
+@pytest.mark.parametrize("approximate", VARIANTS)
+def test_gradcheck(approximate):
+    x, weight, bias, _ = make_layer((1, 2), 2, 3, torch.float64)
+    live = [t.requires_grad_() for t in (x, weight, bias)]
+    with ck.use_backend("triton"):
+        assert gradcheck(lambda *tensors: ck.linear_gelu(*tensors, approximate=approximate), live)
+
+
+def step(backend, tensors, approximate):
+    live = [t.detach().requires_grad_() for t in tensors]
+    with ck.use_backend(backend):
+        out = ck.linear_gelu(*live, approximate=approximate)
+    pattern = torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, live, pattern)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", VARIANTS)
+@pytest.mark.parametrize("native", [True, False])
+def test_gradients(native, approximate, dtype, monkeypatch):
+    if not native:
+        monkeypatch.setattr(machine, "why_native_unavailable", lambda device_type: "not built")
+    tensors = make_layer(40, 24, 136, dtype)[:3]
+    ours, theirs = (step(backend, tensors, approximate) for backend in ("triton", "reference"))
+    exact = step("reference", wide(tensors), approximate)
+    for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_accurate(*results, factor=3 if i else 2, floor=4 if i else 1)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_gradients_that_are_wanted(wanted):
+    tensors = make_layer((3, 4), 8, 16)[:3]
+    for i in wanted:
+        tensors[i].requires_grad_()
+    with ck.use_backend("triton"):
+        out = ck.linear_gelu(*tensors)
+    out.sum().backward()
+    assert [t.grad is not None for t in tensors] == [i in wanted for i in range(3)]
+
+
+def test_what_gelu_is_applied_to_is_written_for_gradients_only():
+    x, weight, bias, _ = make_layer(4, 8, 16)
+    compiled = torch.compile(ck.linear_gelu, fullgraph=True, backend="aot_eager")
+    for function, context, x_given, expected in (
+        (ck.linear_gelu, nullcontext(), x, False),
+        (compiled, nullcontext(), x, False),
+        (ck.linear_gelu, torch.no_grad(), x.clone().requires_grad_(), False),
+        (ck.linear_gelu, nullcontext(), x.clone().requires_grad_(), True),
+        (compiled, nullcontext(), x.clone().requires_grad_(), True),
+    ):
+        with context:
+            (launch,) = launches_of(function, x_given, weight, bias)
+        assert (launch.arguments["pre"] is not None) == expected
+
+
+# torch.compile and autocast -------------------------------------------------------------------------------
+
+
+def test_compiled_gelu():
+    tensors = make_layer((3, 20), 16, 24)[:3]
+    compiled = torch.compile(
+        lambda *given: ck.linear_gelu(given[0].sin(), *given[1:], approximate="quick").cos(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    results = []
+    for backend in ("triton", "reference"):
+        live = [t.detach().requires_grad_() for t in tensors]
+        with ck.use_backend(backend):
+            out = compiled(*live)
+        results.append([out.detach(), *torch.autograd.grad(out.sum(), live)])
+        torch.compiler.reset()
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_residual(inplace):
+    x, weight, bias, residual = make_layer((3, 20), 16, 24)
+
+    def function(x, residual):
+        h, y = ck.linear_add_layer_norm(x, weight, bias, residual, inplace=inplace)
+        return ck.linear_add(x.sin(), weight, bias, h, inplace=inplace), y
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with ck.use_backend("triton"):
+        ours = compiled(x, residual.clone())
+    with ck.use_backend("reference"):
+        torch.testing.assert_close(ours, function(x, residual.clone()))
+
+
+def test_registered_operators_pass_opcheck():
+    import cvt_kernels.ops.linear.triton  # noqa: F401 (registers them)
+
+    x, weight, bias, residual = make_layer(6, 8, 16)
+    ops = torch.ops.cvt_kernels
+    live = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    torch.library.opcheck(ops.linear_gelu.default, (*live, "tanh", True))
+    torch.library.opcheck(ops.linear_add.default, (x, weight, None, residual, torch.float32))
+    torch.library.opcheck(ops.linear_add_.default, (x, weight, bias, residual))
+    norm = (None, bias, None, 1e-5)
+    torch.library.opcheck(
+        ops.linear_add_layer_norm.default,
+        (x, weight, bias, residual, *norm, torch.float32, torch.float32),
+    )
+    torch.library.opcheck(
+        ops.linear_add_layer_norm_.default, (x, weight, bias, residual, *norm, torch.float32)
+    )
+
+
+def test_autocast_computes_in_its_dtype():
+    x, weight, bias, residual = make_layer((2, 30), 32, 64)
+    autocast = torch.autocast(DEVICE, torch.bfloat16)
+    rounded = [t.bfloat16().double() for t in (x, weight, bias)]
+    exact = torch.nn.functional.linear(*rounded)
+    for function, rest, expected in (
+        (ck.linear_gelu, (), torch.nn.functional.gelu(exact)),
+        (ck.linear_add, (residual,), exact + residual.double()),
+    ):
+        with autocast, ck.use_backend("triton"):
+            ours = function(x, weight, bias, *rest)
+        with autocast, ck.use_backend("reference"):
+            theirs = function(x, weight, bias, *rest)
+        assert ours.dtype == theirs.dtype
+        assert_accurate(ours, theirs, expected)
+    with autocast, ck.use_backend("triton"):
+        stream = residual.clone()
+        h, y = ck.linear_add_layer_norm(x, weight, bias, stream, inplace=True)
+        with ck.use_backend("reference"):
+            same_h, same_y = ck.linear_add_layer_norm(x, weight, bias, residual)
+    assert h is stream
+    assert (h.dtype, y.dtype) == (same_h.dtype, same_y.dtype)
+    torch.testing.assert_close((h, y), (same_h, same_y), rtol=0.05, atol=0.05)
+
+
+# Calls and configurations ---------------------------------------------------------------------------------
+
+
+def test_calls_that_are_refused():
+    x, weight, bias, residual = make_layer(4, 8, 16)
+    wide_layer = make_layer(2, 8, 513)
+    half = [t.bfloat16() for t in (x, weight, bias, residual)]
+    for function, call, reason in (
+        (ck.linear_gelu, (x[:0], weight, bias), "the batch is empty"),
+        (ck.linear_gelu, (x, weight[:0], bias[:0]), "the weight is empty"),
+        (ck.linear_add, (x, weight.clone().requires_grad_(), bias, residual), "has no gradients"),
+        (
+            ck.linear_add_layer_norm,
+            (x, weight, bias, residual, bias.clone().requires_grad_()),
+            "no gradients",
+        ),
+        (ck.linear_add_layer_norm, wide_layer, "513 channels, more than 512"),
+    ):
+        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
+            function(*call)
+    autocast, refused = (
+        torch.autocast(DEVICE, torch.float16),
+        pytest.raises(ck.BackendUnavailable, match="place"),
+    )
+    with autocast, ck.use_backend("triton"), refused:
+        ck.linear_add(*half, inplace=True)
+
+
+def test_other_configurations():
+    from cvt_kernels.ops.linear.triton import common
+
+    x, weight, bias, residual = make_layer(70, 40, 100, torch.float16)
+    config = common.LaunchConfig(block_m=16, width=32, parts=2, block_k=16, num_warps=4, num_stages=2)
+    (usual,) = launches_of(ck.linear_add, x, weight, bias, residual)
+    with common.overridden("add_narrow", config):
+        (other,) = launches_of(ck.linear_add, x, weight, bias, residual)
+        assert_agree(ck.linear_add, [x, weight, bias, residual])
+    specs = [launch.arguments["SPEC"] for launch in (usual, other)]
+    assert [(spec.block_m, spec.width * spec.parts, spec.columns) for spec in specs][1] == (16, 64, 2)
+    assert specs[0] != specs[1]
+    with common.overridden("gelu", dataclasses.replace(config, parts=1, programs=3)):
+        assert_agree(ck.linear_gelu, [x, weight, bias])
+    with pytest.raises(ValueError, match="expected one of"), common.overridden("mul", config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("outputs", "widest", "parts", "expected"),
+    [
+        (64, 64, 3, 64),
+        (192, 64, 3, 64),
+        (384, 128, 3, 128),
+        (5, 64, 3, 16),
+        (100, 256, 1, 128),
+        (600, 128, 3, 128),
+    ],
+)
+def test_widths_of_parts(outputs, widest, parts, expected):
+    from cvt_kernels.ops.linear.triton.common import part_width
+
+    assert part_width(outputs, widest, parts) == expected
+
+
+def test_the_same_call_gives_the_same_bits():
+    x, weight, bias, residual = make_layer(150, 40, 48, torch.float16)
+    with ck.use_backend("triton"):
+        results = [ck.linear_add_layer_norm(x, weight, bias, residual) for _ in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
