@@ -1,0 +1,178 @@
+"""The parts that the embedding's Triton kernels share: configurations, constants, LayerNorm of a tile."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...triton_launch import Budget, Overrides
+
+#: The most channels of a token: a row is held in the registers of a program.
+MAX_CHANNELS = 4096
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The way a kernel cuts its work.
+
+    Attributes:
+        elements: The most elements of a tile of tokens, in the dtype of sums.
+        num_warps: Warps of a program.
+        resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
+            several tiles; 0 where each tile has a program.
+    """
+
+    elements: int
+    num_warps: int
+    resident_programs: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch. Loops are not pipelined: other programs hide the latency."""
+        return {"num_warps": self.num_warps, "num_stages": 1}
+
+
+#: By kernel and bytes per element, 4 for float64 too.
+CONFIGS: dict[tuple[str, int], LaunchConfig] = {
+    ("embed", 2): LaunchConfig(elements=64 * 64, num_warps=4, resident_programs=4),
+    ("embed", 4): LaunchConfig(elements=64 * 64, num_warps=4, resident_programs=2),
+    ("normalize", 2): LaunchConfig(elements=4096, num_warps=4),
+    ("normalize", 4): LaunchConfig(elements=2048, num_warps=4),
+}
+
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
+_overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, _ in CONFIGS})
+
+
+def configuration(kernel: str, x: Tensor) -> LaunchConfig:
+    """Returns the configuration of a kernel for tensors like ``x``."""
+    return _overrides.get(kernel) or CONFIGS[kernel, min(x.element_size(), 4)]
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
+
+# Constants of a kernel ------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """The parts into which a kernel cuts the channels of a token, since tiles have powers of two.
+
+    Attributes:
+        channels: C.
+        width: Channels of a part, a power of two.
+        count: Parts of a token; only where ``count · width`` is more than C, the last has empty channels.
+        accumulator: Triton's dtype of sums.
+    """
+
+    channels: int
+    width: int
+    count: int
+    accumulator: Any
+
+    @classmethod
+    def of(cls, channels: int, x: Tensor, *, least: int, most: int) -> Parts:
+        """Returns the parts for tensors like ``x``, each of ``least`` to ``most`` channels.
+
+        Three or five parts without empty channels are better than one with many, and more are not.
+        """
+        width = min(channels & -channels, most)
+        if width < least or channels > 7 * width:
+            width = max(least, min(triton.next_power_of_2(channels), most))
+        accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        return cls(channels, width, -(-channels // width), accumulator)
+
+
+ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+# Device functions -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def channels_of(part, PARTS: tl.constexpr):
+    """Returns the channels of a part, [width]."""
+    return part * PARTS.width + tl.arange(0, PARTS.width)
+
+
+@triton.jit
+def load_vector(ptr, PARTS: tl.constexpr):
+    """Returns the parts of a vector (C,), each [width], with zeros beyond C; () for None."""
+    COUNT: tl.constexpr = PARTS.count
+    parts = ()
+    if ptr is not None:
+        for i in tl.static_range(COUNT):
+            c = channels_of(i, PARTS)
+            parts = parts + (tl.load(ptr + c, mask=c < PARTS.channels, other=0.0).to(PARTS.accumulator),)
+    return parts
+
+
+@triton.jit
+def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
+    """Returns the parts of γ (x + bias − mean) / √(variance + ε) + β, for parts ``xs`` of rows, [M, width].
+
+    ``bias``, ``gamma`` and ``beta`` are parts of vectors, or () for 0, 1 and 0.
+    """
+    COUNT: tl.constexpr = PARTS.count
+    total = 0.0
+    shifted = ()
+    for i in tl.static_range(COUNT):
+        x = xs[i]
+        if len(bias) > 0:
+            x += bias[i][None, :]
+        shifted = shifted + (x,)
+        total += tl.sum(x, axis=1)
+    mean = total * (1.0 / PARTS.channels)
+    squares = 0.0
+    deviations = ()
+    for i in tl.static_range(COUNT):
+        deviation = shifted[i] - mean[:, None]
+        if (i + 1) * PARTS.width > PARTS.channels:
+            deviation = tl.where((channels_of(i, PARTS) < PARTS.channels)[None, :], deviation, 0.0)
+        deviations = deviations + (deviation,)
+        squares += tl.sum(deviation * deviation, axis=1)
+    scale = 1.0 / tl.sqrt(squares * (1.0 / PARTS.channels) + eps)
+    ys = ()
+    for i in tl.static_range(COUNT):
+        y = deviations[i] * scale[:, None]
+        if len(gamma) > 0:
+            y *= gamma[i][None, :]
+        if len(beta) > 0:
+            y += beta[i][None, :]
+        ys = ys + (y,)
+    return ys
+
+
+@triton.jit
+def store_class_token(out_ptr, class_token_ptr, PARTS: tl.constexpr):
+    """Stores the class token (C,) at ``out_ptr``."""
+    COUNT: tl.constexpr = PARTS.count
+    for i in tl.static_range(COUNT):
+        c = channels_of(i, PARTS)
+        token = tl.load(class_token_ptr + c, mask=c < PARTS.channels)
+        tl.store(out_ptr + c, token.to(out_ptr.dtype.element_ty), mask=c < PARTS.channels)

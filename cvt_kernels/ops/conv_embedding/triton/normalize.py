@@ -1,0 +1,75 @@
+"""The kernel that turns a convolution's result into tokens, behind PyTorch's own convolution without bias."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from .common import (
+    MAX_CHANNELS,
+    Parts,
+    channels_of,
+    configuration,
+    layer_norm,
+    load_vector,
+    store_class_token,
+)
+
+
+@triton.jit
+def _conv_embedding_normalize_kernel(
+    x_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps, tokens, tiles,
+    M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of M tokens of an image, and with its first the class token; x is (B, T, C)."""
+    C: tl.constexpr = PARTS.channels
+    COUNT: tl.constexpr = PARTS.count
+    WIDTH: tl.constexpr = PARTS.width
+    image = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    x_ptr += image * tokens * C
+    out_ptr += image * tokens * C
+    if class_token_ptr is not None:
+        out_ptr += image * C
+        if tile == 0:
+            store_class_token(out_ptr, class_token_ptr, PARTS)
+        out_ptr += C
+    t = (tile * M + tl.arange(0, M))[:, None]
+    xs = ()
+    for part in tl.static_range(COUNT):
+        c = channels_of(part, PARTS)[None, :]
+        mask = t < tokens
+        if (part + 1) * WIDTH > C:
+            mask = mask & (c < C)
+        xs = xs + (tl.load(x_ptr + t * C + c, mask=mask, other=0.0).to(PARTS.accumulator),)
+    bias = load_vector(bias_ptr, PARTS)
+    gamma = load_vector(gamma_ptr, PARTS)
+    beta = load_vector(beta_ptr, PARTS)
+    ys = layer_norm(xs, bias, gamma, beta, eps, PARTS)
+    for part in tl.static_range(COUNT):
+        c = channels_of(part, PARTS)[None, :]
+        mask = t < tokens
+        if (part + 1) * WIDTH > C:
+            mask = mask & (c < C)
+        tl.store(out_ptr + t * C + c, ys[part].to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def normalize(
+    x: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    *, eps: float, class_token: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Returns the tokens of a convolution's result (B, T, C), which is contiguous and has no bias yet."""
+    batch, tokens, channels = x.shape
+    parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
+    config = configuration("normalize", x)
+    rows = max(config.elements // triton.next_power_of_2(parts.width * parts.count), 1)
+    tiles = -(-tokens // rows)
+    out = x.new_empty(batch, tokens + (class_token is not None), channels)
+    machine.launch(
+        _conv_embedding_normalize_kernel, (batch * tiles,), on=x, options=config.options,
+        x_ptr=x, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, class_token_ptr=class_token,
+        out_ptr=out, eps=eps, tokens=tokens, tiles=tiles, M=rows, PARTS=parts,
+    )  # fmt: skip
+    return out
