@@ -41,7 +41,7 @@ _MAX_WEIGHT_BYTES = 80 * 1024
 def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -> str | None:
     """Says why ``embed`` is not the way to the tokens of an image; None if it is."""
     channels, _, kernel_size, _ = weight.shape
-    window, parts = Window.of(image, kernel_size, stride, padding), parts_of(channels, image)
+    window, parts = Window.of(image, kernel_size, stride, padding, bias=False), parts_of(channels, image)
     padded = window.chunks * _CHUNK * parts.width * parts.count
     if window.chunks > _MAX_CHUNKS or padded * image.element_size() > _MAX_WEIGHT_BYTES:
         return "the convolution's window has many values"
@@ -70,10 +70,13 @@ class Window(NamedTuple):
         segment: Elements of a segment, a power of two.
         pieces: Segments of a row of the window.
         chunk: Segments of a factor of a product, a power of two.
+        has_one: Whether the first element behind the window is 1, whose weight is the bias: where there is a
+            bias of 16 bits and room for it, which saves registers and the addition.
         element: Triton's dtype of the image.
         operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
             interpreter, whose product of bfloat16 is wrong.
         precision: ``input_precision`` of ``tl.dot``.
+        has_assembly: Whether there may be assembly, which Triton's interpreter does not take.
     """
 
     kernel_size: int
@@ -85,17 +88,20 @@ class Window(NamedTuple):
     segment: int
     pieces: int
     chunk: int
+    has_one: bool
     element: Any
     operand: Any
     precision: str
+    has_assembly: bool
 
     @classmethod
-    def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int) -> Window:
+    def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, bias: bool) -> Window:
         """Returns the window for an image as it lies, and for PyTorch's setting of TF32."""
         channels = image.shape[1]
         inner = channels if image.stride(1) == 1 and image.stride(3) == channels else 1
         row = kernel_size * inner
         segment = min(triton.next_power_of_2(row), _SEGMENT)
+        pieces, chunk = -(-row // segment), _CHUNK // segment
         word = 2 if _has_pairs(image, inner, stride, padding) else 1
         upcast = machine.INTERPRETING and image.dtype == torch.bfloat16
         tf32 = image.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
@@ -107,11 +113,13 @@ class Window(NamedTuple):
             planes=channels // inner,
             word=word,
             segment=segment,
-            pieces=-(-row // segment),
-            chunk=_CHUNK // segment,
+            pieces=pieces,
+            chunk=chunk,
+            has_one=bias and image.element_size() == 2 and channels // inner * kernel_size * pieces % chunk > 0,
             element=ELEMENTS[image.dtype],
             operand=tl.float32 if upcast else ELEMENTS[image.dtype],
             precision="tf32" if tf32 else "ieee",
+            has_assembly=not machine.INTERPRETING,
         )
 
     @property
@@ -132,8 +140,13 @@ def _has_pairs(image: Tensor, inner: int, stride: int, padding: int) -> bool:
 
 
 @triton.jit
-def _load_weights(w_ptr, strides, first, part, WINDOW: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the weights [chunk · segment, width] of the segments from ``first`` on, for a part's channels."""
+def _load_weights(
+    w_ptr, bias_ptr, strides, first, part, WINDOW: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Returns the weights [chunk · segment, width] of the segments from ``first`` on, for a part's channels.
+
+    With ``has_one`` the bias is the weight of the first element behind the window.
+    """
     out_stride, in_stride, row_stride, col_stride = strides
     K: tl.constexpr = WINDOW.kernel_size
     k = tl.arange(0, WINDOW.chunk * WINDOW.segment)
@@ -150,7 +163,22 @@ def _load_weights(w_ptr, strides, first, part, WINDOW: tl.constexpr, PARTS: tl.c
         mask=valid[:, None] & (c < PARTS.channels)[None, :],
         other=0.0,
     )
+    if WINDOW.has_one:
+        bias = tl.load(bias_ptr + c, mask=c < PARTS.channels, other=0.0)
+        one = (plane == WINDOW.planes) & (row % K == 0) & (element == 0)
+        weights = tl.where(one[:, None], bias[None, :], weights)
     return weights.to(WINDOW.operand)
+
+
+@triton.jit
+def _unpacked(words, WINDOW: tl.constexpr):
+    """Returns both halves of words, the lower first, as a last dimension."""
+    if WINDOW.has_assembly:  # shifts would be instructions, and these are none
+        low, high = tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=1
+        )
+        return tl.join(low, high)
+    return tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
 
 
 @triton.jit
@@ -168,6 +196,8 @@ def _load_segments(
     WORDS: tl.constexpr = WINDOW.segment // WORD
     CHUNK: tl.constexpr = WINDOW.chunk
     LENGTH: tl.constexpr = K * WINDOW.inner
+    SEGMENTS: tl.constexpr = WINDOW.planes * K * WINDOW.pieces
+    ONE: tl.constexpr = 0x3C00 if WINDOW.element == tl.float16 else 0x3F80
     M: tl.constexpr = GROUPS * WARPS * 16
     # Segments are the first dimension: then neighboring lanes have neighboring tokens, and what depends on
     # the segment is the same for all lanes.
@@ -183,7 +213,11 @@ def _load_segments(
     if WORD == 2:
         if LENGTH % 2 == 1:
             words &= tl.where(word * WORD + 1 == LENGTH, 0xFFFF, 0xFFFFFFFF).to(tl.uint32)
-        words = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
+        if WINDOW.has_one:
+            words |= tl.where((number == SEGMENTS) & (word == 0), ONE, 0).to(tl.uint32)
+        words = _unpacked(words, WINDOW)
+    elif WINDOW.has_one:
+        words = tl.where((number == SEGMENTS) & (word == 0), 1.0, words.to(WINDOW.operand))
     values = tl.reshape(words, (CHUNK, GROUPS, 2, WARPS, 8, WINDOW.segment))
     values = tl.reshape(tl.permute(values, (1, 3, 2, 4, 0, 5)), (M, CHUNK * WINDOW.segment))
     if WORD == 2:
@@ -222,9 +256,9 @@ def _conv_embedding_embed_kernel(
     for i in tl.static_range(CHUNKS):
         for part in tl.static_range(COUNT):
             weights = weights + (
-                _load_weights(w_ptr, weight_strides, i * WINDOW.chunk, part, WINDOW, PARTS),
+                _load_weights(w_ptr, bias_ptr, weight_strides, i * WINDOW.chunk, part, WINDOW, PARTS),
             )
-    bias = load_vector(bias_ptr, PARTS)
+    bias = load_vector(None if WINDOW.has_one else bias_ptr, PARTS)
     gamma = load_vector(gamma_ptr, PARTS)
     beta = load_vector(beta_ptr, PARTS)
     for tile in range(split, tiles, splits):
@@ -277,7 +311,7 @@ def embed(
     channels, _, kernel_size, _ = weight.shape
     out_height, out_width = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
     tokens = out_height * out_width
-    window = Window.of(image, kernel_size, stride, padding)
+    window = Window.of(image, kernel_size, stride, padding, bias=bias is not None)
     word = window.word
     parts = parts_of(channels, image)
     config = configuration("embed", image)
