@@ -27,6 +27,7 @@ class LaunchConfig:
     Attributes:
         elements: The most elements of a tile of tokens, in the dtype of sums.
         num_warps: Warps of a program.
+        channels: The most channels of a token that it serves.
         registers: The most that a thread may take; None for no bound.
         resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
             several tiles; 0 where each tile has a program.
@@ -34,6 +35,7 @@ class LaunchConfig:
 
     elements: int
     num_warps: int
+    channels: int
     registers: int | None = None
     resident_programs: int = 0
 
@@ -44,22 +46,52 @@ class LaunchConfig:
         return options if self.registers is None else options | {"maxnreg": self.registers}
 
 
-#: By kernel and bytes per element, 4 for float64 too.
-CONFIGS: dict[tuple[str, int], LaunchConfig] = {
-    ("embed", 2): LaunchConfig(elements=64 * 64, num_warps=4, registers=128, resident_programs=4),
-    ("embed", 4): LaunchConfig(elements=64 * 64, num_warps=4, resident_programs=2),
-    ("normalize", 2): LaunchConfig(elements=8192, num_warps=4),
-    ("normalize", 4): LaunchConfig(elements=4096, num_warps=4),
+# By kernel, generation and bytes per element (4 for float64 too), the configurations for more and more
+# channels. "80" is every chip whose tensor cores take their operands from registers (sm_80, sm_86, sm_89,
+# sm_120). A thread of "embed" has half a row's sums and two of its vectors in registers: the numbers of
+# channels are those for which nothing spills with windows of 7 × 7 × 3 values. None has been timed on a GPU.
+_NORMALIZE = {
+    2: (LaunchConfig(elements=8192, num_warps=4, channels=MAX_CHANNELS),),
+    4: (LaunchConfig(elements=4096, num_warps=4, channels=MAX_CHANNELS),),
+}
+CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
+    ("embed", 80, 2): (
+        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=168, resident_programs=3),
+        LaunchConfig(elements=4096, num_warps=4, channels=128, resident_programs=2),
+    ),
+    ("embed", 90, 2): (
+        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=128, resident_programs=4),
+        LaunchConfig(elements=4096, num_warps=4, channels=192, resident_programs=2),
+    ),
+    ("embed", 100, 2): (
+        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=168, resident_programs=2),
+        LaunchConfig(elements=4096, num_warps=4, channels=128, resident_programs=2),
+    ),
+    **{
+        ("embed", generation, 4): (
+            LaunchConfig(elements=4096, num_warps=4, channels=64, resident_programs=2),
+        )
+        for generation in (80, 90, 100)
+    },
+    **{
+        ("normalize", generation, size): configs
+        for generation in (80, 90, 100)
+        for size, configs in _NORMALIZE.items()
+    },
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
-_overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, _ in CONFIGS})
+_overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, *_ in CONFIGS})
 
 
-def configuration(kernel: str, x: Tensor) -> LaunchConfig:
-    """Returns the configuration of a kernel for tensors like ``x``."""
-    return _overrides.get(kernel) or CONFIGS[kernel, min(x.element_size(), 4)]
+def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
+    """Returns the configuration of a kernel for tensors like ``x`` and its device; None for too many channels."""
+    capability = machine.chip(x.device).capability
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    shipped = CONFIGS[kernel, generation, min(x.element_size(), 4)]
+    config = next((config for config in shipped if channels <= config.channels), None)
+    return config and (_overrides.get(kernel) or config)
 
 
 def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
@@ -124,20 +156,23 @@ def channels_of(part, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_vector(ptr, PARTS: tl.constexpr):
-    """Returns the parts of a vector (C,), each [width], with zeros beyond C; () for None."""
+def load_vector(ptr, zeros, PARTS: tl.constexpr):
+    """Returns the parts of a vector (C,), each ``zeros`` + [width], with zeros beyond C; () for None.
+
+    The shape of ``zeros``, [..., 1], gives each of some threads its own copy, which needs no exchange.
+    """
     COUNT: tl.constexpr = PARTS.count
     parts = ()
     if ptr is not None:
         for i in tl.static_range(COUNT):
-            c = channels_of(i, PARTS)
+            c = zeros + channels_of(i, PARTS)
             parts = parts + (tl.load(ptr + c, mask=c < PARTS.channels, other=0.0).to(PARTS.accumulator),)
     return parts
 
 
 @triton.jit
 def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
-    """Returns the parts of γ (x + bias − mean) / √(variance + ε) + β, for parts ``xs`` of rows, [M, width].
+    """Returns the parts of γ (x + bias − mean) / √(variance + ε) + β, for parts ``xs`` of rows, [..., width].
 
     ``bias``, ``gamma`` and ``beta`` are parts of vectors, or () for 0, 1 and 0.
     """
@@ -147,26 +182,27 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
     for i in tl.static_range(COUNT):
         x = xs[i]
         if len(bias) > 0:
-            x += bias[i][None, :]
+            x += bias[i]
         shifted = shifted + (x,)
-        total += tl.sum(x, axis=1)
-    mean = total * (1.0 / PARTS.channels)
+        total += x  # the parts first, so that lanes are added up once
+    mean = tl.sum(total, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
     squares = 0.0
     deviations = ()
     for i in tl.static_range(COUNT):
-        deviation = shifted[i] - mean[:, None]
+        deviation = shifted[i] - mean
         if (i + 1) * PARTS.width > PARTS.channels:
-            deviation = tl.where((channels_of(i, PARTS) < PARTS.channels)[None, :], deviation, 0.0)
+            deviation = tl.where(channels_of(i, PARTS) < PARTS.channels, deviation, 0.0)
         deviations = deviations + (deviation,)
-        squares += tl.sum(deviation * deviation, axis=1)
-    scale = 1.0 / tl.sqrt(squares * (1.0 / PARTS.channels) + eps)
+        squares += deviation * deviation
+    variance = tl.sum(squares, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
+    scale = 1.0 / tl.sqrt(variance + eps)
     ys = ()
     for i in tl.static_range(COUNT):
-        y = deviations[i] * scale[:, None]
+        y = deviations[i] * scale
         if len(gamma) > 0:
-            y *= gamma[i][None, :]
+            y *= gamma[i]
         if len(beta) > 0:
-            y += beta[i][None, :]
+            y += beta[i]
         ys = ys + (y,)
     return ys
 

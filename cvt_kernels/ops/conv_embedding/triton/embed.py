@@ -8,6 +8,7 @@ weights, is read once for all the tiles of a program.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -
     channels, _, kernel_size, _ = weight.shape
     window, parts = Window.of(image, kernel_size, stride, padding, bias=False), parts_of(channels, image)
     padded = window.chunks * _CHUNK * parts.width * parts.count
+    if configuration("embed", channels, image) is None:
+        return f"there is no configuration for {channels} channels"
     if window.chunks > _MAX_CHUNKS or padded * image.element_size() > _MAX_WEIGHT_BYTES:
         return "the convolution's window has many values"
     height, width = image.shape[2:]
@@ -258,9 +261,9 @@ def _conv_embedding_embed_kernel(
             weights = weights + (
                 _load_weights(w_ptr, bias_ptr, weight_strides, i * WINDOW.chunk, part, WINDOW, PARTS),
             )
-    bias = load_vector(None if WINDOW.has_one else bias_ptr, PARTS)
-    gamma = load_vector(gamma_ptr, PARTS)
-    beta = load_vector(beta_ptr, PARTS)
+    bias = load_vector(None if WINDOW.has_one else bias_ptr, 0, PARTS)
+    gamma = load_vector(gamma_ptr, 0, PARTS)
+    beta = load_vector(beta_ptr, 0, PARTS)
     for tile in range(split, tiles, splits):
         # Lanes and warps load the tokens whose row of the product they have.
         p = tl.arange(0, M)
@@ -302,6 +305,19 @@ def _conv_embedding_embed_kernel(
             )
 
 
+@functools.cache
+def _splits(batch: int, tiles: int, programs: int) -> int:
+    """Returns the programs among which an image's tiles are divided, where ``programs`` run at a time.
+
+    To start a program costs as many instructions as one and a half tiles.
+    """
+
+    def cost(splits: int) -> float:
+        return -(-batch * splits // programs) * (-(-tiles // splits) + 1.5)
+
+    return min(range(1, tiles + 1), key=cost)
+
+
 def embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     *, stride: int, padding: int, eps: float, class_token: Tensor | None,
@@ -314,12 +330,13 @@ def embed(
     window = Window.of(image, kernel_size, stride, padding, bias=bias is not None)
     word = window.word
     parts = parts_of(channels, image)
-    config = configuration("embed", image)
+    config = configuration("embed", channels, image)
+    assert config is not None
     group = 16 * config.num_warps
     groups = max(config.elements // (parts.width * parts.count * group), 1)
     tiles = -(-tokens // (groups * group))
     programs = config.resident_programs * machine.chip(image.device).multiprocessors
-    splits = min(tiles, -(-programs // batch))
+    splits = _splits(batch, tiles, programs)
     out = image.new_empty(batch, tokens + (class_token is not None), channels)
     image_stride, channel_stride, row_stride, pixel_stride = image.stride()
     machine.launch(

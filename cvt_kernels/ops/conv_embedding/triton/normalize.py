@@ -21,9 +21,9 @@ from .common import (
 @triton.jit
 def _conv_embedding_normalize_kernel(
     x_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps, tokens, tiles,
-    M: tl.constexpr, PARTS: tl.constexpr,
+    REPEATS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of M tokens of an image, and with its first the class token; x is (B, T, C)."""
+    """Writes a tile of REPEATS · ROWS tokens of an image, and with its first the class token; x is (B, T, C)."""
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
     WIDTH: tl.constexpr = PARTS.width
@@ -36,20 +36,23 @@ def _conv_embedding_normalize_kernel(
         if tile == 0:
             store_class_token(out_ptr, class_token_ptr, PARTS)
         out_ptr += C
-    t = (tile * M + tl.arange(0, M))[:, None]
+    # The last two dimensions have one vector of each thread, the first its rows: they share γ, β and bias.
+    row = tl.arange(0, REPEATS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
+    t = tile * (REPEATS * ROWS) + row
     xs = ()
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         mask = t < tokens
         if (part + 1) * WIDTH > C:
             mask = mask & (c < C)
         xs = xs + (tl.load(x_ptr + t * C + c, mask=mask, other=0.0).to(PARTS.accumulator),)
-    bias = load_vector(bias_ptr, PARTS)
-    gamma = load_vector(gamma_ptr, PARTS)
-    beta = load_vector(beta_ptr, PARTS)
+    zeros = tl.zeros([1, ROWS, 1], tl.int32)
+    bias = load_vector(bias_ptr, zeros, PARTS)
+    gamma = load_vector(gamma_ptr, zeros, PARTS)
+    beta = load_vector(beta_ptr, zeros, PARTS)
     ys = layer_norm(xs, bias, gamma, beta, eps, PARTS)
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         mask = t < tokens
         if (part + 1) * WIDTH > C:
             mask = mask & (c < C)
@@ -63,13 +66,16 @@ def normalize(
     """Returns the tokens of a convolution's result (B, T, C), which is contiguous and has no bias yet."""
     batch, tokens, channels = x.shape
     parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
-    config = configuration("normalize", x)
-    rows = max(config.elements // triton.next_power_of_2(parts.width * parts.count), 1)
-    tiles = -(-tokens // rows)
+    config = configuration("normalize", channels, x)
+    assert config is not None
+    vector = 16 // x.element_size()
+    rows = max(32 * config.num_warps * vector // parts.width, 1)
+    repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
+    tiles = -(-tokens // (rows * repeats))
     out = x.new_empty(batch, tokens + (class_token is not None), channels)
     machine.launch(
         _conv_embedding_normalize_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, class_token_ptr=class_token,
-        out_ptr=out, eps=eps, tokens=tokens, tiles=tiles, M=rows, PARTS=parts,
+        out_ptr=out, eps=eps, tokens=tokens, tiles=tiles, REPEATS=repeats, ROWS=rows, PARTS=parts,
     )  # fmt: skip
     return out
