@@ -177,23 +177,22 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
     ``bias``, ``gamma`` and ``beta`` are parts of vectors, or () for 0, 1 and 0.
     """
     COUNT: tl.constexpr = PARTS.count
-    total = 0.0
     shifted = ()
     for i in tl.static_range(COUNT):
         x = xs[i]
         if len(bias) > 0:
             x += bias[i]
         shifted = shifted + (x,)
-        total += x  # the parts first, so that lanes are added up once
+        total = x if i == 0 else total + x  # the parts first, so that lanes are added up once
     mean = tl.sum(total, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
-    squares = 0.0
     deviations = ()
     for i in tl.static_range(COUNT):
         deviation = shifted[i] - mean
         if (i + 1) * PARTS.width > PARTS.channels:
             deviation = tl.where(channels_of(i, PARTS) < PARTS.channels, deviation, 0.0)
         deviations = deviations + (deviation,)
-        squares += deviation * deviation
+        square = deviation * deviation
+        squares = square if i == 0 else squares + square
     variance = tl.sum(squares, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
     scale = 1.0 / tl.sqrt(variance + eps)
     ys = ()

@@ -46,7 +46,7 @@ def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -
     padded = window.chunks * _CHUNK * parts.width * parts.count
     if configuration("embed", channels, image) is None:
         return f"there is no configuration for {channels} channels"
-    if window.chunks > _MAX_CHUNKS or padded * image.element_size() > _MAX_WEIGHT_BYTES:
+    if window.chunks > _MAX_CHUNKS or padded * min(image.element_size(), 4) > _MAX_WEIGHT_BYTES:
         return "the convolution's window has many values"
     height, width = image.shape[2:]
     reach = (image.shape[1] - 1) * image.stride(1)
@@ -271,8 +271,8 @@ def _conv_embedding_embed_kernel(
         out_y = tl.umulhi(2 * t.to(tl.uint32), reciprocal.to(tl.uint32)).to(tl.int32)
         out_x = t - out_y * out_width
         y = out_y * WINDOW.stride - WINDOW.padding
-        above = tl.maximum(-y, 0)
-        below = tl.where(t < tokens, tl.minimum(height - y, K), 0)
+        above = tl.minimum(tl.maximum(-y, 0), K)
+        below = tl.where(t < tokens, tl.maximum(tl.minimum(height - y, K), 0), 0)
         rows = ((1 << below) - 1) & -(1 << above)
         offset = (out_y * WINDOW.stride * row_stride + out_x * STEP * word_stride).to(tl.uint32).to(tl.int64)
         segments = ()
@@ -320,9 +320,9 @@ def _splits(batch: int, tiles: int, programs: int) -> int:
 
 def embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    *, stride: int, padding: int, eps: float, class_token: Tensor | None,
+    class_token: Tensor | None, *, stride: int, padding: int, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns the tokens of an image that is read as it lies."""
+    """Returns the tokens of an image that is read as it lies, in ``dtype``."""
     batch, _, height, width = image.shape
     channels, _, kernel_size, _ = weight.shape
     out_height, out_width = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
@@ -337,7 +337,7 @@ def embed(
     tiles = -(-tokens // (groups * group))
     programs = config.resident_programs * machine.chip(image.device).multiprocessors
     splits = _splits(batch, tiles, programs)
-    out = image.new_empty(batch, tokens + (class_token is not None), channels)
+    out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
     image_stride, channel_stride, row_stride, pixel_stride = image.stride()
     machine.launch(
         _conv_embedding_embed_kernel, (batch * splits,), on=image, options=config.options,

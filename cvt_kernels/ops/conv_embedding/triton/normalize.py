@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,9 +62,9 @@ def _conv_embedding_normalize_kernel(
 
 def normalize(
     x: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    *, eps: float, class_token: Tensor | None,
+    class_token: Tensor | None, *, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns the tokens of a convolution's result (B, T, C), which is contiguous and has no bias yet."""
+    """Returns the tokens, in ``dtype``, of a convolution's result (B, T, C), contiguous and without bias."""
     batch, tokens, channels = x.shape
     parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
     config = configuration("normalize", channels, x)
@@ -72,7 +73,7 @@ def normalize(
     rows = max(32 * config.num_warps * vector // parts.width, 1)
     repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
     tiles = -(-tokens // (rows * repeats))
-    out = x.new_empty(batch, tokens + (class_token is not None), channels)
+    out = x.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
     machine.launch(
         _conv_embedding_normalize_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, class_token_ptr=class_token,

@@ -14,36 +14,37 @@ from .normalize import normalize
 
 def _embedding(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    stride: int, padding: int, eps: float, class_token: Tensor | None,
+    stride: int, padding: int, eps: float, class_token: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the tokens of an image, by one kernel or by PyTorch's convolution and one kernel."""
-    bias, norm_weight, norm_bias, class_token = (
+    vectors = [
         None if vector is None else vector.contiguous()
         for vector in (bias, norm_weight, norm_bias, class_token)
-    )
+    ]
     if why_not_embedded(image, weight, stride, padding) is None:
-        return embed(
-            image, weight, bias, norm_weight, norm_bias, stride=stride, padding=padding, eps=eps,
-            class_token=class_token,
-        )  # fmt: skip
+        return embed(image, weight, *vectors, stride=stride, padding=padding, eps=eps, dtype=dtype)
     image = image.contiguous(memory_format=torch.channels_last)
-    x = F.conv2d(image, weight, None, stride, padding)
+    with torch.autocast(image.device.type, enabled=False):  # all is in the dtype that it shall have
+        x = F.conv2d(image, weight, None, stride, padding)
     x = x.permute(0, 2, 3, 1).contiguous().flatten(1, 2)
-    return normalize(x, bias, norm_weight, norm_bias, eps=eps, class_token=class_token)
+    return normalize(x, *vectors, eps=eps, dtype=dtype)
 
 
 @torch.library.custom_op("cvt_kernels::conv_embedding", mutates_args=())
 def _embedding_op(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    stride: int, padding: int, eps: float, class_token: Tensor | None,
+    stride: int, padding: int, eps: float, class_token: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return _embedding(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token)
+    return _embedding(
+        image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype
+    )  # fmt: skip
 
 
 @_embedding_op.register_fake
-def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token):
+def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype):
     height, width = ((n + 2 * padding - weight.shape[3]) // stride + 1 for n in image.shape[2:])
-    return image.new_empty(image.shape[0], height * width + (class_token is not None), weight.shape[0])
+    tokens = height * width + (class_token is not None)
+    return image.new_empty(image.shape[0], tokens, weight.shape[0], dtype=dtype)
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -58,8 +59,6 @@ def why_unsupported(
     channels, kernel_size = weight.shape[0], weight.shape[3]
     if checks.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
         return "gradients are not computed"
-    if checks.autocast_dtype(image) is not None:
-        return "autocast is not supported"
     if batch == 0:
         return "the batch is empty"
     if image.is_cuda and image.dtype == torch.float64:
@@ -68,7 +67,7 @@ def why_unsupported(
         return f"tokens have {channels} channels, more than {MAX_CHANNELS}"
     rows, columns = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
     if rows * columns * channels >= 2**31:
-        return "one image has 2³¹ elements of tokens or more"
+        return "the tokens of one image have 2³¹ elements or more"
     return None
 
 
@@ -76,6 +75,16 @@ def conv_embedding(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None, *, stride: int, padding: int, eps: float, class_token: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on.
+
+    Under autocast it convolves in autocast's dtype, as a convolution does, and the tokens have the dtype of
+    ``F.layer_norm``, which is float32 on a GPU.
+    """
+    dtype = image.dtype
+    if (lower := checks.autocast_dtype(image)) is not None:
+        image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+        dtype = torch.float32 if image.is_cuda else lower
     operator = _embedding_op if torch.compiler.is_compiling() else _embedding
-    return operator(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token)
+    return operator(
+        image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype
+    )  # fmt: skip
