@@ -45,8 +45,8 @@ def conv_embedding(
         class_token: ``(C,)``, written before the tokens of every image; None for no class token.
 
     Returns:
-        Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of ``image``
-        or, under autocast, of ``F.layer_norm`` behind a convolution, which is float32 on a GPU.
+        Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of
+        ``image`` or, under autocast, of ``F.layer_norm`` behind a convolution, which is float32 on a GPU.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).

@@ -1,4 +1,18 @@
-"""Triton kernels of ``conv_embedding``: tokens = LayerNorm(convolution of an image), behind a class token."""
+"""Triton kernels of ``conv_embedding``: LayerNorm(convolution + bias) as tokens, behind a class token.
+
+Layout: images (B, in_channels, H, W) with any strides, tokens (B, T, C), contiguous; the class token is written
+by the kernels too. There are no gradients, and nothing is saved.
+
+``embed`` computes all in one kernel, for windows of few values, as 7 × 7 × 3 in CvT's first stage: the image
+once from memory, which neighboring windows share in L1, and the tokens once to it. In 16 bits, windows go from
+memory to the registers that tensor cores read (from where sm_100 takes them through shared memory).
+
+``normalize`` runs behind PyTorch's convolution without bias, of an image with channels last: it reads the
+convolution's result once and writes the tokens once, where PyTorch would run a kernel for the bias, one for
+LayerNorm and one for the class token.
+
+``embed.why_not_embedded`` says which of the two serves a call. Float64 is for Triton's interpreter only.
+"""
 
 from .operator import conv_embedding, why_unsupported
 

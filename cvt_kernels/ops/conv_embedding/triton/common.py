@@ -25,17 +25,17 @@ class LaunchConfig:
     """The way a kernel cuts its work.
 
     Attributes:
-        elements: The most elements of a tile of tokens, in the dtype of sums.
         num_warps: Warps of a program.
         channels: The most channels of a token that it serves.
+        elements: The most elements of a tile of tokens; 0 where a tile has 16 tokens of each warp.
         registers: The most that a thread may take; None for no bound.
         resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
             several tiles; 0 where each tile has a program.
     """
 
-    elements: int
     num_warps: int
     channels: int
+    elements: int = 0
     registers: int | None = None
     resident_programs: int = 0
 
@@ -56,21 +56,19 @@ _NORMALIZE = {
 }
 CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
     ("embed", 80, 2): (
-        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=168, resident_programs=3),
-        LaunchConfig(elements=4096, num_warps=4, channels=128, resident_programs=2),
+        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=3),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
     ),
     ("embed", 90, 2): (
-        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=128, resident_programs=4),
-        LaunchConfig(elements=4096, num_warps=4, channels=192, resident_programs=2),
+        LaunchConfig(num_warps=4, channels=64, registers=128, resident_programs=4),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
     ),
     ("embed", 100, 2): (
-        LaunchConfig(elements=4096, num_warps=4, channels=64, registers=168, resident_programs=2),
-        LaunchConfig(elements=4096, num_warps=4, channels=128, resident_programs=2),
+        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=2),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
     ),
     **{
-        ("embed", generation, 4): (
-            LaunchConfig(elements=4096, num_warps=4, channels=64, resident_programs=2),
-        )
+        ("embed", generation, 4): (LaunchConfig(num_warps=4, channels=64, resident_programs=2),)
         for generation in (80, 90, 100)
     },
     **{
@@ -81,12 +79,17 @@ CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "embed": Budget(instructions_per_output=18, registers=128),
+        "normalize": Budget(instructions_per_output=16, registers=96),
+    },
+}
 _overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, *_ in CONFIGS})
 
 
 def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
-    """Returns the configuration of a kernel for tensors like ``x`` and its device; None for too many channels."""
+    """Returns the configuration of a kernel for tensors like ``x``; None for too many channels."""
     capability = machine.chip(x.device).capability
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
     shipped = CONFIGS[kernel, generation, min(x.element_size(), 4)]
@@ -183,7 +186,9 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
         if len(bias) > 0:
             x += bias[i]
         shifted = shifted + (x,)
-        total = x if i == 0 else total + x  # the parts first, so that lanes are added up once
+    total = shifted[0]
+    for i in tl.static_range(1, COUNT):  # the parts first, so that lanes are added up once
+        total += shifted[i]
     mean = tl.sum(total, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
     deviations = ()
     for i in tl.static_range(COUNT):
@@ -191,8 +196,9 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
         if (i + 1) * PARTS.width > PARTS.channels:
             deviation = tl.where(channels_of(i, PARTS) < PARTS.channels, deviation, 0.0)
         deviations = deviations + (deviation,)
-        square = deviation * deviation
-        squares = square if i == 0 else squares + square
+    squares = deviations[0] * deviations[0]
+    for i in tl.static_range(1, COUNT):
+        squares += deviations[i] * deviations[i]
     variance = tl.sum(squares, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
     scale = 1.0 / tl.sqrt(variance + eps)
     ys = ()

@@ -27,32 +27,33 @@ from .common import (
     store_class_token,
 )
 
-#: Elements of a segment, and of a row of a factor of a product, for which the tensor cores' 16-bit operands are
-#: made: then each lane loads what it multiplies.
+#: Elements of a segment, and of a row of a factor of a product. Tensor cores take 16-bit factors in pairs, of
+#: which a warp has four side by side: with 8 elements, each lane loads just what it multiplies.
 _SEGMENT, _CHUNK = 8, 64
-#: The most products of a tile; the factors of all are in registers at once.
+#: The most products of a tile: the windows of all are in registers at once.
 _MAX_CHUNKS = 4
-#: The most bytes of weights, padding included, which shared memory holds for two programs of a
-#: multiprocessor. Where the weights are more, a window has so many values that PyTorch's convolution, and a
-#: kernel that reads and writes its result once more, are the better way: the tokens' extra way to memory takes
-#: about 4 · C / 18 clocks of a multiprocessor per token, the loads of a window about 3 / 256 clocks per value.
+#: The most bytes of weights, padding included: on most chips, shared memory holds those of two programs.
+#: Windows of so few values take few instructions, about 3 / 256 clocks of a multiprocessor for each value of
+#: a token, where to write a convolution's result and to read it again takes 4 C bytes, at about 18 bytes per
+#: clock. Beyond, PyTorch's convolution is the better one.
 _MAX_WEIGHT_BYTES = 80 * 1024
 
 
 def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -> str | None:
     """Says why ``embed`` is not the way to the tokens of an image; None if it is."""
     channels, _, kernel_size, _ = weight.shape
-    window, parts = Window.of(image, kernel_size, stride, padding, bias=False), parts_of(channels, image)
-    padded = window.chunks * _CHUNK * parts.width * parts.count
     if configuration("embed", channels, image) is None:
         return f"there is no configuration for {channels} channels"
+    window, parts = Window.of(image, kernel_size, stride, padding, has_bias=False), parts_of(channels, image)
+    if image.dtype == torch.float32 and window.precision == "ieee":
+        return "float32 without TF32 would need more registers than there are"
+    padded = window.chunks * _CHUNK * parts.width * parts.count
     if window.chunks > _MAX_CHUNKS or padded * min(image.element_size(), 4) > _MAX_WEIGHT_BYTES:
         return "the convolution's window has many values"
-    height, width = image.shape[2:]
-    reach = (image.shape[1] - 1) * image.stride(1)
-    reach += (height + 2 * padding) * image.stride(2) + (width + 2 * padding) * image.stride(3)
-    out_width = (width + 2 * padding - kernel_size) // stride + 1
-    if max(reach, (height + padding) * out_width * out_width) >= 2**31:
+    height, width = (size + 2 * padding for size in image.shape[2:])
+    reach = image.shape[1] * image.stride(1) + height * image.stride(2) + width * image.stride(3)
+    out_width = (width - kernel_size) // stride + 1
+    if max(reach, height * out_width**2) >= 2**31:
         return "the image is too large for 32-bit offsets"
     return None
 
@@ -98,16 +99,17 @@ class Window(NamedTuple):
     has_assembly: bool
 
     @classmethod
-    def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, bias: bool) -> Window:
+    def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, has_bias: bool) -> Window:
         """Returns the window for an image as it lies, and for PyTorch's setting of TF32."""
         channels = image.shape[1]
         inner = channels if image.stride(1) == 1 and image.stride(3) == channels else 1
-        row = kernel_size * inner
-        segment = min(triton.next_power_of_2(row), _SEGMENT)
-        pieces, chunk = -(-row // segment), _CHUNK // segment
+        segment = min(triton.next_power_of_2(kernel_size * inner), _SEGMENT)
+        pieces, chunk = -(-kernel_size * inner // segment), _CHUNK // segment
+        has_room = channels // inner * kernel_size * pieces % chunk > 0
         word = 2 if _has_pairs(image, inner, stride, padding) else 1
         upcast = machine.INTERPRETING and image.dtype == torch.bfloat16
-        tf32 = image.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
+        convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+        tf32 = image.dtype == torch.float32 and convolutions.fp32_precision == "tf32"
         return cls(
             kernel_size=kernel_size,
             stride=stride,
@@ -118,7 +120,7 @@ class Window(NamedTuple):
             segment=segment,
             pieces=pieces,
             chunk=chunk,
-            has_one=bias and image.element_size() == 2 and channels // inner * kernel_size * pieces % chunk > 0,
+            has_one=has_bias and has_room and image.element_size() == 2,
             element=ELEMENTS[image.dtype],
             operand=tl.float32 if upcast else ELEMENTS[image.dtype],
             precision="tf32" if tf32 else "ieee",
@@ -144,13 +146,12 @@ def _has_pairs(image: Tensor, inner: int, stride: int, padding: int) -> bool:
 
 @triton.jit
 def _load_weights(
-    w_ptr, bias_ptr, strides, first, part, WINDOW: tl.constexpr, PARTS: tl.constexpr
+    w_ptr, bias_ptr, first, part, STRIDES: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Returns the weights [chunk · segment, width] of the segments from ``first`` on, for a part's channels.
 
     With ``has_one`` the bias is the weight of the first element behind the window.
     """
-    out_stride, in_stride, row_stride, col_stride = strides
     K: tl.constexpr = WINDOW.kernel_size
     k = tl.arange(0, WINDOW.chunk * WINDOW.segment)
     number = first + k // WINDOW.segment
@@ -158,11 +159,11 @@ def _load_weights(
     element = number % WINDOW.pieces * WINDOW.segment + k % WINDOW.segment
     plane = row // K
     channel = plane + element % WINDOW.inner
-    offset = channel * in_stride + row % K * row_stride + element // WINDOW.inner * col_stride
+    offset = channel * STRIDES[1] + row % K * STRIDES[2] + element // WINDOW.inner * STRIDES[3]
     valid = (plane < WINDOW.planes) & (element < K * WINDOW.inner)
     c = channels_of(part, PARTS)
     weights = tl.load(
-        w_ptr + offset[:, None] + (c * out_stride)[None, :],
+        w_ptr + offset[:, None] + (c * STRIDES[0])[None, :],
         mask=valid[:, None] & (c < PARTS.channels)[None, :],
         other=0.0,
     )
@@ -186,8 +187,8 @@ def _unpacked(words, WINDOW: tl.constexpr):
 
 @triton.jit
 def _load_segments(
-    image_ptr, offset, x, rows, first, row_length, plane_stride, row_stride, word_stride, WINDOW: tl.constexpr,
-    GROUPS: tl.constexpr, WARPS: tl.constexpr,
+    image_ptr, offset, x, rows, first, row_length, STRIDES: tl.constexpr, WINDOW: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Returns the segments [M, chunk · segment] of M windows, from the segment ``first`` on.
 
@@ -201,7 +202,7 @@ def _load_segments(
     LENGTH: tl.constexpr = K * WINDOW.inner
     SEGMENTS: tl.constexpr = WINDOW.planes * K * WINDOW.pieces
     ONE: tl.constexpr = 0x3C00 if WINDOW.element == tl.float16 else 0x3F80
-    M: tl.constexpr = GROUPS * WARPS * 16
+    M: tl.constexpr = WARPS * 16
     # Segments are the first dimension: then neighboring lanes have neighboring tokens, and what depends on
     # the segment is the same for all lanes.
     number = (first + tl.arange(0, CHUNK))[:, None, None]
@@ -211,7 +212,7 @@ def _load_segments(
     x = x[None, :, None] + word
     inside = (x >= 0) & (x < row_length) & (word * WORD < LENGTH) & (plane < WINDOW.planes)
     valid = (tl.where(inside, rows[None, :, None], 0) & (1 << row % K)) != 0
-    ptrs = image_ptr + (plane * plane_stride + row % K * row_stride + word * word_stride)
+    ptrs = image_ptr + (plane * STRIDES[0] + row % K * STRIDES[1] + word * STRIDES[2])
     words = tl.load(ptrs + offset[None, :, None], mask=valid, other=0)
     if WORD == 2:
         if LENGTH % 2 == 1:
@@ -221,8 +222,8 @@ def _load_segments(
         words = _unpacked(words, WINDOW)
     elif WINDOW.has_one:
         words = tl.where((number == SEGMENTS) & (word == 0), 1.0, words.to(WINDOW.operand))
-    values = tl.reshape(words, (CHUNK, GROUPS, 2, WARPS, 8, WINDOW.segment))
-    values = tl.reshape(tl.permute(values, (1, 3, 2, 4, 0, 5)), (M, CHUNK * WINDOW.segment))
+    values = tl.reshape(words, (CHUNK, 2, WARPS, 8, WINDOW.segment))
+    values = tl.reshape(tl.permute(values, (2, 1, 3, 0, 4)), (M, CHUNK * WINDOW.segment))
     if WORD == 2:
         values = values.to(WINDOW.element, bitcast=True)
     return values.to(WINDOW.operand)
@@ -232,12 +233,18 @@ def _load_segments(
 def _conv_embedding_embed_kernel(
     image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps,
     height, row_length, tokens, out_width, reciprocal, tiles, splits,
-    image_stride, plane_stride: tl.constexpr, row_stride: tl.constexpr, word_stride: tl.constexpr, weight_strides,
-    GROUPS: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    image_stride, STRIDES: tl.constexpr, WEIGHT_STRIDES: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr,
+    WINDOW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes every ``splits``-th tile of M tokens of an image, and with the first the class token."""
+    """Writes every ``splits``-th tile of 16 · WARPS tokens of an image, and with the first the class token.
+
+    ``row_length``, ``image_stride`` and STRIDES, which are of planes, rows and words, are in words. STRIDES
+    are constants because offsets of segments then are parts of instructions, not registers; so each size of
+    images is compiled for.
+    """
     K: tl.constexpr = WINDOW.kernel_size
-    M: tl.constexpr = GROUPS * WARPS * 16
+    M: tl.constexpr = WARPS * 16
     STEP: tl.constexpr = WINDOW.stride * WINDOW.inner // WINDOW.word
     MARGIN: tl.constexpr = WINDOW.padding * WINDOW.inner // WINDOW.word
     C: tl.constexpr = PARTS.channels
@@ -248,7 +255,7 @@ def _conv_embedding_embed_kernel(
     split = tl.program_id(0) % splits
     if WINDOW.word == 2:
         image_ptr = image_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    image_ptr += image * image_stride - WINDOW.padding * row_stride - MARGIN * word_stride
+    image_ptr += image * image_stride - WINDOW.padding * STRIDES[1] - MARGIN * STRIDES[2]
     out_ptr += image * tokens * C
     if class_token_ptr is not None:
         out_ptr += image * C
@@ -259,30 +266,33 @@ def _conv_embedding_embed_kernel(
     for i in tl.static_range(CHUNKS):
         for part in tl.static_range(COUNT):
             weights = weights + (
-                _load_weights(w_ptr, bias_ptr, weight_strides, i * WINDOW.chunk, part, WINDOW, PARTS),
+                _load_weights(w_ptr, bias_ptr, i * WINDOW.chunk, part, WEIGHT_STRIDES, WINDOW, PARTS),
             )
     bias = load_vector(None if WINDOW.has_one else bias_ptr, 0, PARTS)
     gamma = load_vector(gamma_ptr, 0, PARTS)
     beta = load_vector(beta_ptr, 0, PARTS)
     for tile in range(split, tiles, splits):
-        # Lanes and warps load the tokens whose row of the product they have.
-        p = tl.arange(0, M)
-        t = tile * M + p // (16 * WARPS) * (16 * WARPS) + p // 8 % WARPS * 16 + p // (8 * WARPS) % 2 * 8 + p % 8
+        # Loads go by lanes (8), warps and registers (2), rows of a product by lanes, registers and warps:
+        # each thread loads the tokens whose row it has, and windows need no exchange.
+        place = tl.arange(0, M)
+        t = tile * M + place // 8 % WARPS * 16 + place // (8 * WARPS) * 8 + place % 8
+        # Division by multiplication: out_y is t // out_width.
         out_y = tl.umulhi(2 * t.to(tl.uint32), reciprocal.to(tl.uint32)).to(tl.int32)
         out_x = t - out_y * out_width
         y = out_y * WINDOW.stride - WINDOW.padding
         above = tl.minimum(tl.maximum(-y, 0), K)
         below = tl.where(t < tokens, tl.maximum(tl.minimum(height - y, K), 0), 0)
         rows = ((1 << below) - 1) & -(1 << above)
-        offset = (out_y * WINDOW.stride * row_stride + out_x * STEP * word_stride).to(tl.uint32).to(tl.int64)
+        offset = out_y * WINDOW.stride * STRIDES[1] + out_x * STEP * STRIDES[2]
+        offset = offset.to(tl.uint32).to(tl.int64)  # it is not negative, which saves extending its sign
         segments = ()
         for i in tl.static_range(CHUNKS):  # all loads before the first product
             segments = segments + (_load_segments(
-                image_ptr, offset, out_x * STEP - MARGIN, rows, i * WINDOW.chunk,
-                row_length, plane_stride, row_stride, word_stride, WINDOW, GROUPS, WARPS,
+                image_ptr, offset, out_x * STEP - MARGIN, rows, i * WINDOW.chunk, row_length,
+                STRIDES, WINDOW, WARPS,
             ),)  # fmt: skip
         accs = ()
-        for part in tl.static_range(COUNT):
+        for _ in tl.static_range(COUNT):
             accs = accs + (tl.zeros([M, WIDTH], SUM),)
         for i in tl.static_range(CHUNKS):
             updated = ()
@@ -300,9 +310,7 @@ def _conv_embedding_embed_kernel(
             mask = (t < tokens)[:, None]
             if (part + 1) * WIDTH > C:
                 mask = mask & (c < C)[None, :]
-            tl.store(
-                out_ptr + t[:, None] * C + c[None, :], ys[part].to(out_ptr.dtype.element_ty), mask=mask
-            )
+            tl.store(out_ptr + t[:, None] * C + c[None, :], ys[part].to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -327,27 +335,27 @@ def embed(
     channels, _, kernel_size, _ = weight.shape
     out_height, out_width = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
     tokens = out_height * out_width
-    window = Window.of(image, kernel_size, stride, padding, bias=bias is not None)
-    word = window.word
+    window = Window.of(image, kernel_size, stride, padding, has_bias=bias is not None)
     parts = parts_of(channels, image)
     config = configuration("embed", channels, image)
     assert config is not None
-    group = 16 * config.num_warps
-    groups = max(config.elements // (parts.width * parts.count * group), 1)
-    tiles = -(-tokens // (groups * group))
+    options = config.options
+    if config.registers is not None and image.element_size() == 2 and window.word == 1:
+        options["maxnreg"] = max(config.registers, 168)  # which single elements take
+    tiles = -(-tokens // (16 * config.num_warps))
     programs = config.resident_programs * machine.chip(image.device).multiprocessors
     splits = _splits(batch, tiles, programs)
     out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
-    image_stride, channel_stride, row_stride, pixel_stride = image.stride()
+    strides = [stride // window.word for stride in image.stride()]
+    if window.inner > 1 or window.word > 1:
+        strides[3] = 1
     machine.launch(
-        _conv_embedding_embed_kernel, (batch * splits,), on=image, options=config.options,
+        _conv_embedding_embed_kernel, (batch * splits,), on=image, options=options,
         image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias,
         class_token_ptr=class_token, out_ptr=out, eps=eps,
-        height=height, row_length=width * window.inner // word, tokens=tokens, out_width=out_width,
+        height=height, row_length=width * window.inner // window.word, tokens=tokens, out_width=out_width,
         reciprocal=2**31 // out_width + 1, tiles=tiles, splits=splits,
-        image_stride=image_stride // word, plane_stride=channel_stride // word,
-        row_stride=row_stride // word, word_stride=pixel_stride if window.inner == word == 1 else 1,
-        weight_strides=weight.stride(),
-        GROUPS=groups, WARPS=config.num_warps, CHUNKS=window.chunks, WINDOW=window, PARTS=parts,
+        image_stride=strides[0], STRIDES=tuple(strides[1:]), WEIGHT_STRIDES=weight.stride(),
+        WARPS=config.num_warps, CHUNKS=window.chunks, WINDOW=window, PARTS=parts,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ def _conv_embedding_normalize_kernel(
     x_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps, tokens, tiles,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of REPEATS · ROWS tokens of an image, and with its first the class token; x is (B, T, C)."""
+    """Writes a tile of REPEATS · ROWS tokens of x (B, T, C), and with an image's first the class token."""
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
     WIDTH: tl.constexpr = PARTS.width

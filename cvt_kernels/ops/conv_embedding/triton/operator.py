@@ -24,8 +24,7 @@ def _embedding(
     if why_not_embedded(image, weight, stride, padding) is None:
         return embed(image, weight, *vectors, stride=stride, padding=padding, eps=eps, dtype=dtype)
     image = image.contiguous(memory_format=torch.channels_last)
-    with torch.autocast(image.device.type, enabled=False):  # all is in the dtype that it shall have
-        x = F.conv2d(image, weight, None, stride, padding)
+    x = F.conv2d(image, weight, None, stride, padding)
     x = x.permute(0, 2, 3, 1).contiguous().flatten(1, 2)
     return normalize(x, *vectors, eps=eps, dtype=dtype)
 

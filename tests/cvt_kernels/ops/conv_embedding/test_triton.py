@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import machine
@@ -186,9 +187,8 @@ def test_pixels_beside_a_window_do_not_matter(layout, dtype):
     image[0, 1, 9, 17] = torch.nan
     tokens = run("triton", arguments, settings)
     spread = tokens[:, 1:].isnan().any(2)
-    windows = torch.nn.functional.conv2d(
-        image.isnan().any(1, keepdim=True).double(), torch.ones(1, 1, 7, 7, device=DEVICE).double(), None, 4, 2
-    )
+    broken = image.isnan().any(1, keepdim=True).double()
+    windows = F.conv2d(broken, torch.ones(1, 1, 7, 7).to(broken), None, 4, 2)
     assert torch.equal(spread, windows.flatten(1) > 0)
     assert torch.equal(tokens[:, 1:][~spread], expected[:, 1:][~spread])
 
@@ -215,7 +215,10 @@ def test_replaced_configurations(geometry):
         config = common.LaunchConfig(elements=1024, num_warps=1, channels=64, resident_programs=1)
         with common.overridden(kernel, config):
             torch.testing.assert_close(run("triton", arguments, settings), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="kernel: got 'conv', expected one of "), common.overridden("conv", config):
+    with (
+        pytest.raises(ValueError, match="kernel: got 'conv', expected one of "),
+        common.overridden("conv", config),
+    ):
         pass
 
 
@@ -223,8 +226,8 @@ def test_replaced_configurations(geometry):
     ("geometry", "reason"),
     [
         (FIRST, None),
-        (FIRST | {"channels": (3, 192)}, None),
-        (FIRST | {"channels": (3, 256)}, "there is no configuration for 256 channels"),
+        (FIRST | {"channels": (3, 128)}, None),
+        (FIRST | {"channels": (3, 192)}, "there is no configuration for 192 channels"),
         (LATER, "the convolution's window has many values"),
     ],
     ids=str,
@@ -232,6 +235,17 @@ def test_replaced_configurations(geometry):
 def test_one_kernel_or_two(geometry, reason):
     (image, weight, *_), settings = make(**geometry, dtype=torch.float16)
     assert embed.why_not_embedded(image, weight, settings["stride"], settings["padding"]) == reason
+
+
+def test_float32_without_tf32_is_left_to_pytorch():
+    arguments, settings = make(**FIRST, size=(16, 20), dtype=torch.float32)
+    before = torch.backends.cudnn.conv.fp32_precision
+    try:
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        assert kernels_of(arguments, settings) == ["_conv_embedding_normalize_kernel"]
+        assert_backends_agree(arguments, settings)
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
 
 
 def test_images_beyond_32_bits():
