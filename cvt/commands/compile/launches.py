@@ -17,6 +17,22 @@ from cvt_kernels import machine
 from ...config import PRESETS, default_image_size
 
 
+class Embedding(NamedTuple):
+    """The convolutional token embedding at the start of a stage.
+
+    Attributes:
+        size: Height and width of the images or maps that it reads.
+        in_channels: Their channels.
+        kernel_size, stride, padding: Those of its convolution.
+    """
+
+    size: tuple[int, int]
+    in_channels: int
+    kernel_size: int
+    stride: int
+    padding: int
+
+
 class Stage(NamedTuple):
     """The shape that the attention blocks of a stage work on.
 
@@ -24,11 +40,13 @@ class Stage(NamedTuple):
         grid: Height and width, in tokens.
         channels: Channels of a token.
         class_tokens: 1 where a class token precedes the grid, else 0.
+        embedding: What makes these tokens.
     """
 
     grid: tuple[int, int]
     channels: int
     class_tokens: int
+    embedding: Embedding
 
 
 def stages(model: str, image_size: int | None = None) -> list[Stage]:
@@ -36,8 +54,11 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
     height = width = image_size or default_image_size(model)
     shapes = []
     for stage in PRESETS[model].stages:
+        embedding = Embedding(
+            (height, width), stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
+        )
         height, width = stage.grid(height, width)
-        shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token)))
+        shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token), embedding))
     return shapes
 
 
@@ -50,7 +71,7 @@ def conv_projection_launches(
     """
     from cvt_kernels.ops.conv_projection.triton import backward, common, forward
 
-    grid, channels, class_tokens = stage
+    grid, channels, class_tokens, _ = stage
     geometry = common.Geometry(
         grid=grid,
         kernel_sizes=(3, 3, 3),
@@ -95,7 +116,7 @@ def attention_launches(
     """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
     from cvt_kernels.ops.attention.triton import backward, forward
 
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
     queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
     heads = channels // 64
 
@@ -111,6 +132,35 @@ def attention_launches(
     return launches
 
 
+def conv_embedding_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches of a stage's embedding: of images with channels first, and of channels-last maps.
+
+    There are none for training, since the kernels compute no gradients.
+    """
+    from cvt_kernels.ops.conv_embedding import triton
+
+    if training:
+        return []
+    size, in_channels, kernel_size, stride, padding = stage.embedding
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    image = meta(batch, in_channels, *size)
+    if in_channels > 3:
+        image = image.to(memory_format=torch.channels_last)
+    weight = meta(stage.channels, in_channels, kernel_size, kernel_size)
+    vector = meta(stage.channels)
+    with machine.recorded_launches(chip) as launches:
+        triton.conv_embedding(
+            image, weight, vector, vector, vector, stride=stride, padding=padding, eps=1e-5,
+            class_token=vector if stage.class_tokens else None,
+        )  # fmt: skip
+    return launches
+
+
 def layer_norm_mlp_launches(
     stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
 ) -> list[machine.Launch]:
@@ -120,7 +170,7 @@ def layer_norm_mlp_launches(
     """
     from cvt_kernels.ops.mlp.triton import forward
 
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -185,7 +235,7 @@ def _linear_layer(
 
     Its inputs and outputs are ``widths`` times the stage's channels.
     """
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
     rows = batch * (height * width + class_tokens)
     inputs, outputs = (channels * width for width in widths)
     shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
@@ -196,6 +246,7 @@ def _linear_layer(
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
+    "conv_embedding": conv_embedding_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
     "layer_norm_mlp": layer_norm_mlp_launches,

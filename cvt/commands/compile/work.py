@@ -353,6 +353,27 @@ def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
+# The embedding --------------------------------------------------------------------------------------------
+
+
+def _embedding_in_one(launch: machine.Launch) -> Work:
+    """Describes the kernel that convolves too; its loop goes over a program's tiles of an image."""
+    arguments = launch.arguments
+    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
+    return Work(
+        programs=_programs(launch),
+        outputs=out.numel(),
+        bytes=_bytes(image, weight, out),
+        trips=(_mean_trips(arguments["tiles"], arguments["splits"], 1),),
+        flops=2 * weight.numel() * image.shape[0] * arguments["tokens"],
+    )
+
+
+def _embedding_normalization(launch: machine.Launch) -> Work:
+    x, out = launch.arguments["x_ptr"], launch.arguments["out_ptr"]
+    return Work(programs=_programs(launch), outputs=out.numel(), bytes=_bytes(x, out), trips=())
+
+
 # LayerNorm and GELU ---------------------------------------------------------------------------------------
 
 #: The rows that these kernels are counted for: the activations of CvT-13's first stage at 224² and batch 256.
@@ -397,6 +418,8 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_bwd_input_kernel": _projection_backward_input,
     "_merge_stats_kernel": _merge_statistics,
     "_sum_regions_kernel": _sum_regions,
+    "_conv_embedding_embed_kernel": _embedding_in_one,
+    "_conv_embedding_normalize_kernel": _embedding_normalization,
     "_attention_fwd_kernel": _attention_forward,
     "_attention_fwd_loop_kernel": _attention_forward_loop,
     "_attention_bwd_kernel": _attention_backward,

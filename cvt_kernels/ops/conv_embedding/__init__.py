@@ -45,8 +45,8 @@ def conv_embedding(
         class_token: ``(C,)``, written before the tokens of every image; None for no class token.
 
     Returns:
-        Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of the
-        convolution's result.
+        Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of
+        ``image`` or, under autocast, of ``F.layer_norm`` behind a convolution, which is float32 on a GPU.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
@@ -103,6 +103,8 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
     checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")
     checks.check_like("weight", weight, "image", image)
+    if weight.numel() == 0:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")

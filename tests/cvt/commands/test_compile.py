@@ -190,6 +190,28 @@ def test_attention(compile_ahead, arch):
     assert_documented(rows)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_conv_embedding(compile_ahead, arch):
+    """CvT-13's three stages at 224²: one kernel, then two with PyTorch's convolution before each."""
+    _, rows = compile_ahead("--operator", "conv_embedding", "--arch", arch, "--dtype", "bfloat16")
+    assert_flawless(rows)
+    first, second, third = rows
+    assert first["kernel"] == "conv_embedding_embed"
+    tensor_cores = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[arch]
+    assert any(name.startswith(tensor_cores) for name in first["resources"]["tensor_cores"])
+    assert 4 in accesses(first, "loads")  # two pixels at a time
+    assert accesses(first, "stores") == {16}
+    for row in (second, third):
+        assert row["kernel"] == "conv_embedding_normalize"
+        assert 16 in accesses(row, "loads")
+        assert 16 in accesses(row, "stores")
+        assert row["resources"]["dynamic_shared"] == 0
+    assert {case["mode"] for row in rows for case in row["cases"]} == {"inference"}
+    for row in rows:
+        (analysis,) = row["analyses"]
+        assert 0 < analysis["predicted"]["share_of_floor"] <= 1
+
+
 def test_cuda_kernels_of_the_extension(compile_ahead):
     architectures = [name for name in load_extension().architectures.split(",") if name.startswith("sm_")]
     if not architectures:
@@ -271,9 +293,9 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--dtype", "int8"], "--dtype: got 'int8', expected one of bfloat16, float16, float32"),
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
-        (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, attention, "
-         "attention_with_bias, layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, "
-         "layer_norm_gelu"),
+        (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
+         "conv_embedding, attention, attention_with_bias, layer_norm_mlp, linear_gelu, linear_add, "
+         "linear_add_layer_norm, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),
@@ -363,9 +385,11 @@ def test_arguments_are_specialized_as_triton_does(value, specialized, aligned):
 def test_stages_are_the_models(model, size):
     maps, expected = torch.empty(1, 3, size, size, device="meta"), []
     for stage in config.PRESETS[model].stages:
+        convolution = stage.patch_size, stage.patch_stride, stage.patch_padding
+        embedding = (tuple(maps.shape[2:]), maps.shape[1], *convolution)
         tokens, grid = ConvEmbed(stage).to("meta")(maps)
         maps = tokens_to_map(tokens, grid)
-        expected.append((grid, tokens.shape[2], int(stage.cls_token)))
+        expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding))
     assert launches.stages(model, size) == expected
 
 
@@ -785,12 +809,14 @@ def test_serialized_products_are_a_flaw():
 def test_budgets_name_kernels():
     """A budget for a kernel that does not exist would guard nothing."""
     from cvt_kernels.ops.attention.triton import common as attention
+    from cvt_kernels.ops.conv_embedding.triton import common as embedding
     from cvt_kernels.ops.conv_projection.triton import common as projection
-    from cvt_kernels.ops.mlp.triton import common as mlp
     from cvt_kernels.ops.linear.triton import common as linear
+    from cvt_kernels.ops.mlp.triton import common as mlp
 
     assert set(mlp.BUDGETS[90]) <= set(mlp.CONFIGS[90, 2, "small"])
     assert budgets.budget_of("layer_norm_mlp", "layer_norm_mlp_fwd_resident", 90) is not None
+    assert set(embedding.BUDGETS[90]) <= {kernel for kernel, generation, _ in embedding.CONFIGS}
     assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
     assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
     budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)

@@ -1,0 +1,222 @@
+"""The parts that the embedding's Triton kernels share: configurations, constants, LayerNorm of a tile."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...triton_launch import Budget, Overrides
+
+#: The most channels of a token: a row is held in the registers of a program.
+MAX_CHANNELS = 4096
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The way a kernel cuts its work.
+
+    Attributes:
+        num_warps: Warps of a program.
+        channels: The most channels of a token that it serves.
+        elements: The most elements of a tile of tokens; 0 where a tile has 16 tokens of each warp.
+        registers: The most that a thread may take; None for no bound.
+        resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
+            several tiles; 0 where each tile has a program.
+    """
+
+    num_warps: int
+    channels: int
+    elements: int = 0
+    registers: int | None = None
+    resident_programs: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch. Loops are not pipelined: other programs hide the latency."""
+        options = {"num_warps": self.num_warps, "num_stages": 1}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
+
+
+# By kernel, generation and bytes per element (4 for float64 too), the configurations for more and more
+# channels. "80" is every chip whose tensor cores take their operands from registers (sm_80, sm_86, sm_89,
+# sm_120). A thread of "embed" has half a row's sums and two of its vectors in registers: the numbers of
+# channels are those for which nothing spills with windows of 7 × 7 × 3 values. None has been timed on a GPU.
+_NORMALIZE = {
+    2: (LaunchConfig(elements=8192, num_warps=4, channels=MAX_CHANNELS),),
+    4: (LaunchConfig(elements=4096, num_warps=4, channels=MAX_CHANNELS),),
+}
+CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
+    ("embed", 80, 2): (
+        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=3),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
+    ),
+    ("embed", 90, 2): (
+        LaunchConfig(num_warps=4, channels=64, registers=128, resident_programs=4),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
+    ),
+    ("embed", 100, 2): (
+        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=2),
+        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
+    ),
+    **{
+        ("embed", generation, 4): (LaunchConfig(num_warps=4, channels=64, resident_programs=2),)
+        for generation in (80, 90, 100)
+    },
+    **{
+        ("normalize", generation, size): configs
+        for generation in (80, 90, 100)
+        for size, configs in _NORMALIZE.items()
+    },
+}
+
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "embed": Budget(instructions_per_output=18, registers=128),
+        "normalize": Budget(instructions_per_output=16, registers=96),
+    },
+}
+_overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, *_ in CONFIGS})
+
+
+def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
+    """Returns the configuration of a kernel for tensors like ``x``; None for too many channels."""
+    capability = machine.chip(x.device).capability
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    shipped = CONFIGS[kernel, generation, min(x.element_size(), 4)]
+    config = next((config for config in shipped if channels <= config.channels), None)
+    return config and (_overrides.get(kernel) or config)
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
+
+# Constants of a kernel ------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """The parts into which a kernel cuts the channels of a token, since tiles have powers of two.
+
+    Attributes:
+        channels: C.
+        width: Channels of a part, a power of two.
+        count: Parts of a token; only where ``count · width`` is more than C, the last has empty channels.
+        accumulator: Triton's dtype of sums.
+    """
+
+    channels: int
+    width: int
+    count: int
+    accumulator: Any
+
+    @classmethod
+    def of(cls, channels: int, x: Tensor, *, least: int, most: int) -> Parts:
+        """Returns the parts for tensors like ``x``, each of ``least`` to ``most`` channels.
+
+        Three or five parts without empty channels are better than one with many, and more are not.
+        """
+        width = min(channels & -channels, most)
+        if width < least or channels > 7 * width:
+            width = max(least, min(triton.next_power_of_2(channels), most))
+        accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        return cls(channels, width, -(-channels // width), accumulator)
+
+
+ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+# Device functions -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def channels_of(part, PARTS: tl.constexpr):
+    """Returns the channels of a part, [width]."""
+    return part * PARTS.width + tl.arange(0, PARTS.width)
+
+
+@triton.jit
+def load_vector(ptr, zeros, PARTS: tl.constexpr):
+    """Returns the parts of a vector (C,), each ``zeros`` + [width], with zeros beyond C; () for None.
+
+    The shape of ``zeros``, [..., 1], gives each of some threads its own copy, which needs no exchange.
+    """
+    COUNT: tl.constexpr = PARTS.count
+    parts = ()
+    if ptr is not None:
+        for i in tl.static_range(COUNT):
+            c = zeros + channels_of(i, PARTS)
+            parts = parts + (tl.load(ptr + c, mask=c < PARTS.channels, other=0.0).to(PARTS.accumulator),)
+    return parts
+
+
+@triton.jit
+def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
+    """Returns the parts of γ (x + bias − mean) / √(variance + ε) + β, for parts ``xs`` of rows, [..., width].
+
+    ``bias``, ``gamma`` and ``beta`` are parts of vectors, or () for 0, 1 and 0.
+    """
+    COUNT: tl.constexpr = PARTS.count
+    shifted = ()
+    for i in tl.static_range(COUNT):
+        x = xs[i]
+        if len(bias) > 0:
+            x += bias[i]
+        shifted = shifted + (x,)
+    total = shifted[0]
+    for i in tl.static_range(1, COUNT):  # the parts first, so that lanes are added up once
+        total += shifted[i]
+    mean = tl.sum(total, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
+    deviations = ()
+    for i in tl.static_range(COUNT):
+        deviation = shifted[i] - mean
+        if (i + 1) * PARTS.width > PARTS.channels:
+            deviation = tl.where(channels_of(i, PARTS) < PARTS.channels, deviation, 0.0)
+        deviations = deviations + (deviation,)
+    squares = deviations[0] * deviations[0]
+    for i in tl.static_range(1, COUNT):
+        squares += deviations[i] * deviations[i]
+    variance = tl.sum(squares, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
+    scale = 1.0 / tl.sqrt(variance + eps)
+    ys = ()
+    for i in tl.static_range(COUNT):
+        y = deviations[i] * scale
+        if len(gamma) > 0:
+            y *= gamma[i]
+        if len(beta) > 0:
+            y += beta[i]
+        ys = ys + (y,)
+    return ys
+
+
+@triton.jit
+def store_class_token(out_ptr, class_token_ptr, PARTS: tl.constexpr):
+    """Stores the class token (C,) at ``out_ptr``."""
+    COUNT: tl.constexpr = PARTS.count
+    for i in tl.static_range(COUNT):
+        c = channels_of(i, PARTS)
+        token = tl.load(class_token_ptr + c, mask=c < PARTS.channels)
+        tl.store(out_ptr + c, token.to(out_ptr.dtype.element_ty), mask=c < PARTS.channels)
