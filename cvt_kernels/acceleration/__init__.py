@@ -106,7 +106,7 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Gives blocks and stages of an accelerated model their own classes back, in place, and drops CUDA graphs.
+    """Gives blocks and stages their own classes back, in place, and drops CUDA graphs.
 
     Args:
         model: Any module; what was neither accelerated nor graphed stays as it is.
