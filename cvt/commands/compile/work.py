@@ -205,6 +205,37 @@ def _sum_regions(launch: machine.Launch) -> Work:
     )
 
 
+# The projection with its linear layers --------------------------------------------------------------------
+
+
+def _conv_linear(launch: machine.Launch) -> Work:
+    """Describes the forward, where each program takes one way of several: those trips are means over all.
+
+    The ways are the class tokens, with a loop over chunks of channels per branch, and the groups, with a loop
+    over tiles and, unless there is one chunk, one over chunks.
+    """
+    arguments = launch.arguments
+    x, outs = arguments["x_ptr"], arguments["y_ptrs"]
+    spec, groups, batch = arguments["SPEC"], arguments["GROUPS"], arguments["batch"]
+    programs = _programs(launch)
+    chunks = (spec.chunks,) if spec.chunks > 1 else ()
+    trips: tuple[float, ...] = ()
+    if spec.class_tokens:
+        share = -(-batch // spec.class_rows) / programs
+        trips += len(outs) * tuple(share * n for n in chunks)
+    for group in groups:
+        strips = batch * group.strip_rows * group.strip_columns
+        trips += (-(-strips // arguments["WALK"].pairs) / programs, *chunks)
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    return Work(
+        programs=programs,
+        outputs=_elements(outs),
+        bytes=_bytes(x, outs, arguments["linear_ptrs"]),
+        trips=trips,
+        flops=0 if is_exact else 2 * x.shape[2] * _elements(outs),
+    )
+
+
 # Attention ------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +369,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_projection_bwd_input_kernel": _projection_backward_input,
     "_merge_stats_kernel": _merge_statistics,
     "_sum_regions_kernel": _sum_regions,
+    "_conv_linear_fwd_kernel": _conv_linear,
     "_attention_fwd_kernel": _attention_forward,
     "_attention_fwd_loop_kernel": _attention_forward_loop,
     "_attention_bwd_kernel": _attention_backward,

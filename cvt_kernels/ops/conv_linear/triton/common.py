@@ -30,14 +30,18 @@ class LaunchConfig:
 
     Attributes:
         tokens: Rows of the products of a program, all branches of its group together.
-        outputs: The most channels of a product that a program computes at once.
+        branches: The most branches that a program computes together: 1 or 2.
+        outputs: The most channels of one product.
+        chunk: The most channels that a product sums over at once.
         num_warps: Warps of a program; each has a strip of outputs at a time.
         num_stages: Depth of the pipeline of loads of the linear weights.
         registers: The most that a thread may take.
     """
 
     tokens: int
+    branches: int
     outputs: int
+    chunk: int
     num_warps: int
     num_stages: int
     registers: int
@@ -50,14 +54,41 @@ class LaunchConfig:
 
 # By compute capability and bytes per element: the widest token that a configuration serves → it.
 _HALF = {
-    64: LaunchConfig(tokens=128, outputs=64, num_warps=8, num_stages=2, registers=128),
-    256: LaunchConfig(tokens=128, outputs=64, num_warps=8, num_stages=2, registers=128),
-    512: LaunchConfig(tokens=64, outputs=64, num_warps=8, num_stages=2, registers=128),
+    64: LaunchConfig(tokens=128, branches=2, outputs=64, chunk=64, num_warps=8, num_stages=1, registers=128),
+    256: LaunchConfig(tokens=128, branches=2, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255),
+    512: LaunchConfig(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255),
 }
 _SINGLE = {
-    512: LaunchConfig(tokens=64, outputs=32, num_warps=8, num_stages=2, registers=255),
+    512: LaunchConfig(tokens=16, branches=1, outputs=32, chunk=16, num_warps=8, num_stages=1, registers=255),
 }
 CONFIGS = {(80, 2): _HALF, (90, 2): _HALF, (100, 2): _HALF, (80, 4): _SINGLE}
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {"fwd": Budget(instructions_per_output=45, registers=255)},
+}
+_overrides: Overrides[LaunchConfig] = Overrides({"fwd": _HALF})
+
+
+def configuration(channels: int, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of the kernel for tokens of some channels, the wider of x and the outputs."""
+    if (override := _overrides.get("fwd")) is not None:
+        return override
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    size = min(element_size, 4)
+    by_width = CONFIGS.get((generation, size), CONFIGS[80, size])
+    return by_width[min(width for width in by_width if channels <= width)]
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of the kernel ``"fwd"`` within a ``with`` statement, on every chip.
+
+    It is for tuning.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
 
 # Plans ----------------------------------------------------------------------------------------------------
 
@@ -74,7 +105,6 @@ class Group:
         height, width: The output grid.
         rows, columns: Those of a strip of outputs, which a lane computes at once.
         strip_rows, strip_columns: How many strips there are below and beside one another.
-        repeats: How many strips a lane computes for one tile.
         first_turn, turns: Which programs of a period are its.
     """
 
@@ -86,9 +116,23 @@ class Group:
     columns: int
     strip_rows: int
     strip_columns: int
-    repeats: int
     first_turn: int
     turns: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The linear layer of a branch: ``LAYERS[i]`` in the kernel.
+
+    Attributes:
+        outputs: Its channels.
+        widths: The widths of the blocks that they are multiplied in; all but the last are equal.
+        tokens: Tokens of an image that it makes.
+    """
+
+    outputs: int
+    widths: tuple[int, ...]
+    tokens: int
 
 
 class Spec(NamedTuple):
@@ -99,9 +143,7 @@ class Spec(NamedTuple):
         class_tokens: Class tokens of an image, 0 or 1.
         class_rows: Images whose class tokens are multiplied by one program.
         chunks: Chunks of channels of a token.
-        outputs: Channels that a program computes at once.
         period: Programs after which the turns of the groups begin again.
-        most_halvings: As often as a power of two can be halved here.
         element: Triton's dtype of the activations.
         operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
             interpreter, whose product of bfloat16 is wrong.
@@ -114,9 +156,7 @@ class Spec(NamedTuple):
     class_tokens: int
     class_rows: int
     chunks: int
-    outputs: int
     period: int
-    most_halvings: int
     element: Any
     operand: Any
     accumulator: Any
@@ -134,7 +174,7 @@ class Plan(NamedTuple):
     def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
         """Returns the plan for tokens ``x`` (B, T, C), of which ``outputs`` channels are made."""
         chip = machine.chip(x.device)
-        config = configuration(x.shape[2], x.element_size(), chip.capability)
+        config = configuration(max(x.shape[2], *outputs), x.element_size(), chip.capability)
         is_packed = (
             x.element_size() == 2
             and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
@@ -151,12 +191,12 @@ def _plan(
 ) -> Plan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
-    size = min(dtype.itemsize, 4)
-    chunk = min(128 // size, max(16, triton.next_power_of_2(channels)))
+    chunk = min(config.chunk, max(16, triton.next_power_of_2(channels)))
     chunks = -(-channels // chunk)
-    warps = config.num_warps
-    groups = _groups(config, geometry)
-    tiles = [-(-batch * g.strip_rows * g.strip_columns // (warps * g.repeats)) for g in groups]
+    lanes = 32 * config.num_warps
+    strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
+    groups = _groups(config, geometry, strips)
+    tiles = [-(-batch * g.strip_rows * g.strip_columns // strips) for g in groups]
     length = 8 if chunks == 1 else 1
     jobs = [-(-n // length) for n in tiles]
     class_count = tokens - height * width
@@ -172,22 +212,23 @@ def _plan(
         class_tokens=class_count,
         class_rows=class_rows,
         chunks=chunks,
-        outputs=min(config.outputs, max(16, triton.next_power_of_2(max(outputs)))),
         period=period,
-        most_halvings=config.tokens.bit_length(),
         element=element,
         operand=tl.float32 if upcast else element,
         accumulator=accumulator,
         precision="tf32" if tf32 else "ieee",
     )
     walk = WalkTile(
-        pairs=warps, channels=chunk, is_packed=is_packed, element=element, accumulator=accumulator
+        pairs=strips, channels=chunk, is_packed=is_packed, element=element, accumulator=accumulator
     )
     arguments = {
         "batch": batch,
         "length": length,
         "CHANNELS": channels,
-        "OUTPUTS": outputs,
+        "LAYERS": tuple(
+            Layer(n, _widths(n, config.outputs), h * w + class_count)
+            for n, (h, w) in zip(outputs, geometry.output_grids, strict=True)
+        ),
         "GROUPS": groups,
         "WALK": walk,
         "SPEC": spec,
@@ -204,44 +245,44 @@ _ELEMENTS = {
 }
 
 
-def _groups(config: LaunchConfig, geometry: Geometry) -> tuple[Group, ...]:
+def _widths(outputs: int, most: int) -> tuple[int, ...]:
+    """Returns the widths of blocks of a linear layer's outputs, powers of two; all but the last are equal."""
+    whole, rest = divmod(outputs, most)
+    return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
+
+
+def _groups(config: LaunchConfig, geometry: Geometry, strips: int) -> tuple[Group, ...]:
+    """Returns the groups of branches: each of stride 1 alone, those of stride 2 two by two."""
     ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
     twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]
-    pairs = [tuple(twos[i : i + 2]) for i in range(0, len(twos), 2)]
+    together = [tuple(twos[i : i + config.branches]) for i in range(0, len(twos), config.branches)]
     groups = []
-    for branches in (*ones, *pairs):
+    for branches in (*ones, *together):
         stride = geometry.strides[branches[0]]
         height, width = geometry.output_grids[branches[0]]
-        columns = 2 if stride == 1 else 1
-        most = config.tokens // (config.num_warps * columns * len(branches))
-        rows = min((r for r in (4, 2, 1) if r <= most), key=lambda r: _cost(r, height, stride, len(branches)))
-        strip_rows, strip_columns = -(-height // rows), -(-width // columns)
-        repeats = config.tokens // (config.num_warps * rows * columns * len(branches))
+        tokens = max(1, config.tokens // (strips * len(branches)))
+        rows, columns = _strip(tokens, height, width, stride)
         groups.append(
             Group(
                 stride=stride, branches=branches, height=height, width=width, rows=rows, columns=columns,
-                strip_rows=strip_rows, strip_columns=strip_columns, repeats=repeats, first_turn=0, turns=0,
+                strip_rows=-(-height // rows), strip_columns=-(-width // columns), first_turn=0, turns=0,
             )
         )  # fmt: skip
-    tiles = [g.strip_rows * g.strip_columns / g.repeats for g in groups]
-    turns = [max(1, round(n / min(tiles))) for n in tiles]
+    sizes = [group.strip_rows * group.strip_columns for group in groups]
+    turns = [max(1, round(n / min(sizes))) for n in sizes]
     return tuple(
         replace(group, turns=n, first_turn=sum(turns[:i]))
         for i, (group, n) in enumerate(zip(groups, turns, strict=True))
     )
 
 
-def _cost(rows: int, height: int, stride: int, branches: int) -> float:
-    """Returns the relative cost of computing a grid in strips of ``rows`` rows."""
-    columns = 2 if stride == 1 else 1
-    pixels = ((rows - 1) * stride + 3) * ((columns - 1) * stride + 3)
-    outputs = rows * columns * branches
-    # Three instructions for two channels of a pixel; 9 products per output, and about 5 for all else.
-    return -(-height // rows) * rows * (14 + 1.5 * pixels / outputs)
+def _strip(tokens: int, height: int, width: int, stride: int) -> tuple[int, int]:
+    """Returns rows and columns of strips of as many outputs: the fewest strips, then the fewest pixels."""
 
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = shape
+        strips = -(-height // rows) * -(-width // columns)
+        return strips, ((rows - 1) * stride + 3) * ((columns - 1) * stride + 3)
 
-def configuration(channels: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of the kernel for tokens of some channels."""
-    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    by_width = CONFIGS.get((generation, min(element_size, 4)), CONFIGS[80, min(element_size, 4)])
-    return by_width[min(width for width in by_width if channels <= width)]
+    shapes = [(1 << i, tokens >> i) for i in range(tokens.bit_length())]
+    return min(shapes, key=cost)

@@ -72,6 +72,25 @@ def _fold_group(
     return starts, taps
 
 
+class Place(NamedTuple):
+    """The places of some strips: their images, first output rows and columns."""
+
+    image: Any
+    row: Any
+    col: Any
+
+
+@triton.jit
+def _locate(strip, GROUPS: tl.constexpr, INDEX: tl.constexpr):
+    """Returns the :class:`Place` of strips, which are numbered row by row and image by image."""
+    GROUP: tl.constexpr = GROUPS[INDEX]
+    return Place(
+        image=strip // (GROUP.strip_rows * GROUP.strip_columns),
+        row=strip // GROUP.strip_columns % GROUP.strip_rows * GROUP.rows,
+        col=strip % GROUP.strip_columns * GROUP.columns,
+    )
+
+
 @triton.jit
 def _add_pixels(sums, pixels, taps, J: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr):
     """Adds row J of a strip's pixels to the sums of all outputs that it reaches: branches × rows × columns."""
@@ -106,7 +125,7 @@ def _load_where(ptrs, masks):
 
 @triton.jit
 def _convolve(
-    x_ptr, strip, starts, taps, channels, stride_b,
+    x_ptr, place, starts, taps, channels, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr,
     WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -116,12 +135,11 @@ def _convolve(
     STRIDE: tl.constexpr = GROUP.stride
     ROWS: tl.constexpr = GROUP.rows
     COLUMNS: tl.constexpr = GROUP.columns
-    image = strip // (GROUP.strip_rows * GROUP.strip_columns)
-    row = strip // GROUP.strip_columns % GROUP.strip_rows * (ROWS * STRIDE)
-    col = strip % GROUP.strip_columns * (COLUMNS * STRIDE)
+    row = place.row * STRIDE
+    col = place.col * STRIDE
     token = (row - 1) * SPEC.width + col - 1
     lane = token * DISTANCE + channels.unit
-    ptrs = units(x_ptr + SPEC.class_tokens * STEP + image.to(tl.int64) * stride_b, WALK) + lane
+    ptrs = units(x_ptr + SPEC.class_tokens * STEP + place.image.to(tl.int64) * stride_b, WALK) + lane
     column_masks = ()
     for k in tl.static_range((COLUMNS - 1) * STRIDE + 3):
         masks = ()
@@ -169,121 +187,143 @@ def _stacked(tiles, WALK: tl.constexpr):
 
 
 @triton.jit
+def _zeros(M: tl.constexpr, BRANCH: tl.constexpr, LAYERS: tl.constexpr, SPEC: tl.constexpr):
+    """Returns an accumulator of M rows for each block of a branch's outputs."""
+    accs = ()
+    for b in tl.static_range(len(LAYERS[BRANCH].widths)):
+        accs = accs + (_zero_block(M, LAYERS[BRANCH].widths[b], SPEC),)
+    return accs
+
+
+@triton.jit
+def _zero_block(M: tl.constexpr, WIDTH: tl.constexpr, SPEC: tl.constexpr):
+    return tl.zeros([M, WIDTH], SPEC.accumulator)
+
+
+@triton.jit
 def _multiply(
-    operands, linear_ptr, bias_ptr, y_ptrs, y_mask,
-    CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    accs, operand, chunk, linear_ptr,
+    BRANCH: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
+    WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the linear layer of rows, whose chunks of channels are ``operands``, to pointers [M, 1]."""
-    BN: tl.constexpr = SPEC.outputs
-    M: tl.constexpr = operands[0].shape[0]
+    """Adds the product of a chunk of channels [M, BC] with its linear weights to the accumulators."""
     BC: tl.constexpr = WALK.channels
-    for first in range(0, OUTPUTS, BN):
-        n = first + tl.arange(0, BN)
-        acc = tl.zeros([M, BN], SPEC.accumulator)
-        for chunk in tl.static_range(len(operands)):
-            c = chunk * BC + tl.arange(0, BC)
-            ptrs = linear_ptr + n[:, None] * CHANNELS + c[None, :]
-            if OUTPUTS % BN == 0 and CHANNELS % BC == 0:
-                weight = tl.load(ptrs)
-            else:
-                weight = tl.load(ptrs, mask=(n < OUTPUTS)[:, None] & (c < CHANNELS)[None, :], other=0.0)
-            acc = tl.dot(
-                operands[chunk], tl.trans(weight.to(SPEC.operand)), acc,
-                input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
-            )  # fmt: skip
+    c = chunk * BC + tl.arange(0, BC)
+    added = ()
+    for b in tl.static_range(len(LAYERS[BRANCH].widths)):
+        n = b * LAYERS[BRANCH].widths[0] + tl.arange(0, LAYERS[BRANCH].widths[b])
+        ptrs = linear_ptr + n[:, None] * CHANNELS + c[None, :]
+        if LAYERS[BRANCH].outputs % LAYERS[BRANCH].widths[b] == 0 and CHANNELS % BC == 0:
+            weight = tl.load(ptrs)
+        else:
+            weight = tl.load(ptrs, mask=(n < LAYERS[BRANCH].outputs)[:, None] & (c < CHANNELS)[None, :], other=0.0)
+        product = tl.dot(
+            operand, tl.trans(weight.to(SPEC.operand)), accs[b],
+            input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
+        )  # fmt: skip
+        added = added + (product,)
+    return added
+
+
+@triton.jit
+def _store(
+    accs, bias_ptr, y_ptrs, row_mask, BRANCH: tl.constexpr, LAYERS: tl.constexpr, SPEC: tl.constexpr
+):
+    """Writes finished rows, plus the bias, to pointers [M, 1]."""
+    for b in tl.static_range(len(LAYERS[BRANCH].widths)):
+        n = b * LAYERS[BRANCH].widths[0] + tl.arange(0, LAYERS[BRANCH].widths[b])[None, :]
+        total = accs[b]
         if bias_ptr is not None:
-            acc += tl.load(bias_ptr + n, mask=n < OUTPUTS, other=0.0).to(SPEC.accumulator)[None, :]
-        mask = y_mask
-        if OUTPUTS % BN:
-            mask = y_mask & (n < OUTPUTS)[None, :]
-        tl.store(y_ptrs + n[None, :], acc.to(SPEC.element), mask=mask)
+            total += tl.load(bias_ptr + n, mask=n < LAYERS[BRANCH].outputs, other=0.0).to(SPEC.accumulator)
+        mask = row_mask
+        if LAYERS[BRANCH].outputs % LAYERS[BRANCH].widths[b]:
+            mask = row_mask & (n < LAYERS[BRANCH].outputs)
+        tl.store(y_ptrs + n, total.to(SPEC.element), mask=mask)
 
 
 @triton.jit
 def _run_group(
     job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs, bias_ptrs,
     y_ptrs, epss, stride_b,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
-    INDEX: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr, INDEX: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes the tiles of a job of a group of branches."""
     GROUP: tl.constexpr = GROUPS[INDEX]
     P: tl.constexpr = WALK.pairs
-    REPEATS: tl.constexpr = GROUP.repeats
-    CHUNKS: tl.constexpr = SPEC.chunks
+    BRANCHES: tl.constexpr = len(GROUP.branches)
     PER_STRIP: tl.constexpr = GROUP.rows * GROUP.columns
-    PER_WARP: tl.constexpr = REPEATS * PER_STRIP
     PER_IMAGE: tl.constexpr = GROUP.strip_rows * GROUP.strip_columns
-    STRIPS: tl.constexpr = P * REPEATS
+    TOKENS: tl.constexpr = GROUP.height * GROUP.width + SPEC.class_tokens
     strips = batch * PER_IMAGE
-    if CHUNKS == 1:
+    if SPEC.chunks == 1:
         channels = _channels_at(0, CHANNELS, WALK)
         starts, taps = _fold_group(
             channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, WALK
         )
-    end = tl.minimum(job * length + length, tl.cdiv(strips, STRIPS))
-    for tile in tl.range(job * length, end, num_stages=1):  # pixels go to registers, not to shared memory
-        operands = ()  # chunks of branches
-        for chunk in tl.static_range(CHUNKS):
-            if CHUNKS > 1:
+    end = tl.minimum(job * length + length, tl.cdiv(strips, P))
+    for tile in tl.range(job * length, end, num_stages=1):
+        # The last strips of all are computed again rather than none.
+        strip = tl.minimum(tile * P + tl.arange(0, P)[:, None], strips - 1)
+        place = _locate(strip, GROUPS, INDEX)
+        accs = ()  # of branches
+        for n in tl.static_range(BRANCHES):
+            accs = accs + (_zeros(P * PER_STRIP, GROUP.branches[n], LAYERS, SPEC),)
+        for chunk in tl.range(SPEC.chunks, num_stages=1):  # pixels go to registers, not to shared memory
+            if SPEC.chunks > 1:
                 channels = _channels_at(chunk, CHANNELS, WALK)
                 starts, taps = _fold_group(
                     channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, WALK
                 )
-            convolved = ()  # repeats of branches
-            for g in tl.static_range(REPEATS):
-                # The last strips of all are computed again rather than none.
-                strip = tl.minimum(tile * STRIPS + g * P + tl.arange(0, P)[:, None], strips - 1)
-                sums = _convolve(
-                    x_ptr, strip, starts, taps, channels, stride_b, STEP, CHANNELS, GROUPS, INDEX, WALK, SPEC
-                )
-                rounded = ()
-                for t in tl.static_range(len(sums)):
-                    rounded = rounded + (sums[t].to(SPEC.element),)
-                convolved = convolved + (rounded,)
-            for n in tl.static_range(len(GROUP.branches)):
-                tiles = ()
-                for g in tl.static_range(REPEATS):
-                    tiles = tiles + convolved[g][n * PER_STRIP : (n + 1) * PER_STRIP]
-                operands = operands + (_stacked(tiles, WALK).to(SPEC.operand),)
-        m = tl.arange(0, P * PER_WARP)[:, None]
-        strip = tile * STRIPS + m % PER_WARP // PER_STRIP * P + m // PER_WARP
-        row = strip // GROUP.strip_columns % GROUP.strip_rows * GROUP.rows + m % PER_STRIP // GROUP.columns
-        col = strip % GROUP.strip_columns * GROUP.columns + m % GROUP.columns
+            sums = _convolve(
+                x_ptr, place, starts, taps, channels, stride_b, STEP, CHANNELS, GROUPS, INDEX, WALK, SPEC
+            )
+            rounded = ()
+            for t in tl.static_range(len(sums)):
+                rounded = rounded + (sums[t].to(SPEC.element),)
+            added = ()
+            for n in tl.static_range(BRANCHES):
+                operand = _stacked(rounded[n * PER_STRIP : (n + 1) * PER_STRIP], WALK).to(SPEC.operand)
+                product = _multiply(
+                    accs[n], operand, chunk, linear_ptrs[GROUP.branches[n]],
+                    GROUP.branches[n], CHANNELS, LAYERS, WALK, SPEC,
+                )  # fmt: skip
+                added = added + (product,)
+            accs = added
+        m = tl.arange(0, P * PER_STRIP)[:, None]
+        strip = tile * P + m // PER_STRIP
+        place = _locate(strip, GROUPS, INDEX)
+        row = place.row + m % PER_STRIP // GROUP.columns
+        col = place.col + m % GROUP.columns
         mask = (strip < strips) & (row < GROUP.height) & (col < GROUP.width)
-        first_image = tile * STRIPS // PER_IMAGE
-        image = strip // PER_IMAGE - first_image
-        TOKENS: tl.constexpr = GROUP.height * GROUP.width + SPEC.class_tokens
-        token = image * TOKENS + SPEC.class_tokens + row * GROUP.width + col
-        for n in tl.static_range(len(GROUP.branches)):
-            of_branch = ()
-            for chunk in tl.static_range(CHUNKS):
-                of_branch = of_branch + (operands[chunk * len(GROUP.branches) + n],)
-            y_ptr = y_ptrs[GROUP.branches[n]] + first_image.to(tl.int64) * (TOKENS * OUTPUTS[GROUP.branches[n]])
-            _multiply(
-                of_branch, linear_ptrs[GROUP.branches[n]], bias_ptrs[GROUP.branches[n]],
-                y_ptr + token * OUTPUTS[GROUP.branches[n]], mask, CHANNELS, OUTPUTS[GROUP.branches[n]], WALK, SPEC,
-            )  # fmt: skip
+        first_image = tile * P // PER_IMAGE
+        token = (place.image - first_image) * TOKENS + SPEC.class_tokens + row * GROUP.width + col
+        for n in tl.static_range(BRANCHES):
+            y_ptr = y_ptrs[GROUP.branches[n]] + first_image.to(tl.int64) * (TOKENS * LAYERS[GROUP.branches[n]].outputs)
+            y_rows = y_ptr + token * LAYERS[GROUP.branches[n]].outputs
+            _store(accs[n], bias_ptrs[GROUP.branches[n]], y_rows, mask, GROUP.branches[n], LAYERS, SPEC)
 
 
 @triton.jit
 def _run_class_tokens(
     block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b,
-    CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, WALK: tl.constexpr,
-    SPEC: tl.constexpr,
+    CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
+    WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes the linear layers of the class tokens of some images."""
     image = block * SPEC.class_rows + tl.arange(0, SPEC.class_rows)[:, None]
     mask = image < batch
-    CHUNKS: tl.constexpr = SPEC.chunks
-    operands = ()
-    for chunk in tl.static_range(CHUNKS):
-        c = chunk * WALK.channels + tl.arange(0, WALK.channels)[None, :]
-        ptrs = x_ptr + image.to(tl.int64) * stride_b + c
-        operands = operands + (tl.load(ptrs, mask=mask & (c < CHANNELS), other=0.0).to(SPEC.operand),)
-    for i in tl.static_range(len(OUTPUTS)):
-        ptrs = y_ptrs[i] + image.to(tl.int64) * (TOKENS[i] * OUTPUTS[i])
-        _multiply(operands, linear_ptrs[i], bias_ptrs[i], ptrs, mask, CHANNELS, OUTPUTS[i], WALK, SPEC)
+    x_ptrs = x_ptr + image.to(tl.int64) * stride_b
+    for i in tl.static_range(len(LAYERS)):
+        accs = _zeros(SPEC.class_rows, i, LAYERS, SPEC)
+        for chunk in tl.range(SPEC.chunks, num_stages=1):
+            c = chunk * WALK.channels + tl.arange(0, WALK.channels)[None, :]
+            operand = tl.load(x_ptrs + c, mask=mask & (c < CHANNELS), other=0.0).to(SPEC.operand)
+            accs = _multiply(
+                accs, operand, chunk, linear_ptrs[i], i, CHANNELS, LAYERS, WALK, SPEC
+            )
+        y = y_ptrs[i] + image.to(tl.int64) * (LAYERS[i].tokens * LAYERS[i].outputs)
+        _store(accs, bias_ptrs[i], y, mask, i, LAYERS, SPEC)
 
 
 # The launch -----------------------------------------------------------------------------------------------
@@ -305,7 +345,7 @@ def _job_of(number, GROUPS: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexp
 def _conv_linear_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs, bias_ptrs, y_ptrs, epss,
     batch, length, stride_b,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
     GROUPS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the finished branches: each program some tiles of one group, or of the class tokens."""
@@ -315,7 +355,7 @@ def _conv_linear_fwd_kernel(
         if number < class_blocks:
             _run_class_tokens(
                 number, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b,
-                CHANNELS, OUTPUTS, TOKENS, WALK, SPEC,
+                CHANNELS, LAYERS, WALK, SPEC,
             )  # fmt: skip
         number -= class_blocks
     for g in tl.static_range(len(GROUPS)):
@@ -323,7 +363,8 @@ def _conv_linear_fwd_kernel(
         if job >= 0:
             _run_group(
                 job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs,
-                bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, OUTPUTS, GROUPS, g, WALK, SPEC,
+                bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
+                GROUPS, g, WALK, SPEC,
             )  # fmt: skip
 
 
@@ -342,7 +383,7 @@ def conv_linear_forward(
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), linear_ptrs=tuple(linears),
         bias_ptrs=tuple(biases), y_ptrs=tuple(outs), epss=geometry.epss,
-        stride_b=x.stride(0), STEP=x.stride(1), TOKENS=tuple(tokens), **plan.arguments,
+        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip
     return outs
 
