@@ -209,10 +209,10 @@ def _sum_regions(launch: machine.Launch) -> Work:
 
 
 def _conv_linear(launch: machine.Launch) -> Work:
-    """Describes the forward, where each program takes one way of several: those trips are means over all.
+    """Describes the forward, whose loops are those of the class tokens, then those of each group.
 
-    The ways are the class tokens, with a loop over chunks of channels per branch, and the groups, with a loop
-    over tiles and, unless there is one chunk, one over chunks.
+    The former are a loop over blocks of images and, unless there is one chunk of channels, one over chunks
+    for each branch; the latter one over tiles, and one over chunks. A program runs the loops of one group.
     """
     arguments = launch.arguments
     x, outs = arguments["x_ptr"], arguments["y_ptrs"]
@@ -221,8 +221,7 @@ def _conv_linear(launch: machine.Launch) -> Work:
     chunks = (spec.chunks,) if spec.chunks > 1 else ()
     trips: tuple[float, ...] = ()
     if spec.class_tokens:
-        share = -(-batch // spec.class_rows) / programs
-        trips += len(outs) * tuple(share * n for n in chunks)
+        trips += (-(-batch // spec.class_rows) / programs, *len(outs) * chunks)
     for group in groups:
         strips = batch * group.strip_rows * group.strip_columns
         trips += (-(-strips // arguments["WALK"].pairs) / programs, *chunks)

@@ -71,8 +71,11 @@ _overrides: Overrides[LaunchConfig] = Overrides({"fwd": _HALF})
 
 def configuration(channels: int, element_size: int, capability: int) -> LaunchConfig:
     """Returns the configuration of the kernel for tokens of some channels, the wider of x and the outputs."""
-    if (override := _overrides.get("fwd")) is not None:
-        return override
+    return _overrides.get("fwd") or shipped(channels, element_size, capability)
+
+
+def shipped(channels: int, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of ``CONFIGS`` that is for tokens of some channels."""
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
     size = min(element_size, 4)
     by_width = CONFIGS.get((generation, size), CONFIGS[80, size])
@@ -141,7 +144,7 @@ class Spec(NamedTuple):
     Attributes:
         height, width: The input grid.
         class_tokens: Class tokens of an image, 0 or 1.
-        class_rows: Images whose class tokens are multiplied by one program.
+        class_rows: Images whose class tokens are multiplied together.
         chunks: Chunks of channels of a token.
         period: Programs after which the turns of the groups begin again.
         element: Triton's dtype of the activations.
@@ -233,8 +236,7 @@ def _plan(
         "WALK": walk,
         "SPEC": spec,
     }
-    programs = rounds * period + class_count * -(-batch // class_rows)
-    return Plan(config.options, programs, arguments)
+    return Plan(config.options, rounds * period, arguments)
 
 
 _ELEMENTS = {

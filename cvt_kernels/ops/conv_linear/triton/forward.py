@@ -337,7 +337,7 @@ def _job_of(number, GROUPS: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexp
     """
     GROUP: tl.constexpr = GROUPS[INDEX]
     turn = number % SPEC.period - GROUP.first_turn
-    is_own = (number >= 0) & (turn >= 0) & (turn < GROUP.turns)
+    is_own = (turn >= 0) & (turn < GROUP.turns)
     return tl.where(is_own, number // SPEC.period * GROUP.turns + turn, -1)
 
 
@@ -348,16 +348,13 @@ def _conv_linear_fwd_kernel(
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
     GROUPS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the finished branches: each program some tiles of one group, or of the class tokens."""
+    """Writes the finished branches: each program some tiles of one group, some class tokens before them."""
     number = tl.program_id(0)
-    if SPEC.class_tokens:
-        class_blocks = tl.cdiv(batch, SPEC.class_rows)
-        if number < class_blocks:
+    if SPEC.class_tokens:  # of a few programs, the first
+        for block in tl.range(number, tl.cdiv(batch, SPEC.class_rows), tl.num_programs(0), num_stages=1):
             _run_class_tokens(
-                number, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b,
-                CHANNELS, LAYERS, WALK, SPEC,
-            )  # fmt: skip
-        number -= class_blocks
+                block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b, CHANNELS, LAYERS, WALK, SPEC
+            )
     for g in tl.static_range(len(GROUPS)):
         job = _job_of(number, GROUPS, g, SPEC)
         if job >= 0:
