@@ -103,8 +103,9 @@ def conv_linear_launches(
     vectors = meta(channels)
     with machine.recorded_launches(chip) as launches:
         forward.conv_linear_forward(
-            x, geometry, meta(channels, 1, 3, 3), *[vectors] * 4, meta(channels, channels), vectors
-        )
+            x, geometry, meta(channels, 1, 3, 3), vectors, vectors, vectors, vectors,
+            meta(channels, channels), vectors,
+        )  # fmt: skip
     return launches
 
 

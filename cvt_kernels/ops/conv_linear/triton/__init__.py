@@ -4,10 +4,10 @@ Layout: x (B, T, C) and every yᵢ (B, Tᵢ, outputs), channels contiguous, spat
 first.
 
 BatchNorm normalizes by running statistics and is folded in float32, into the taps and what a sum starts with.
-A program takes tiles of tokens of the branches of one group: a branch of stride 1, or two of stride 2, which
-share their pixels. Of a tile it computes the convolutions of a chunk of channels, multiplies them by the
-weights of the linear layers, and adds up the chunks, so each convolution is computed once and never leaves the chip. A few programs
-multiply the class tokens first.
+A program takes tiles of tokens of the branches of one group: a branch of stride 1, or up to two of stride 2,
+which share their pixels. Of a tile it computes the convolutions of a chunk of channels, multiplies them by
+the weights of the linear layers, and adds up the chunks. So each convolution is computed once and never
+leaves the chip. A few programs multiply the class tokens first.
 
 A lane has two adjacent channels (of 16 bits, one access of 4 bytes) of strips of outputs: R rows of two
 adjacent columns where the stride is 1, of one where it is 2. A row of pixels that it loads serves all outputs

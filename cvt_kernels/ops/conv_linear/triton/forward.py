@@ -93,7 +93,7 @@ def _locate(strip, GROUPS: tl.constexpr, INDEX: tl.constexpr):
 
 @triton.jit
 def _add_pixels(sums, pixels, taps, J: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr):
-    """Adds row J of a strip's pixels to the sums of all outputs that it reaches: branches × rows × columns."""
+    """Adds row J of a strip's pixels to the sums that it reaches, of branches × rows × columns."""
     GROUP: tl.constexpr = GROUPS[INDEX]
     STRIDE: tl.constexpr = GROUP.stride
     ROWS: tl.constexpr = GROUP.rows
@@ -103,9 +103,10 @@ def _add_pixels(sums, pixels, taps, J: tl.constexpr, GROUPS: tl.constexpr, INDEX
         for r in tl.static_range(ROWS):
             for column in tl.static_range(COLUMNS):
                 total = sums[(n * ROWS + r) * COLUMNS + column]
-                if J >= r * STRIDE and J < r * STRIDE + 3:
+                if r * STRIDE <= J and J - r * STRIDE < 3:
                     for k in tl.static_range(3):
-                        total = tl.fma(pixels[column * STRIDE + k], taps[n][(J - r * STRIDE) * 3 + k], total)
+                        pixel = pixels[column * STRIDE + k]
+                        total = tl.fma(pixel, taps[n][(J - r * STRIDE) * 3 + k], total)
                 added = added + (total,)
     return added
 
@@ -216,7 +217,9 @@ def _multiply(
         if LAYERS[BRANCH].outputs % LAYERS[BRANCH].widths[b] == 0 and CHANNELS % BC == 0:
             weight = tl.load(ptrs)
         else:
-            weight = tl.load(ptrs, mask=(n < LAYERS[BRANCH].outputs)[:, None] & (c < CHANNELS)[None, :], other=0.0)
+            weight = tl.load(
+                ptrs, mask=(n < LAYERS[BRANCH].outputs)[:, None] & (c < CHANNELS)[None, :], other=0.0
+            )
         product = tl.dot(
             operand, tl.trans(weight.to(SPEC.operand)), accs[b],
             input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
@@ -226,9 +229,7 @@ def _multiply(
 
 
 @triton.jit
-def _store(
-    accs, bias_ptr, y_ptrs, row_mask, BRANCH: tl.constexpr, LAYERS: tl.constexpr, SPEC: tl.constexpr
-):
+def _store(accs, bias_ptr, y_ptrs, row_mask, BRANCH: tl.constexpr, LAYERS: tl.constexpr, SPEC: tl.constexpr):
     """Writes finished rows, plus the bias, to pointers [M, 1]."""
     for b in tl.static_range(len(LAYERS[BRANCH].widths)):
         n = b * LAYERS[BRANCH].widths[0] + tl.arange(0, LAYERS[BRANCH].widths[b])[None, :]
@@ -299,7 +300,9 @@ def _run_group(
         first_image = tile * P // PER_IMAGE
         token = (place.image - first_image) * TOKENS + SPEC.class_tokens + row * GROUP.width + col
         for n in tl.static_range(BRANCHES):
-            y_ptr = y_ptrs[GROUP.branches[n]] + first_image.to(tl.int64) * (TOKENS * LAYERS[GROUP.branches[n]].outputs)
+            y_ptr = y_ptrs[GROUP.branches[n]] + first_image.to(tl.int64) * (
+                TOKENS * LAYERS[GROUP.branches[n]].outputs
+            )
             y_rows = y_ptr + token * LAYERS[GROUP.branches[n]].outputs
             _store(accs[n], bias_ptrs[GROUP.branches[n]], y_rows, mask, GROUP.branches[n], LAYERS, SPEC)
 
@@ -319,9 +322,7 @@ def _run_class_tokens(
         for chunk in tl.range(SPEC.chunks, num_stages=1):
             c = chunk * WALK.channels + tl.arange(0, WALK.channels)[None, :]
             operand = tl.load(x_ptrs + c, mask=mask & (c < CHANNELS), other=0.0).to(SPEC.operand)
-            accs = _multiply(
-                accs, operand, chunk, linear_ptrs[i], i, CHANNELS, LAYERS, WALK, SPEC
-            )
+            accs = _multiply(accs, operand, chunk, linear_ptrs[i], i, CHANNELS, LAYERS, WALK, SPEC)
         y = y_ptrs[i] + image.to(tl.int64) * (LAYERS[i].tokens * LAYERS[i].outputs)
         _store(accs, bias_ptrs[i], y, mask, i, LAYERS, SPEC)
 

@@ -16,9 +16,7 @@ STRIDES = (1, 2, 2)
 def make(batch=2, grid=GRID, channels=6, class_tokens=0, *, outputs=(6, 6, 6), strides=STRIDES, bias=True):
     x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels)
     convs = [random_conv(channels, dtype=torch.float32, stride=s, padding=1) for s in strides]
-    linears = [
-        (torch.randn(n, channels) * channels**-0.5, torch.randn(n) if bias else None) for n in outputs
-    ]
+    linears = [(torch.randn(n, channels) * channels**-0.5, torch.randn(n) if bias else None) for n in outputs]
     return x, grid, convs, linears
 
 

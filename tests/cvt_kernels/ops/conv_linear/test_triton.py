@@ -95,10 +95,16 @@ def assert_backends_agree(*arguments):
         assert_accurate(a, b, c, floor=4)
 
 
-@pytest.mark.parametrize("class_tokens", [0, 1])
 @pytest.mark.parametrize(
-    ("batch", "grid", "channels"),
-    [(3, (1, 1), 16), (1, (5, 7), 20), (2, (14, 14), 24), (1, (3, 2), 70), (2, (8, 9), 64), (3, (1, 6), 3)],
+    ("batch", "grid", "channels", "class_tokens"),
+    [
+        (3, (1, 1), 16, 1),
+        (1, (5, 7), 20, 0),
+        (1, (14, 14), 8, 1),
+        (1, (3, 2), 70, 0),
+        (2, (4, 3), 64, 1),
+        (3, (1, 6), 3, 0),
+    ],
     ids=str,
 )
 def test_shapes(batch, grid, channels, class_tokens):
@@ -109,29 +115,29 @@ def test_shapes(batch, grid, channels, class_tokens):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype, channels):
     """Even numbers of 16-bit channels are read two at a time, odd ones one by one."""
-    assert_backends_agree(*make(1, (5, 6), channels, 1, dtype=dtype))
+    assert_backends_agree(*make(1, (3, 4), channels, 1, dtype=dtype))
 
 
 @pytest.mark.parametrize(
     ("dtype", "channels"),
-    [(torch.float16, 48), (torch.float16, 132), (torch.float16, 260), (torch.float32, 20)],
+    [(torch.float16, 48), (torch.float16, 66), (torch.float16, 260), (torch.float32, 20)],
     ids=str,
 )
 def test_configurations_that_ship(dtype, channels):
     with common.overridden("fwd", common.shipped(channels, dtype.itemsize, 90)):
-        assert_backends_agree(*make(1, (3, 2), channels, 1, dtype=dtype))
+        assert_backends_agree(*make(1, (2, 2), channels, 1, strides=(1, 2), dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_batch_norm_of_another_dtype(dtype):
-    assert_backends_agree(*make(2, (5, 6), 18, 1, dtype=dtype, bn_dtype=torch.float32))
+    assert_backends_agree(*make(1, (3, 4), 18, 1, dtype=dtype, bn_dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
     "strides", [(1,), (2,), (1, 1, 1), (2, 2, 2), (2, 1, 2), (2, 1)], ids=lambda strides: str(strides)
 )
 def test_strides(strides):
-    assert_backends_agree(*make(2, (6, 5), 10, 1, strides=strides))
+    assert_backends_agree(*make(1, (4, 3), 10, 1, strides=strides))
 
 
 def test_layers_of_their_own():
@@ -141,19 +147,22 @@ def test_layers_of_their_own():
     assert_backends_agree(x, grid, convs, linears)
 
 
-@pytest.mark.parametrize("changes", [{}, {"branches": 2}, {"tokens": 64}, {"chunk": 32}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(torch.float16, {"branches": 2}), (torch.float16, {"tokens": 64}), (torch.float32, {"chunk": 32})],
+    ids=str,
+)
 def test_tiles_of_other_sizes(dtype, changes):
     """Several tiles, chunks of channels and blocks of outputs, none of them full."""
     config = common.LaunchConfig(**{**vars(SMALL), **changes})
     with common.overridden("fwd", config):
-        assert_backends_agree(*make(3, (5, 6), 38, 1, outputs=(38, 20, 50), dtype=dtype))
+        assert_backends_agree(*make(2, (3, 4), 34, 1, outputs=(18, 20, 5), dtype=dtype))
 
 
 @pytest.mark.parametrize("case", ["channels", "tokens", "batch", "copied", "misaligned"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_strided_tokens(case, dtype):
-    x, grid, convs, linears = make(3, (4, 5), 16, 1, dtype=dtype)
+    x, grid, convs, linears = make(3, (2, 3), 16, 1, dtype=dtype)
     if case == "channels":
         x = torch.cat([x, x[..., :3]], dim=2)[..., :16]
     elif case == "tokens":
@@ -175,7 +184,7 @@ def test_a_mean_of_many_deviations():
 
 
 def test_the_same_bits_every_time():
-    arguments = make(2, (6, 6), 24, 1, dtype=torch.float16)
+    arguments = make(1, (3, 3), 24, 1, dtype=torch.float16)
     with ck.use_backend("triton"):
         first, second = ck.conv_linear(*arguments), ck.conv_linear(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -255,9 +264,9 @@ def test_shapes_that_are_refused(settings, reason):
 def test_gradients_are_refused(where):
     x, grid, convs, linears = make(1, (2, 2), 4)
     {"x": x, "conv": convs[2].weight, "linear": linears[0][1]}[where].requires_grad_()
-    with torch.enable_grad(), ck.use_backend("triton"):
-        with pytest.raises(ck.BackendUnavailable, match="there are no gradients"):
-            ck.conv_linear(x, grid, convs, linears)
+    refused = pytest.raises(ck.BackendUnavailable, match="there are no gradients")
+    with torch.enable_grad(), ck.use_backend("triton"), refused:
+        ck.conv_linear(x, grid, convs, linears)
 
 
 # Plans ----------------------------------------------------------------------------------------------------
