@@ -11,6 +11,20 @@ from ...config import DTYPES, PRESETS
 from ...files import check_writable, replacing, write_json
 from ..common import positive_int
 
+#: The operators that are compiled by default, as ``TRITON_OPERATORS`` and ``CUDA_OPERATOR`` of ``launches`` name
+#: them, which need Triton.
+_OPERATORS = (
+    "conv_projection",
+    "conv_linear",
+    "conv_embedding",
+    "attention",
+    "layer_norm_mlp",
+    "linear_gelu",
+    "linear_add",
+    "linear_add_layer_norm",
+    "layer_norm_gelu",
+)
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
@@ -24,10 +38,8 @@ def add_parser(commands: Any) -> None:
          "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
         ("--model", "models", str, ["cvt_13"], "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
-        ("--operator", "operators", str,
-         ["conv_projection", "conv_embedding", "attention", "layer_norm_gelu"],
-         "attention_with_bias, conv_projection, conv_embedding, attention, layer_norm_gelu (default: all but "
-         "the first)"),
+        ("--operator", "operators", str, list(_OPERATORS),
+         f"attention_with_bias, {', '.join(_OPERATORS)} (default: all but the first)"),
         ("--stage", "stages", positive_int, [1, 2, 3], "1, 2, 3 (default: all)"),
         ("--image-size", "image_sizes", positive_int, [None], "default: 224; 384 for cvt_w24"),
         ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),

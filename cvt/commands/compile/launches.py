@@ -104,6 +104,32 @@ def conv_projection_launches(
     return launches
 
 
+def conv_linear_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launch of a CvT block's projection with its linear layers; there is none in training."""
+    if training:
+        return []
+    from cvt_kernels.ops.conv_linear.triton import forward
+    from cvt_kernels.ops.conv_projection.triton.common import Geometry
+
+    grid, channels, class_tokens, _ = stage
+    ones = (1, 1, 1)
+    geometry = Geometry(grid, (3, 3, 3), (1, 2, 2), paddings=ones, dilations=ones, epss=(1e-5, 1e-5, 1e-5))
+
+    def meta(*shape: int) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device="meta")] * 3
+
+    x, *_ = meta(batch, grid[0] * grid[1] + class_tokens, channels)
+    vectors = meta(channels)
+    with machine.recorded_launches(chip) as launches:
+        forward.conv_linear_forward(
+            x, geometry, meta(channels, 1, 3, 3), vectors, vectors, vectors, vectors,
+            meta(channels, channels), vectors,
+        )  # fmt: skip
+    return launches
+
+
 def attention_launches(
     stage: Stage,
     dtype: torch.dtype,
@@ -247,6 +273,7 @@ def _linear_layer(
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
     "conv_embedding": conv_embedding_launches,
+    "conv_linear": conv_linear_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
     "layer_norm_mlp": layer_norm_mlp_launches,

@@ -210,6 +210,36 @@ def _sum_regions(launch: machine.Launch) -> Work:
     )
 
 
+# The projection with its linear layers --------------------------------------------------------------------
+
+
+def _conv_linear(launch: machine.Launch) -> Work:
+    """Describes the forward, whose loops are those of the class tokens, then those of each group.
+
+    The former are a loop over blocks of images and, unless there is one chunk of channels, one over chunks
+    for each branch; the latter one over tiles, and one over chunks. A program runs the loops of one group.
+    """
+    arguments = launch.arguments
+    x, outs = arguments["x_ptr"], arguments["y_ptrs"]
+    spec, groups, batch = arguments["SPEC"], arguments["GROUPS"], arguments["batch"]
+    programs = _programs(launch)
+    chunks = (spec.chunks,) if spec.chunks > 1 else ()
+    trips: tuple[float, ...] = ()
+    if spec.class_tokens:
+        trips += (-(-batch // spec.class_rows) / programs, *len(outs) * chunks)
+    for group in groups:
+        strips = batch * group.strip_rows * group.strip_columns
+        trips += (-(-strips // arguments["WALK"].pairs) / programs, *chunks)
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    return Work(
+        programs=programs,
+        outputs=_elements(outs),
+        bytes=_bytes(x, outs, arguments["linear_ptrs"]),
+        trips=trips,
+        flops=0 if is_exact else 2 * x.shape[2] * _elements(outs),
+    )
+
+
 # Attention ------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +450,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_sum_regions_kernel": _sum_regions,
     "_conv_embedding_embed_kernel": _embedding_in_one,
     "_conv_embedding_normalize_kernel": _embedding_normalization,
+    "_conv_linear_fwd_kernel": _conv_linear,
     "_attention_fwd_kernel": _attention_forward,
     "_attention_fwd_loop_kernel": _attention_forward_loop,
     "_attention_bwd_kernel": _attention_backward,

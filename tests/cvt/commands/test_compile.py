@@ -162,6 +162,23 @@ def test_layer_norm_mlp(compile_ahead, arch):
         assert row["resources"]["occupancy"] == 0.25
 
 
+def test_conv_linear(compile_ahead):
+    """CvT-13's first stage, on tensor cores within its budget."""
+    _, rows = compile_ahead(
+        "--operator", "conv_linear", "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "1"
+    )
+    assert_flawless(rows)
+    ((analysis,),) = (row["analyses"] for row in rows)
+    (row,) = rows
+    (analysis,) = row["analyses"]
+    assert row["kernel"] == "conv_linear_fwd"
+    assert any(name.startswith("HGMMA") for name in row["resources"]["tensor_cores"])
+    assert accesses(row, "loads") == {4, 16}
+    assert accesses(row, "stores") == {16}
+    assert analysis["counted"]["instructions_per_output"] < 25
+    assert analysis["predicted"]["share_of_floor"] > 0.9
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_attention(compile_ahead, arch):
     """CvT-13's three stages at 224²: the products on tensor cores."""
@@ -294,8 +311,8 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
-         "conv_embedding, attention, attention_with_bias, layer_norm_mlp, linear_gelu, linear_add, "
-         "linear_add_layer_norm, layer_norm_gelu"),
+         "conv_embedding, conv_linear, attention, attention_with_bias, layer_norm_mlp, linear_gelu, "
+         "linear_add, linear_add_layer_norm, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),
@@ -810,6 +827,7 @@ def test_budgets_name_kernels():
     """A budget for a kernel that does not exist would guard nothing."""
     from cvt_kernels.ops.attention.triton import common as attention
     from cvt_kernels.ops.conv_embedding.triton import common as embedding
+    from cvt_kernels.ops.conv_linear.triton import common as conv_linear
     from cvt_kernels.ops.conv_projection.triton import common as projection
     from cvt_kernels.ops.linear.triton import common as linear
     from cvt_kernels.ops.mlp.triton import common as mlp
@@ -819,6 +837,8 @@ def test_budgets_name_kernels():
     assert set(embedding.BUDGETS[90]) <= {kernel for kernel, generation, _ in embedding.CONFIGS}
     assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
     assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
+    budget = budgets.budget_of("conv_linear", "conv_linear_fwd", 90)
+    assert budget is conv_linear.BUDGETS[90]["fwd"]
     budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
     assert budget is projection.BUDGETS[90]["walk_fwd"]
     assert budgets.budget_of("attention_with_bias", "attention_fwd", 90) is None
@@ -829,7 +849,10 @@ def test_budgets_name_kernels():
 @pytest.mark.parametrize("operator", launches.TRITON_OPERATORS)
 def test_every_large_kernel_has_its_work_described(operator):
     for number, stage in enumerate(launches.stages("cvt_13"), 1):
-        for launch in launches.TRITON_OPERATORS[operator](stage, torch.bfloat16, Chip(90, 132)):
+        training = operator != "conv_linear"
+        for launch in launches.TRITON_OPERATORS[operator](
+            stage, torch.bfloat16, Chip(90, 132), training=training
+        ):
             described = work.work_of(launch)
             if launch.kernel.__name__ == "_update_running_kernel":
                 assert described is None

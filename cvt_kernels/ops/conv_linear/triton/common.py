@@ -1,0 +1,311 @@
+"""The launch configurations and plans of ``conv_linear``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...conv_projection.triton.common import Geometry
+from ...conv_projection.triton.walk import WalkTile
+from ...triton_launch import Budget, Overrides
+
+#: The most channels of a token, before and after the linear layers.
+MAX_CHANNELS = 512
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The way the kernel cuts its work.
+
+    Attributes:
+        tokens: Rows of the products of a program, all branches of its group together.
+        branches: The most branches that a program computes together: 1 or 2.
+        outputs: The most channels of one product.
+        chunk: The most channels that a product sums over at once.
+        num_warps: Warps of a program; each has a strip of outputs at a time.
+        num_stages: Depth of the pipeline of loads of the linear weights.
+        registers: The most that a thread may take.
+    """
+
+    tokens: int
+    branches: int
+    outputs: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+    registers: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
+
+
+# By generation, bytes per element and the most channels of a token that a configuration serves. "80" is every
+# chip whose tensor cores take their operands from registers, which needs smaller tiles (sm_80, sm_86, sm_89,
+# sm_120). sm_90's want 64 rows per 4 warps and branch.
+#
+# A lane has as many tokens as registers allow: they share its taps. With 192 channels the accumulators leave
+# room for one program on a multiprocessor; smaller tiles would read the linear weights more often from L2.
+# float32 without TF32 runs without tensor cores: tiles that fit, no more.
+#
+# Chosen by what the compiler makes of them; none has been timed on a GPU yet.
+_SMALL = LaunchConfig(tokens=64, branches=1, outputs=64, chunk=64, num_warps=4, num_stages=1, registers=168)
+_HALF = {
+    64: LaunchConfig(tokens=128, branches=2, outputs=64, chunk=64, num_warps=8, num_stages=1, registers=128),
+    256: LaunchConfig(
+        tokens=128, branches=2, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255
+    ),
+    512: LaunchConfig(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255),
+}
+_HALF_80 = {
+    64: _SMALL,
+    256: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=64, num_warps=8, num_stages=1, registers=255),
+    512: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=32, num_warps=8, num_stages=1, registers=255),
+}
+_SINGLE = {
+    512: LaunchConfig(tokens=16, branches=1, outputs=32, chunk=16, num_warps=8, num_stages=1, registers=255),
+}
+CONFIGS = {
+    (80, 2): _HALF_80,
+    (90, 2): _HALF,
+    (100, 2): _HALF | {64: _SMALL},
+    (80, 4): _SINGLE,
+}
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {"fwd": Budget(instructions_per_output=43, registers=255)},
+}
+_overrides: Overrides[LaunchConfig] = Overrides({"fwd": _HALF})
+
+
+def configuration(channels: int, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of the kernel for tokens of some channels, the wider of x and the outputs."""
+    return _overrides.get("fwd") or shipped(channels, element_size, capability)
+
+
+def shipped(channels: int, element_size: int, capability: int) -> LaunchConfig:
+    """Returns the configuration of ``CONFIGS`` that is for tokens of some channels."""
+    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    size = min(element_size, 4)
+    by_width = CONFIGS.get((generation, size), CONFIGS[80, size])
+    return by_width[min(width for width in by_width if channels <= width)]
+
+
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
+    """Replaces the configuration of the kernel ``"fwd"`` within a ``with`` statement, on every chip.
+
+    It is for tuning.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    return _overrides.replaced(kernel, config)
+
+
+# Plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """The branches that a program computes together: ``GROUPS[i]`` in the kernel.
+
+    It is a dataclass because Triton forgets the field names of NamedTuples within a tuple.
+
+    Attributes:
+        stride: The stride of its convolutions.
+        branches: Their numbers; their outputs are computed from the same pixels.
+        height, width: The output grid.
+        rows, columns: Those of a strip of outputs, which a lane computes at once.
+        strip_rows, strip_columns: How many strips there are below and beside one another.
+        first_turn, turns: Which programs of a period are its.
+    """
+
+    stride: int
+    branches: tuple[int, ...]
+    height: int
+    width: int
+    rows: int
+    columns: int
+    strip_rows: int
+    strip_columns: int
+    first_turn: int
+    turns: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The linear layer of a branch: ``LAYERS[i]`` in the kernel.
+
+    Attributes:
+        outputs: Its channels.
+        widths: The widths of the blocks that they are multiplied in; all but the last are equal.
+        tokens: Tokens of an image that it makes.
+    """
+
+    outputs: int
+    widths: tuple[int, ...]
+    tokens: int
+
+
+class Spec(NamedTuple):
+    """The other constants of the kernel: ``SPEC``.
+
+    Attributes:
+        height, width: The input grid.
+        class_tokens: Class tokens of an image, 0 or 1.
+        class_rows: Images whose class tokens are multiplied together.
+        chunks: Chunks of channels of a token.
+        period: Programs after which the turns of the groups begin again.
+        element: Triton's dtype of the activations.
+        operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
+            interpreter, whose product of bfloat16 is wrong.
+        accumulator: float32, or float64 for float64.
+        precision: ``input_precision`` of ``tl.dot``.
+    """
+
+    height: int
+    width: int
+    class_tokens: int
+    class_rows: int
+    chunks: int
+    period: int
+    element: Any
+    operand: Any
+    accumulator: Any
+    precision: str
+
+
+class Plan(NamedTuple):
+    """The plan of a launch: its options, programs, and arguments (sizes and constants)."""
+
+    options: dict[str, int]
+    programs: int
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
+        """Returns the plan for tokens ``x`` (B, T, C), of which ``outputs`` channels are made."""
+        chip = machine.chip(x.device)
+        config = configuration(max(x.shape[2], *outputs), x.element_size(), chip.capability)
+        is_packed = (
+            x.element_size() == 2
+            and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
+            and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *weights))
+        )
+        tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, chip)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    config: LaunchConfig, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
+    geometry: Geometry, outputs: tuple[int, ...], chip: machine.Chip,
+) -> Plan:  # fmt: skip
+    batch, tokens, channels = shape
+    height, width = geometry.grid
+    chunk = min(config.chunk, max(16, triton.next_power_of_2(channels)))
+    chunks = -(-channels // chunk)
+    lanes = 32 * config.num_warps
+    strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
+    groups = _groups(config, geometry, strips)
+    tiles = [-(-batch * g.strip_rows * g.strip_columns // strips) for g in groups]
+    length = 8 if chunks == 1 else 1
+    jobs = [-(-n // length) for n in tiles]
+    class_count = tokens - height * width
+    class_rows = config.tokens
+    period = sum(g.turns for g in groups)
+    rounds = max(-(-n // g.turns) for n, g in zip(jobs, groups, strict=True))
+    accumulator = tl.float64 if dtype == torch.float64 else tl.float32
+    element = _ELEMENTS[dtype]
+    upcast = machine.INTERPRETING and dtype == torch.bfloat16
+    spec = Spec(
+        height=height,
+        width=width,
+        class_tokens=class_count,
+        class_rows=class_rows,
+        chunks=chunks,
+        period=period,
+        element=element,
+        operand=tl.float32 if upcast else element,
+        accumulator=accumulator,
+        precision="tf32" if tf32 else "ieee",
+    )
+    walk = WalkTile(
+        pairs=strips, channels=chunk, is_packed=is_packed, element=element, accumulator=accumulator
+    )
+    arguments = {
+        "batch": batch,
+        "length": length,
+        "CHANNELS": channels,
+        "LAYERS": tuple(
+            Layer(n, _widths(n, config.outputs), h * w + class_count)
+            for n, (h, w) in zip(outputs, geometry.output_grids, strict=True)
+        ),
+        "GROUPS": groups,
+        "WALK": walk,
+        "SPEC": spec,
+    }
+    return Plan(config.options, rounds * period, arguments)
+
+
+_ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def _widths(outputs: int, most: int) -> tuple[int, ...]:
+    """Returns the widths of blocks of a linear layer's outputs, powers of two; all but the last are equal."""
+    whole, rest = divmod(outputs, most)
+    return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
+
+
+def _groups(config: LaunchConfig, geometry: Geometry, strips: int) -> tuple[Group, ...]:
+    """Returns the groups of branches: each of stride 1 alone, those of stride 2 two by two."""
+    ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
+    twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]
+    together = [tuple(twos[i : i + config.branches]) for i in range(0, len(twos), config.branches)]
+    groups = []
+    for branches in (*ones, *together):
+        stride = geometry.strides[branches[0]]
+        height, width = geometry.output_grids[branches[0]]
+        tokens = max(1, config.tokens // (strips * len(branches)))
+        rows, columns = _strip(tokens, height, width, stride)
+        groups.append(
+            Group(
+                stride=stride, branches=branches, height=height, width=width, rows=rows, columns=columns,
+                strip_rows=-(-height // rows), strip_columns=-(-width // columns), first_turn=0, turns=0,
+            )
+        )  # fmt: skip
+    sizes = [group.strip_rows * group.strip_columns for group in groups]
+    turns = [max(1, round(n / min(sizes))) for n in sizes]
+    return tuple(
+        replace(group, turns=n, first_turn=sum(turns[:i]))
+        for i, (group, n) in enumerate(zip(groups, turns, strict=True))
+    )
+
+
+def _strip(tokens: int, height: int, width: int, stride: int) -> tuple[int, int]:
+    """Returns rows and columns of strips of as many outputs: the fewest strips, then the fewest pixels."""
+
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = shape
+        strips = -(-height // rows) * -(-width // columns)
+        return strips, ((rows - 1) * stride + 3) * ((columns - 1) * stride + 3)
+
+    shapes = [(1 << i, tokens >> i) for i in range(tokens.bit_length())]
+    return min(shapes, key=cost)
