@@ -11,8 +11,7 @@ from ...config import DTYPES, PRESETS
 from ...files import check_writable, replacing, write_json
 from ..common import positive_int
 
-#: The operators that are compiled by default, as ``TRITON_OPERATORS`` and ``CUDA_OPERATOR`` of ``launches`` name
-#: them, which need Triton.
+#: The operators that are compiled by default. Those of ``launches`` cannot be asked without importing Triton.
 _OPERATORS = (
     "conv_projection",
     "conv_linear",
