@@ -344,8 +344,8 @@ def _current_device_of(on: Tensor) -> contextlib.AbstractContextManager[Any]:
 class PlannedLaunch:
     """A launch of which everything is settled but where its tensors lie.
 
-    Triton binds the arguments of a launch by looking at each of them, at every launch: 15 to 40 µs for the
-    kernels of this package. Here it does so once, and the compiled kernel is started directly afterwards.
+    Triton binds the arguments of a launch by looking at each of them, at every launch, which takes the host
+    about three times as long as this. Here it does so once, and then starts the compiled kernel directly.
     What Triton compiles a kernel for must therefore be the same at every start: the device and the dtypes of
     the tensors. Their alignment is looked at. Settings of Triton, such as ``TRITON_DEBUG``, are asked at the
     first start only.

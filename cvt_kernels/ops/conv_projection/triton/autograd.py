@@ -286,7 +286,7 @@ def conv_projection(
     if torch.compiler.is_compiling():
         constants = _pack_geometry(geometry), list(geometry.epss)
         return tuple(_forward_op(x, weights, gammas, betas, means, variances, *constants, batch_stats))
-    if not checks.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes 20 µs
+    if not checks.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
         return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
     return _ConvProjection.apply(
         x, geometry, batch_stats, synchronized, *weights, *gammas, *betas, *means, *variances
