@@ -19,8 +19,10 @@ a loop goes over the steps of all tiles of a program, and what it loads for the 
 it activates and stores this one. Products of 16 bits are added to the residual, rather than it to them, so
 that its loads are one wait at the start; in place, each element is read and written by one program only.
 
-GELU takes one special instruction (MUFU) per output. In 16 bits the approximations are h + h · tanh(u) with
-h = x/2 and the chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the result.
+GELU takes one special instruction (MUFU) per output. In 16 bits it is h + h · tanh(u) with h = x/2 and the
+chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the largest results. That holds for all three
+variants: erf is a tanh of a polynomial, with a much smaller error. A call of erf would take three times
+the instructions after the products, which nothing hides.
 
 Gradients: ``linear_gelu`` has them, the others do not. Its forward then also writes ``pre``, what GELU is
 applied to, in the same pass. The backward needs that alone, not y: dpre = dy · gelu'(pre) by the operator of

@@ -202,6 +202,15 @@ def test_float32_parameters_of_the_norm_beside_16_bits():
     assert_accurate(y, same, exact)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", VARIANTS)
+def test_gelu_of_small_and_large_numbers(approximate, dtype):
+    for largest in (0.1, 1, 6, 1000):
+        x = torch.linspace(-largest, largest, 48 * 16, device=DEVICE, dtype=torch.float64).view(48, 16)
+        identity = torch.eye(16, device=DEVICE, dtype=dtype)
+        assert_agree(ck.linear_gelu, [x.to(dtype), identity, None], approximate=approximate)
+
+
 def test_rows_far_from_zero():
     """The variance is the mean of squared differences, which a large mean does not swallow."""
     x, weight, bias, residual = make_layer(16, 24, 64)
