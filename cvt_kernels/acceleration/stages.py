@@ -87,10 +87,10 @@ class StageParts(NamedTuple):
     def folded(self) -> list[Tensor]:
         """Returns the tensors of which the folded stage holds copies, or sums of them."""
         sources = [self.norm.bias, self.class_token]
+        sources += [self.conv.weight, self.conv.bias]
         if self.batch_norm is not None:
             norm = self.batch_norm
-            sources += [self.conv.weight, self.conv.bias, norm.weight, norm.bias]
-            sources += [norm.running_mean, norm.running_var]
+            sources += [norm.weight, norm.bias, norm.running_mean, norm.running_var]
         for block in self.blocks:
             sources += [block.proj.bias, block.fc2.bias, *block.layer_scales]
             if any(scale is not None for scale in block.layer_scales):
@@ -126,7 +126,7 @@ class FoldedStage(NamedTuple):
 
     Attributes:
         parts: Its modules.
-        conv_weight, conv_bias: Of the convolution, with BatchNorm folded into them.
+        conv_weight, conv_bias: Of the convolution, with BatchNorm folded into them; channels last for maps.
         norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream.
         class_token: (C,), plus the same; None where the stage has none.
         blocks: The blocks.
@@ -154,7 +154,7 @@ def fold(parts: StageParts) -> FoldedStage:
     token = parts.class_token
     return FoldedStage(
         parts=parts,
-        conv_weight=weight,
+        conv_weight=_as_read(weight),
         conv_bias=bias,
         norm_bias=due if parts.norm.bias is None else _wide(parts.norm.bias) + due,
         class_token=None if token is None else _wide(token).flatten() + due,
@@ -216,6 +216,12 @@ def _scaled(linear: nn.Linear, scale: Tensor | None) -> tuple[Tensor, Tensor | N
         return linear.weight, linear.bias
     weight = (_wide(scale)[:, None] * linear.weight).to(linear.weight.dtype)
     return weight, None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
+
+
+def _as_read(weight: Tensor) -> Tensor:
+    """Returns the weight of a convolution as it is read with maps whose channels are adjacent."""
+    # An image of few channels is not read so.
+    return weight.contiguous(memory_format=torch.channels_last) if weight.shape[1] >= 8 else weight
 
 
 def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:

@@ -151,6 +151,8 @@ class _Recorder(TorchDispatchMode):
         if not function.is_view and function.overloadpacket.__name__ not in _WITHOUT_LAUNCH:
             size = sum(_bytes(value) for value in (args, kwargs, result))
             name = function.overloadpacket.__name__
+            if name == "convolution":  # as cuDNN's lies for maps with channels last
+                result = result.contiguous(memory_format=torch.channels_last)
             count = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             self._note(name, size, flops)
