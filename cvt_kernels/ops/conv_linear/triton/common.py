@@ -78,6 +78,7 @@ CONFIGS = {
     (90, 2): _HALF,
     (100, 2): _HALF | {64: _SMALL},
     (80, 4): _SINGLE,
+    (100, 4): {256: _SINGLE[512], 512: replace(_SINGLE[512], outputs=64)},
 }
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
