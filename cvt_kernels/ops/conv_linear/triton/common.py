@@ -33,8 +33,7 @@ class LaunchConfig:
         branches: The most branches that a program computes together: 1 or 2.
         outputs: The most channels of one product.
         chunk: The most channels that a product sums over at once.
-        num_warps: Warps of a program; each has a strip of outputs at a time.
-        num_stages: Depth of the pipeline of loads of the linear weights.
+        num_warps: Warps of a program; a lane has one strip of outputs at a time.
         registers: The most that a thread may take.
     """
 
@@ -43,13 +42,12 @@ class LaunchConfig:
     outputs: int
     chunk: int
     num_warps: int
-    num_stages: int
     registers: int
 
     @property
     def options(self) -> dict[str, int]:
         """Triton's options of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
+        return {"num_warps": self.num_warps, "maxnreg": self.registers}
 
 
 # By generation, bytes per element and the most channels of a token that a configuration serves. "80" is every
@@ -61,27 +59,26 @@ class LaunchConfig:
 # float32 without TF32 runs without tensor cores: tiles that fit, no more.
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet.
-_SMALL = LaunchConfig(tokens=64, branches=1, outputs=64, chunk=64, num_warps=4, num_stages=1, registers=168)
+_SMALL = LaunchConfig(tokens=64, branches=1, outputs=64, chunk=64, num_warps=4, registers=168)
 _HALF = {
-    64: LaunchConfig(tokens=128, branches=2, outputs=64, chunk=64, num_warps=8, num_stages=1, registers=128),
-    256: LaunchConfig(
-        tokens=128, branches=2, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255
-    ),
-    512: LaunchConfig(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, num_stages=1, registers=255),
+    64: LaunchConfig(tokens=128, branches=2, outputs=64, chunk=64, num_warps=8, registers=128),
+    256: LaunchConfig(tokens=128, branches=2, outputs=128, chunk=64, num_warps=8, registers=255),
+    512: LaunchConfig(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, registers=255),
 }
 _HALF_80 = {
     64: _SMALL,
-    256: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=64, num_warps=8, num_stages=1, registers=255),
-    512: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=32, num_warps=8, num_stages=1, registers=255),
+    256: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=64, num_warps=8, registers=255),
+    512: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=32, num_warps=8, registers=255),
 }
 _SINGLE = {
-    512: LaunchConfig(tokens=16, branches=1, outputs=32, chunk=16, num_warps=8, num_stages=1, registers=255),
+    512: LaunchConfig(tokens=16, branches=1, outputs=32, chunk=16, num_warps=8, registers=255),
 }
 CONFIGS = {
     (80, 2): _HALF_80,
     (90, 2): _HALF,
     (100, 2): _HALF | {64: _SMALL},
     (80, 4): _SINGLE,
+    (100, 4): {256: _SINGLE[512], 512: replace(_SINGLE[512], outputs=64)},
 }
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
@@ -221,7 +218,8 @@ def _plan(
     strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
     groups = _groups(config, geometry, strips)
     tiles = [-(-batch * g.strip_rows * g.strip_columns // strips) for g in groups]
-    length = 8 if chunks == 1 else 1
+    # Long jobs share the loading of the taps, short ones leave no multiprocessor idle.
+    length = max(1, min(8, sum(tiles) // (4 * chip.multiprocessors))) if chunks == 1 else 1
     jobs = [-(-n // length) for n in tiles]
     class_count = tokens - height * width
     class_rows = config.tokens

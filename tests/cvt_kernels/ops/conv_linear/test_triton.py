@@ -13,9 +13,7 @@ from tests.cvt_kernels.test_reference import random_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STRIDES = (1, 2, 2)
-SMALL = common.LaunchConfig(
-    tokens=16, branches=1, outputs=16, chunk=16, num_warps=1, num_stages=1, registers=255
-)
+SMALL = common.LaunchConfig(tokens=16, branches=1, outputs=16, chunk=16, num_warps=1, registers=255)
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +24,7 @@ def _poison():
     torch.use_deterministic_algorithms(False)
 
 
-WIDE = common.LaunchConfig(
-    tokens=256, branches=2, outputs=256, chunk=64, num_warps=32, num_stages=1, registers=64
-)
+WIDE = common.LaunchConfig(tokens=256, branches=2, outputs=256, chunk=64, num_warps=32, registers=64)
 
 
 @pytest.fixture(autouse=True)
