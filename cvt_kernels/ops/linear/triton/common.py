@@ -65,7 +65,7 @@ CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
     (80, 2): {
         "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
         "add": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
-        "add_narrow": LaunchConfig(block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=4),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_warps=8, num_stages=4),
         "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_warps=8, num_stages=3),
         "add_layer_norm_narrow": LaunchConfig(
             block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=3
