@@ -123,7 +123,7 @@ def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **
 
 
 class Known(NamedTuple):
-    """What is known of a call whose key is that of an earlier one: its arguments are right.
+    """All that is known of a call whose key is that of an earlier one: its arguments are right.
 
     Attributes:
         run: Serves it, from the arguments that its backend's ``prepare`` names; None where :func:`call` does.

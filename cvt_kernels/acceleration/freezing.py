@@ -136,7 +136,7 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
 
 
 class _Watch:
-    """What a stage was folded from, to be compared with what it is.
+    """Everything that a stage was folded from, to be compared with what it is.
 
     It refers to the modules within the stage, not to the stage itself, which it must not keep alive.
     """

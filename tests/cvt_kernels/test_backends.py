@@ -185,7 +185,7 @@ def test_use_backend_as_statement_and_nested():
     assert backends.requested_backends() == ("triton",)
 
 
-EXPECTED = "expected auto alone or some of triton, native, sdpa, convolution, float32, reference"
+EXPECTED = "expected auto alone or some of triton, native, composed, sdpa, convolution, float32, reference"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import create_model
+from cvt_kernels.acceleration.freezing import STAGES
 from cvt_kernels.acceleration.matching import TABLE
 from tests.checks import python_blocks, run_blocks
 
@@ -16,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding
 
 def test_accelerate_page(capsys):
     blocks = python_blocks(PAGE)
-    assert len(blocks) == 6
+    assert len(blocks) == 8
     names = run_blocks(blocks)
     printed = capsys.readouterr().out
     assert "33 of 33 blocks fused" in printed
@@ -41,7 +42,8 @@ def test_accelerate_page_lists_every_class():
     for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", PAGE, flags=re.MULTILINE):
         upstream = cells[0].strip(" `") or upstream
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
-    assert listed == {(entry.upstream, entry.name) for entry in TABLE.values()}
+    stages = {("all, with `freeze=True", entry.block.name) for entry in STAGES.values()}
+    assert listed == stages | {(entry.upstream, entry.name) for entry in TABLE.values()}
 
 
 @pytest.mark.parametrize("name", ["accelerate", "coverage", "restore", "verify"])

@@ -259,11 +259,11 @@ def _shape_class(gradient: bool, shape: Sequence[int], weight_shape: Sequence[in
 
 
 def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-    if x.ndim < 2:
-        return (x, weight, *others), settings
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0])
-    # The residual has the images of x.
-    parts = [t[:images] if t is not None and t.ndim == x.ndim else t for t in others]
+    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0]) if x.ndim > 1 else None
+    parts = list(others)
+    if len(parts) > 1 and parts[1] is not None:  # the residual, which has the images of x
+        # A trial in place must not change what the caller has.
+        parts[1] = parts[1][:images].clone() if settings.get("inplace") else parts[1][:images]
     return (x[:images], weight, *parts), settings
 
 

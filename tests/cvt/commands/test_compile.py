@@ -587,7 +587,7 @@ def test_trips_may_be_a_mean_or_zero():
 
 
 def test_code_that_a_loop_may_skip_runs_in_part_of_the_trips():
-    """Of 12 trips, 1 in 4 runs the end of a tile, as where a loop goes over the steps of all tiles."""
+    """One in 4 of 12 trips runs the end of a tile, as where a loop goes over the steps of all tiles."""
     blocks, _ = parsed(
         "S2R R0, SR_CTAID.X", ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_next)", "FMUL R1, R1, R2",
         "STG.E [R2.64], R1", ".L_next:", "IADD3 R3, R3, 0x1, RZ", "@P1 BRA `(.L_loop)", "EXIT",

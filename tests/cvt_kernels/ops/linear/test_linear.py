@@ -265,3 +265,17 @@ def test_accelerated_linear_layers():
         assert calls == ["convolution"] * (len(layers) - 3)
         ck.restore(model)
         torch.testing.assert_close(model(images).logits, changed)
+
+
+@pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])
+def test_trials_in_place_do_not_change_what_the_caller_has(operator):
+    x, weight, residual = torch.randn(4, 3, 8), torch.randn(5, 8), torch.randn(4, 3, 5)
+    sample = backends.operators[operator].sample
+    for tensors in ((x, weight, None, residual), (x[0, 0], weight, None, residual[0, 0])):
+        for factor in (1, 2**40):
+            (some, _, _, copied), settings = sample(factor, *tensors, inplace=True)
+            assert settings == {"inplace": True}
+            assert torch.equal(copied, tensors[3][: len(some)])
+            assert copied.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
+            (_, _, _, same), _ = sample(factor, *tensors, inplace=False)
+            assert same.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
