@@ -189,8 +189,8 @@ class KernelSpec(NamedTuple):
             interpreter, whose product of bfloat16 is wrong.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
-        is_half: Whether x has 16 bits, which do not tell approximations of tanh and erf from the exact ones.
-        approximate_tanh: Whether tanh is the chip's own instruction.
+        is_half: Whether x has 16 bits.
+        hardware_tanh: Whether GELU takes the GPU's own tanh.
     """
 
     inputs: int
@@ -210,7 +210,7 @@ class KernelSpec(NamedTuple):
     accumulator: Any
     precision: str
     is_half: bool
-    approximate_tanh: bool
+    hardware_tanh: bool
 
 
 _ELEMENTS = {
@@ -269,7 +269,7 @@ class Plan(NamedTuple):
             accumulator=tl.float64 if x.dtype == torch.float64 else tl.float32,
             precision="tf32" if tf32 else "ieee",
             is_half=x.element_size() == 2,
-            approximate_tanh=x.element_size() == 2 and not machine.INTERPRETING,
+            hardware_tanh=x.element_size() == 2 and not machine.INTERPRETING,
         )
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)
@@ -438,36 +438,3 @@ def load_part(ptr, first_row, first_column, rows, SPEC: tl.constexpr):
     """Returns a part of a tile of (M, N), zeros beyond its end."""
     offsets, mask = _part_of_tile(first_row, first_column, rows, SPEC)
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(SPEC.accumulator)
-
-
-_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
-# erf(x / √2) ≈ tanh(x · (_ERF_0 + _ERF_1 · x² + _ERF_2 · x⁴)) up to x = 5, by which GELU has an error of
-# 2.6·10⁻⁵, a twentieth of half a unit in the last place of 1 in float16.
-_ERF_0 = tl.constexpr(0.797507873919067)
-_ERF_1 = tl.constexpr(0.037005654570944874)
-_ERF_2 = tl.constexpr(-0.00035151805237965404)
-
-
-@triton.jit
-def gelu(x, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr):
-    """Returns GELU in the variant APPROXIMATE.
-
-    But for erf it is x · sigmoid(2u) = h + h · tanh(u) with h = x/2.
-    """
-    if APPROXIMATE == "none" and not SPEC.is_half:
-        return 0.5 * x * (1.0 + tl.math.erf(x * _SQRT_HALF))
-    u = 0.851 * x
-    if APPROXIMATE == "tanh":
-        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * 0.044715) * (x * x))
-    if APPROXIMATE == "none":
-        t = tl.minimum(x * x, 25.0)
-        u = x * (_ERF_0 + t * (_ERF_1 + t * _ERF_2))
-    if SPEC.approximate_tanh:
-        tanh = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
-        )
-        h = 0.5 * x
-        return h + h * tanh
-    power = tl.exp(-2.0 * tl.abs(u))  # 1 at most
-    return x * tl.where(u < 0.0, power, 1.0) / (1.0 + power)

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_gelu import activate
 from .common import (
     Plan,
     add_products,
-    gelu,
     halves,
     load_columns,
     origin_of,
@@ -32,7 +32,14 @@ def _store_gelu(
     sums += load_columns(bias_ptr, first_column + tl.arange(0, WIDTH), SPEC)
     if pre is not None:
         store_part(pre, first_row, first_column, rows, sums, SPEC)
-    store_part(out, first_row, first_column, rows, gelu(sums, APPROXIMATE, SPEC), SPEC)
+    store_part(
+        out,
+        first_row,
+        first_column,
+        rows,
+        activate(sums, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh),
+        SPEC,
+    )
 
 
 @triton.jit

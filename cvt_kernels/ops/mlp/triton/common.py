@@ -140,7 +140,8 @@ class KernelSpec(NamedTuple):
         precision: ``input_precision`` of ``tl.dot``.
         residual_first: Whether products may be added to x, not x to their sum: x of 16 bits has no digits
             that this could cost.
-        fast: Whether GELU takes the GPU's approximation of tanh.
+        is_half: Whether x has 16 bits.
+        hardware_tanh: Whether GELU takes the GPU's own tanh.
         unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
     """
 
@@ -153,7 +154,8 @@ class KernelSpec(NamedTuple):
     accumulator: Any
     precision: str
     residual_first: bool
-    fast: bool
+    is_half: bool
+    hardware_tanh: bool
     unpack: bool
 
     @classmethod
@@ -171,7 +173,8 @@ class KernelSpec(NamedTuple):
             accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
             precision="tf32" if tf32 else "ieee",
             residual_first=x.element_size() == 2,
-            fast=dtype.itemsize == 2 and not machine.INTERPRETING,
+            is_half=dtype.itemsize == 2,
+            hardware_tanh=dtype.itemsize == 2 and not machine.INTERPRETING,
             unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
         )
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import checks, machine
+from ...triton_gelu import activate, activate_half
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
-from .gelu import activate, activate_half
 
 # The kernel -----------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def _layer_norm_mlp_fwd_kernel(
             h = start + tl.arange(0, BLOCK_HIDDEN)
             product = _dot(y, _load_fc1(fc1_weight_ptr, h, c, SPEC), None, SPEC)
             product += _load_vector(fc1_bias_ptr, h, SPEC.hidden, SPEC)[None, :]
-            activated = activate(product, SPEC.approximate, SPEC.fast)
+            activated = activate(product, SPEC.approximate, SPEC.is_half, SPEC.hardware_tanh)
             acc = _dot(activated, _load_fc2(fc2_weight_ptr, h, c, SPEC), acc, SPEC)
         acc += _load_vector(fc2_bias_ptr, c, SPEC.channels, SPEC)[None, :]
         acc += _widened(x, SPEC)
@@ -164,7 +164,7 @@ def _layer_norm_mlp_fwd_resident_kernel(
             if fc1_bias_ptr is not None:
                 half = _dot(ones, fc1_biases[start // BLOCK_HIDDEN], None, SPEC)
             half = _dot(y, fc1[start // BLOCK_HIDDEN], half, SPEC)
-            hidden = activate_half(half, SPEC.approximate, SPEC.fast)
+            hidden = activate_half(half, SPEC.approximate, SPEC.is_half, SPEC.hardware_tanh)
             acc = _dot(hidden, fc2[start // BLOCK_HIDDEN], acc, SPEC)
         if not SPEC.residual_first:
             acc += _widened(x, SPEC)
