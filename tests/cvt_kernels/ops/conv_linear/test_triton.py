@@ -270,7 +270,7 @@ def test_gradients_are_refused(where):
 
 def plan_of(stage, batch, dtype=torch.bfloat16):
     """Returns the plan of CvT's projection with the configuration that ships."""
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
     geometry = Geometry((height, width), (3,) * 3, STRIDES, (1,) * 3, (1,) * 3, (1e-5,) * 3)
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = common.shipped(channels, dtype.itemsize, 90)

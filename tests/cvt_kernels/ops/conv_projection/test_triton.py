@@ -101,7 +101,7 @@ def assert_backends_agree(x, grid, convs, training):
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
-    grid, channels, class_tokens = stage
+    grid, channels, class_tokens, _ = stage
     x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
     with wide_tiles(channels) if DEVICE == "cpu" else contextlib.nullcontext():
         check_stage(x, grid, convs, class_tokens)
@@ -407,7 +407,7 @@ def test_bytes_per_launch_of_the_general_kernels(monkeypatch, model, size, chip)
     for module in (backward, forward):
         monkeypatch.setattr(module, "is_walk", lambda geometry: False)
     for stage in launches.stages(model, size):
-        (height, width), channels, _ = stage
+        (height, width), channels, *_ = stage
         planned = {
             name_of(launch.kernel): launch
             for launch in launches.conv_projection_launches(stage, torch.bfloat16, chip)

@@ -109,7 +109,7 @@ def regions(arguments):
 @pytest.mark.parametrize("batch", [1, 3, 32, 256])
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_pixel_has_one_program(stage, batch):
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=torch.bfloat16)
     with machine.recorded_launches(H200):
         plan = walk.WalkPlan.of("walk_fwd", x, geometry((height, width)), [])
@@ -127,7 +127,7 @@ def test_every_pixel_has_one_program(stage, batch):
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_bytes_of_a_walk(stage):
     """Evaluation writes its outputs once and reads each pixel 2 to 4 times from L1 and L2, at batch 256."""
-    (height, width), channels, class_tokens = stage
+    (height, width), channels, class_tokens, _ = stage
     x = torch.empty(256, height * width + class_tokens, channels, device="meta", dtype=torch.bfloat16)
     with machine.recorded_launches(H200):
         arguments = walk.WalkPlan.of("walk_fwd", x, geometry((height, width)), []).arguments
