@@ -160,14 +160,10 @@ class _Watch:
         return (
             [id(member) for members in self._members_of for member in members.values()],
             [module.__class__ for module in self._modules],
-            self.versions(),
+            [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
             [module.eps for module in self._with_eps],
             [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
         )
-
-    def versions(self) -> list[tuple[int, int]]:
-        """Returns version and memory of every tensor that is folded."""
-        return [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded]
 
     def is_changed(self) -> bool:
         """Says whether the stage has to be examined again."""
@@ -181,10 +177,14 @@ class _Watch:
 
 
 class _Frozen(NamedTuple):
-    """A stage as it is served, and what it is watched for."""
+    """A stage as it is served, what it is watched for, and a number that no other folding has."""
 
     folded: FoldedStage
     watch: _Watch
+    number: int
+
+
+_numbers = itertools.count()
 
 
 _frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
@@ -199,7 +199,7 @@ def _frozen_or_why_not(stage: nn.Module, entry: StageEntry) -> _Frozen | str:
         if reason is not None:
             return reason
         parts = entry.parts(stage)
-        known = _frozen[stage] = _Frozen(fold(parts), _Watch(stage, parts))
+        known = _frozen[stage] = _Frozen(fold(parts), _Watch(stage, parts), next(_numbers))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
@@ -266,6 +266,4 @@ def _has_gradient(stage: nn.Module, image: Tensor) -> bool:
 def graph_key(stage: nn.Module, entry: StageEntry) -> Any:
     """Returns what tells apart the states in which a captured graph of a frozen stage is right."""
     found = _frozen_or_why_not(stage, entry)
-    if isinstance(found, str):
-        return found
-    return id(found.folded), tuple(found.watch.versions())
+    return found if isinstance(found, str) else found.number

@@ -6,6 +6,7 @@ the model since.
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -426,6 +427,24 @@ def test_a_key_of_a_module_is_part_of_what_must_hold(cuda, is_root):
     assert not torch.equal(assert_same(model, x), before)
     for _ in range(2):
         assert_same(model, x)
+    assert captures(cuda) == 2
+
+
+@pytest.mark.parametrize("first", [ck.graphed, functools.partial(ck.accelerate, freeze=True)])
+def test_frozen_stages_are_captured_again_when_they_are_folded_again(cuda, first):
+    model, x = ours().eval(), torch.randn(1, 3, 32, 32)
+    ck.graphed(ck.accelerate(first(model), freeze=True))
+    before = assert_same(model, x)
+    assert_same(model, x)
+    assert captures(cuda) == 1
+    block = model.get_submodule("stage1.blocks.0")
+    block.mlp.fc1.weight.mul_(1.5)  # is read where it lies
+    after = assert_same(model, x)
+    assert captures(cuda) == 1
+    assert not torch.equal(before, after)
+    block.mlp.fc2.bias.add_(torch.arange(32.0) % 3)  # is folded
+    for _ in range(3):
+        assert not torch.equal(assert_same(model, x), after)
     assert captures(cuda) == 2
 
 
