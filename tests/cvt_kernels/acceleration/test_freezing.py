@@ -88,6 +88,22 @@ def test_results_are_as_accurate(make, size):
     assert_accurate(out, logits(own(x)), exact)
 
 
+def test_tritons_kernels_serve_whole_stages():
+    own = microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)).eval()
+    fused = frozen(own)
+    x = images(1, 48, 32)
+    exact = logits(in_float64(copy.deepcopy(own))(x.double()))
+    with ck.use_backend("triton", "native", "reference"):
+        rows = rows_of_stages(fused)
+        out, count = served(fused, x)
+    by_triton = {"conv_embedding", "conv_linear", "attention", "linear_add"}
+    narrow, wide = {"layer_norm_mlp"}, {"linear_add_layer_norm", "linear_gelu"}
+    for row, others in zip(rows, (narrow, narrow, wide), strict=True):
+        assert row.backends == dict.fromkeys(by_triton | others, "triton") | {"layer_norm": "native"}
+    assert count == 3
+    assert_accurate(out, logits(own(x)), exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
 def test_dtypes(make, dtype):
