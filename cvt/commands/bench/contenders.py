@@ -32,10 +32,10 @@ PEERS = {
 OURS = {
     "cvt": "the model of cvt",
     "accelerate": "Hugging Face's after cvt_kernels.accelerate",
-    "cvt-graphed": "the model of cvt after cvt_kernels.graphed: replays of a CUDA graph",
-    "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate and graphed",
+    "cvt-graphed": "the model of cvt, frozen, after cvt_kernels.graphed: replays of a CUDA graph",
+    "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate(freeze=True) and graphed",
 }
-#: Contenders that are replayed as CUDA graphs.
+#: Contenders whose stages are frozen and that are replayed as CUDA graphs.
 GRAPHED = ("cvt-graphed", "accelerate-graphed")
 #: Contenders that torch.compile makes, and its mode. ``cvt-compile``, our model, is for benchmarks/ only.
 COMPILED = {"compile": None, "compile-max": "max-autotune", "cvt-compile": None}
@@ -190,7 +190,7 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contende
     elif key.startswith("accelerate"):
         model = accelerate(copy.deepcopy(model))
     if key in GRAPHED:
-        model = graphed(copy.deepcopy(model))
+        model = graphed(accelerate(copy.deepcopy(model), freeze=True))
     return Contender(key, model, requested, has_parts=key not in (*COMPILED, *GRAPHED))
 
 
