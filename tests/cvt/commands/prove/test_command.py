@@ -30,7 +30,7 @@ def few_questions(monkeypatch, quick_start):
     collect = questions.collect
 
     def collect_few(workload, device):
-        return [q for q in collect(workload, device) if q.operator == "gelu"]
+        return [q for q in collect(workload, device) if q.operator == "bias_gelu"]
 
     monkeypatch.setattr(questions, "collect", collect_few)
 
@@ -94,7 +94,7 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert main([*SMALL, "--json", str(report)]) == 1
     out = capsys.readouterr().out
     assert " wrong " in out.split("\n\n")[0]
-    question = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
+    question = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {question}: wrong: output is off by " in out
     assert "Please report the lines of triton and native with the output of `cvt doctor`." in out
     row = next(row for row in json.loads(report.read_text())["questions"] if row["question"] == question)
