@@ -135,6 +135,8 @@ def makers() -> Iterator[tuple[str, Callable[[Setting], Call]]]:
             yield name, functools.partial(layer_norm_gelu, stage, operator, approximate)
         for layer in test_linear.LAYERS:
             yield f"{stage}, {layer}", functools.partial(linear, stage, layer)
+        for make in FUSED:
+            yield stage, functools.partial(make, stage)
 
 
 def conv_projection(stage: str, setting: Setting) -> Call:
@@ -177,6 +179,97 @@ def linear(stage: str, layer: str, setting: Setting) -> Call:
     return Call("linear", lambda function: function, leaves, [dout] if setting.backward else None)
 
 
+def linear_gelu(stage: str, setting: Setting) -> Call:
+    """Returns the first linear layer of an MLP with its GELU."""
+    from . import test_linear as suite
+
+    *leaves, dout = suite.make("fc1", stage, setting.dtype, setting.images)
+    bind = functools.partial(functools.partial, approximate="quick")
+    return Call("linear_gelu", bind, leaves, [dout] if setting.backward else None)
+
+
+def linear_add(stage: str, setting: Setting) -> Call:
+    """Returns the second linear layer of an MLP with the residual."""
+    from . import test_linear as suite
+
+    *leaves, residual = suite.make("fc2", stage, setting.dtype, setting.images)
+    douts = [residual] if setting.backward else None
+    bind = functools.partial(functools.partial, inplace=False)
+    return Call("linear_add", bind, [*leaves, residual], douts)
+
+
+def linear_add_layer_norm(stage: str, setting: Setting) -> Call:
+    """Returns the linear layer after attention with the residual and the LayerNorm behind it."""
+    from . import test_linear as suite
+
+    *leaves, residual = suite.make("projection", stage, setting.dtype, setting.images)
+    leaves += [residual, *_norm(residual)]
+    bind = functools.partial(functools.partial, eps=1e-5, shift=None, inplace=False)
+    return Call("linear_add_layer_norm", bind, leaves, [residual, residual] if setting.backward else None)
+
+
+def layer_norm_mlp(stage: str, setting: Setting) -> Call:
+    """Returns an MLP with its LayerNorm and its residual."""
+    from . import test_linear as suite
+
+    x, *fc1, _ = suite.make("fc1", stage, setting.dtype, setting.images)
+    _, *fc2, dout = suite.make("fc2", stage, setting.dtype, setting.images)
+    bind = functools.partial(functools.partial, eps=1e-5, approximate="quick", shift=None)
+    leaves = [x, *_norm(x), *fc1, *fc2]
+    return Call("layer_norm_mlp", bind, leaves, [dout] if setting.backward else None)
+
+
+def conv_linear(stage: str, setting: Setting) -> Call:
+    """Returns the projection of a stage with its linear layers, in evaluation."""
+    from . import test_conv_projection, test_linear
+
+    x, grid, branches = test_conv_projection.setting(stage, setting.dtype, setting.images)
+    _, weight, bias, _ = test_linear.make("projection", stage, setting.dtype, setting.images)
+    douts = test_conv_projection.gradients(x, grid, branches) if setting.backward else None
+
+    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+            return function(x, grid, branches, [(weight, bias)] * len(branches))
+
+        return call
+
+    return Call("conv_linear", bind, [x, weight, bias], douts)
+
+
+def conv_embedding(stage: str, setting: Setting) -> Call:
+    """Returns the token embedding that begins a stage."""
+    grid, channels, class_tokens = suites.stages()[stage]
+    first = stage == next(iter(suites.stages()))
+    kernel_size, stride, padding, inputs = (7, 4, 2, 3) if first else (3, 2, 1, channels // 2)
+    sizes = enumerate(
+        (
+            (setting.images, inputs, stride * grid[0], stride * grid[1]),
+            (channels, inputs, kernel_size, kernel_size),
+            *[(channels,)] * 4,
+        )
+    )
+    image, weight, *vectors, class_token = (
+        suites.randn(*size, dtype=setting.dtype, seed=i) for i, size in sizes
+    )
+    weight = weight / weight[0].numel() ** 0.5
+    settings = {"stride": stride, "padding": padding, "eps": 1e-5}
+    settings["class_token"] = class_token if class_tokens else None
+    bind = functools.partial(functools.partial, **settings)
+    dout = suites.randn(
+        setting.images, grid[0] * grid[1] + class_tokens, channels, dtype=setting.dtype, seed=6
+    )
+    return Call("conv_embedding", bind, [image, weight, *vectors], [dout] if setting.backward else None)
+
+
+def _norm(x: torch.Tensor) -> list[torch.Tensor]:
+    """Returns weight and bias of a LayerNorm for tokens."""
+    return [suites.randn(x.shape[-1], dtype=x.dtype, seed=i) for i in (4, 5)]
+
+
+#: Makers of the calls of operators on several layers.
+FUSED = (linear_gelu, linear_add, linear_add_layer_norm, layer_norm_mlp, conv_linear, conv_embedding)
+
+
 # Measuring ------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +296,10 @@ def measured(call: Call, seconds: float) -> Measurement:
     )
 
 
+#: What is no form of PyTorch's: kernels of this project, and other operators one after the other.
+_NOT_PYTORCHS = (*backends.OURS, "composed")
+
+
 def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
     """Returns PyTorch's own implementations that can serve a call, by the name of the backend."""
     leaves = [t.detach().requires_grad_(call.douts is not None) for t in call.leaves]
@@ -211,7 +308,7 @@ def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
         ask = functools.partial(backends.why_unsupported, call.operator, name)
         return call.bind(ask)(*leaves) is None
 
-    names = [name for name in backends.BACKENDS if name not in backends.OURS and can_serve(name)]
+    names = [name for name in backends.BACKENDS if name not in _NOT_PYTORCHS and can_serve(name)]
     return {name: backends.registered(call.operator, name).load().function for name in names}
 
 

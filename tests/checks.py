@@ -81,6 +81,12 @@ def not_built() -> bool:
     return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
 
 
+def operators_asked_on_a_cpu() -> set[str]:
+    """Returns the operators of whose calls there are questions when models run on a CPU."""
+    after_fc1 = "gelu" if not_built() else "bias_gelu"
+    return {"conv_projection", "attention", "layer_norm", "add_layer_norm", after_fc1, "linear"}
+
+
 def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **conditions: Any) -> None:
     """Registers a backend of an operator that adds ``mark`` to its argument."""
     implementation = backends.Implementation(lambda x, **_: x + mark, **conditions)

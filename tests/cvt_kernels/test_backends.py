@@ -403,12 +403,33 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
         conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, momentum=0.1 * variant, **eps)
         return Sample((x, (tokens, tokens), (conv, conv)), {"training": False}, images)
+    if operator == "conv_linear":
+        norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
+        conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, **eps)
+        linears = tuple((randn(outputs, channels), optional(outputs)) for outputs in (5, 7))
+        return Sample((x, (tokens, tokens), (conv, conv), linears), {}, images)
+    if operator == "conv_embedding":
+        vectors = [optional(5) for _ in range(3)]  # the convolution's bias and those of the LayerNorm
+        image = randn(images, channels, tokens, tokens)
+        return Sample((image, randn(5, channels, 3, 3), *vectors), {"stride": 2, "padding": 1, **eps}, images)
     if operator == "attention":
         q, *keys = (randn(images, n, 3, channels) for n in (tokens**2, tokens, tokens))
         keywords = {"scale": 0.1 * variant or None, "bias": None, "dropout_p": 0.0}
         return Sample((q, *keys), keywords, 3 * images)
     if operator == "linear":
         return Sample((x, randn(5, channels), optional(5)), {}, images * tokens**2)
+    if operator in ("linear_gelu", "linear_add", "linear_add_layer_norm"):
+        layer = x, randn(5, channels), randn(5)
+        if operator == "linear_gelu":
+            return Sample(layer, {"approximate": "tanh"}, images * tokens**2)
+        residual = randn(images, tokens**2, 5)
+        if operator == "linear_add":
+            return Sample((*layer, residual), {}, images * tokens**2)
+        return Sample((*layer, residual, randn(5), randn(5)), eps, images * tokens**2)
+    if operator == "layer_norm_mlp":
+        layers = randn(12, channels), optional(12), randn(channels, 12), optional(channels)
+        norm = optional(channels), optional(channels)
+        return Sample((x, *norm, *layers), {**eps, "approximate": "tanh"}, images * tokens**2)
     if operator == "gelu":
         return Sample((x,), {"approximate": "tanh"}, x.numel())
     if operator == "bias_gelu":

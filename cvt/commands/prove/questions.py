@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import accelerate, backends, dispatch, restore
+from cvt_kernels import accelerate, backends, dispatch, reference, restore
 
 from ...config import DTYPES
 from ...factory import create_model
-from ...model import Linear
+from ...model import Linear, Mlp
 
 
 class Workload(NamedTuple):
@@ -121,7 +122,8 @@ class _Collector:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             backends.replaced(self._recording),
-            backends.use_backend("reference"),
+            # What is composed of other operators on a CPU depends on which of them have kernels here.
+            backends.use_backend("native", "reference"),
             torch.set_grad_enabled(train),
             self._autocasting(device),
         ):
@@ -132,11 +134,16 @@ class _Collector:
                 restore(model)
             # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
             # stage 0 are strided, and for a single image those of every stage.
+            first_layers = {module.fc1 for module in model.modules() if isinstance(module, Mlp)}
             for name, module in model.named_modules():
                 if name.endswith("patch_embed.norm"):
                     module.register_forward_pre_hook(self._record_strided_layer_norm)
             for module in model.modules() if device.type == "cpu" else ():
-                if isinstance(module, Linear):
+                if isinstance(
+                    module, Mlp
+                ):  # which does not call its first layer, and would if that had hooks
+                    module.register_forward_pre_hook(self._record_first_linear)
+                elif isinstance(module, Linear) and module not in first_layers:
                     module.register_forward_pre_hook(self._record_linear)
             model(images)
 
@@ -148,21 +155,17 @@ class _Collector:
     def _recording(
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        """Returns an implementation that notes its calls, for the reference; others stay."""
-        if backend != "reference":
-            return implementation
-        function = implementation.load().function
+        """Returns an implementation that notes its calls and computes what the reference does."""
+        function = getattr(reference, operator)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._record(operator, args, kwargs)
-            if operator == "gelu":
-                self._record_bias_gelu(*args)
-            if operator == "linear_gelu":
+            if "approximate" in kwargs:
                 for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
-                    self._record(operator, args, {"approximate": approximate})
+                    self._record(operator, args, {**kwargs, "approximate": approximate})
             return function(*args, **kwargs)
 
-        return backends.Implementation(call)
+        return dataclasses.replace(implementation, function=call, why_unsupported=None)
 
     def _record_strided_layer_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of a LayerNorm for tokens that lie channel by channel."""
@@ -170,11 +173,9 @@ class _Collector:
         x = args[0].transpose(1, 2).contiguous().transpose(1, 2)
         self._record("layer_norm", (x, norm.weight, norm.bias), {"eps": norm.eps})
 
-    def _record_bias_gelu(self, x: Tensor) -> None:
-        """Notes the call that accelerated models make for a GELU: of Hugging Face, and of Microsoft."""
-        bias = x.new_empty(x.shape[-1:]).requires_grad_(x.requires_grad)
-        for approximate in ("none", "quick"):
-            self._record("bias_gelu", (x, bias), {"approximate": approximate})
+    def _record_first_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Notes the call of the first linear layer of an MLP."""
+        self._record_linear(cast(Mlp, module).fc1, args)
 
     def _record_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of a linear layer; on tensors without memory the layer does not ask the registry."""

@@ -122,8 +122,8 @@ def _signature(
     *vectors: Tensor | None,
     stride: int,
     padding: int,
-    eps: float,
-    class_token: Tensor | None,
+    eps: float = 1e-5,
+    class_token: Tensor | None = None,
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(image, weight, *vectors, class_token)
     channels_last = image.is_contiguous(memory_format=torch.channels_last)

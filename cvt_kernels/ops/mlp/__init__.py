@@ -90,7 +90,11 @@ def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _signature(
-    x: Tensor, *tensors: Tensor | None, eps: float, approximate: str, shift: Tensor | None
+    x: Tensor,
+    *tensors: Tensor | None,
+    eps: float = 1e-5,
+    approximate: str = "none",
+    shift: Tensor | None = None,
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *tensors, shift)
     hidden = tensors[2].shape[0] if tensors[2] is not None else 0

@@ -185,8 +185,8 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
     if machine.why_native_unavailable("cpu") is not None:
         pytest.skip("there are no native kernels here")
     calls = []
-    for operator in ("add_layer_norm", "layer_norm", "gelu"):
-        native = backends.registered(operator, "native")
+    for operator in ("add_layer_norm", "layer_norm", "bias_gelu"):
+        native = backends.registered(operator, "native").load()
 
         def function(*args, native=native, operator=operator, **kwargs):
             calls.append(operator)
@@ -208,7 +208,7 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
         calls.clear()
     assert counts[0] == {}
     # In 22 steps: of both stages the embedding's norm and a block; and the last norm.
-    assert counts[1] == {"layer_norm": 22 * (2 * 2 + 1), "add_layer_norm": 22 * 2, "gelu": 22 * 2}
+    assert counts[1] == {"layer_norm": 22 * (2 * 2 + 1), "add_layer_norm": 22 * 2, "bias_gelu": 22 * 2}
     assert curves[0] != curves[1]
     assert curves[0][19] < curves[0][0] - 0.3
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)

@@ -39,7 +39,7 @@ SIZES = [(1, 224, 224), (2, 160, 256), (3, 96, 64)]
 #: The operators of one block, in the order in which they are called.
 BLOCK = [
     *["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"],
-    *["add_layer_norm", "linear", "bias_gelu", "linear"],
+    *["add_layer_norm", "linear_gelu", "linear"],
 ]
 
 

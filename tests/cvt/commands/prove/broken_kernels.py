@@ -138,8 +138,10 @@ def register_kernel_without_host_memory():
 
 
 def register_wrong_gelu():
-    """Registers a GELU that is wrong in any shape."""
-    backends.register("gelu", "triton", backends.Implementation(lambda x, **_: wrong_element(x)))
+    """Registers a GELU with its bias that is wrong in any shape."""
+    backends.register(
+        "bias_gelu", "triton", backends.Implementation(lambda x, bias, **_: wrong_element(x + bias))
+    )
 
 
 def die():

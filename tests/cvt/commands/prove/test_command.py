@@ -16,7 +16,7 @@ from cvt.commands import main
 from cvt.commands.prove import questions, worker
 from cvt.commands.prove.report import SCHEMA, VERSION
 from cvt_kernels import backends, verdicts
-from tests.checks import bad
+from tests.checks import bad, operators_asked_on_a_cpu
 from tests.cvt.commands.prove import broken_kernels
 from tests.processes import run_python
 
@@ -30,7 +30,7 @@ def few_questions(monkeypatch, quick_start):
     collect = questions.collect
 
     def collect_few(workload, device):
-        return [q for q in collect(workload, device) if q.operator == "gelu"]
+        return [q for q in collect(workload, device) if q.operator == "bias_gelu"]
 
     monkeypatch.setattr(questions, "collect", collect_few)
 
@@ -52,7 +52,7 @@ def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
     assert content["workload"]["batch_sizes"] == [2]
     assert content["why_not_remembered"] is None
     rows = content["questions"]
-    assert {row["question"].split(", ")[0] for row in rows} == set(backends.OPERATORS) - {"layer_norm_gelu"}
+    assert {row["question"].split(", ")[0] for row in rows} == operators_asked_on_a_cpu()
     for row in rows:
         trials = row["trials"]
         assert len(trials) > 1
@@ -69,7 +69,7 @@ def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
 
     *blocks, (count, place) = (block.splitlines() for block in out.split("\n\n"))
     headings = [block[0] for block in blocks]
-    operators = [operator for operator in backends.OPERATORS if operator != "layer_norm_gelu"]
+    operators = [operator for operator in backends.OPERATORS if operator in operators_asked_on_a_cpu()]
     assert headings == [f"{operator}, forward, float32 (times in µs)" for operator in operators]
     assert max(len(line) for block in blocks for line in block) <= 110
     lines = [line for _, _, *lines in blocks for line in lines]
@@ -94,7 +94,7 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert main([*SMALL, "--json", str(report)]) == 1
     out = capsys.readouterr().out
     assert " wrong " in out.split("\n\n")[0]
-    question = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
+    question = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {question}: wrong: output is off by " in out
     assert "Please report the lines of triton and native with the output of `cvt doctor`." in out
     row = next(row for row in json.loads(report.read_text())["questions"] if row["question"] == question)
