@@ -139,9 +139,8 @@ class _Collector:
                 if name.endswith("patch_embed.norm"):
                     module.register_forward_pre_hook(self._record_strided_layer_norm)
             for module in model.modules() if device.type == "cpu" else ():
-                if isinstance(
-                    module, Mlp
-                ):  # which does not call its first layer, and would if that had hooks
+                # An MLP does not call its first layer, and would if that had hooks.
+                if isinstance(module, Mlp):
                     module.register_forward_pre_hook(self._record_first_linear)
                 elif isinstance(module, Linear) and module not in first_layers:
                     module.register_forward_pre_hook(self._record_linear)
