@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import requested_backends, use_backend
-from ..checks import dtype_name
+from ..checks import autocast_dtype, dtype_name
 from ..tables import aligned
 from . import accelerate, restore
 from .coverage import coverage
@@ -395,11 +395,14 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _nudge(seed: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with two thirds of its numbers off by one or two units in the last place.
 
-    They are off by the same in every image, so that equal images stay equal.
+    They are off by the same in every image, so that equal images stay equal. Under autocast the units are
+    those of its dtype if they are larger: its first cast would round smaller differences away, and all runs
+    would be nearly the same.
     """
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-1, 2, tensor.shape[1:], generator=generator).to(tensor)
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * steps)
+    dtypes = tensor.dtype, autocast_dtype(tensor) or tensor.dtype
+    return tensor * (1 + max(torch.finfo(dtype).eps for dtype in dtypes) * steps)
 
 
 def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:

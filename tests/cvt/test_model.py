@@ -82,8 +82,13 @@ def test_microsoft_training_step(microsoft, tiny):
     largest = max(norm.item() for name, norm in microsoft.items() if name.startswith("gradnorm/"))
     for name, parameter in tiny.named_parameters():
         expected = microsoft[f"gradnorm/{name}"].item()
+        # What norm1 scales and shifts, the BatchNorms behind it mostly take out again. So its gradients are
+        # small sums of large terms, and roundings show: on inputs that differ by them, Microsoft's own code
+        # is up to 2.7e-5 off float64 there and 2.4e-6 elsewhere; the expected numbers are 1.3e-5 off.
+        tolerance = 1e-4 if ".norm1." in name else 1e-5
         # Some gradients are zero but for rounding: softmax ignores what shifts all keys alike.
-        assert parameter.grad.norm().item() == pytest.approx(expected, rel=1e-5, abs=1e-9 * largest), name
+        near = pytest.approx(expected, rel=tolerance, abs=1e-9 * largest)
+        assert parameter.grad.norm().item() == near, name
     after = {name.removeprefix("after/"): t for name, t in microsoft.items() if name.startswith("after/")}
     state = tiny.state_dict()
     assert len(after) == 24

@@ -144,6 +144,19 @@ def test_inputs_differ_by_roundings(dtype):
     assert ((nudged - x).abs() <= 2 * torch.finfo(dtype).eps * x.abs()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inputs_differ_by_roundings_under_autocast(dtype):
+    x = images()
+    with torch.autocast("cpu", dtype):
+        nudged = verify_module._nudge(0, x)
+        exact = verify_module._nudge(0, x.double())
+    assert nudged.dtype == torch.float32
+    changed = nudged.to(dtype) != x.to(dtype)
+    assert 0.5 < changed.double().mean() < 0.75
+    assert ((nudged - x).abs() <= 2 * torch.finfo(dtype).eps * x.abs()).all()
+    assert (exact - x).abs().max() < 1e-12  # autocast leaves float64
+
+
 def test_wrong_random_numbers_are_found():
     spoil("layer_norm", lambda out: out + 0 * torch.rand(()))
     model = microsoft(**RANDOM)
