@@ -250,7 +250,8 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
     if isinstance(found, str):
         return None
     weight = found.folded.conv_weight
-    if image.dtype != weight.dtype or image.device != weight.device or image.ndim != 4:
+    differs = image.dtype != weight.dtype or image.device != weight.device
+    if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
     return entry.result(*serve(found.folded, image))
 

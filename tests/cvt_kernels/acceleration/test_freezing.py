@@ -369,6 +369,36 @@ def test_under_autocast_the_blocks_run():
     assert relative(out.float(), logits(own(images()))) < 0.1
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 4, 64, 64),
+        torch.randn(2, 3, 64, 64).double(),
+        torch.zeros(2, 3, 64, 64, dtype=torch.uint8),
+    ],
+    ids=["channels", "dtype", "integers"],
+)
+@pytest.mark.parametrize("make", MODELS)
+def test_wrong_images_get_the_errors_of_the_model(make, x):
+    own = make().eval()
+    errors = []
+    for model in (own, frozen(own)):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            model(x)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+    assert calls == []
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_an_empty_batch(make):
+    own = make().eval()
+    x = torch.empty(0, 3, 64, 64)
+    out, count = served(frozen(own), x)
+    assert count == 3
+    assert out.shape == logits(own(x)).shape == (0, 10)
+
+
 def test_inference_mode():
     fused = frozen(ours())
     with torch.inference_mode():
