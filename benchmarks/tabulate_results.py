@@ -34,9 +34,20 @@ SUITES = {
     "attention": "Attention",
     "layer_norm_gelu": "LayerNorm and GELU",
     "linear": "Linear layers",
+    "fused": "Linear layers and convolutions with what stands next to them",
     "host": "Host time of a call",
 }
-OURS = ("native", "triton", "cvt", "cvt-compile", "accelerate", "cvt-graphed", "accelerate-graphed")
+#: The contenders that are kernels or models of this project.
+OURS = (
+    "native",
+    "triton",
+    "composed",
+    "cvt",
+    "cvt-compile",
+    "accelerate",
+    "cvt-graphed",
+    "accelerate-graphed",
+)
 INTRODUCTION = """\
 # Results
 

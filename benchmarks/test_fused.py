@@ -1,0 +1,127 @@
+"""The operators of a frozen CvT-13 that reach over several layers, in inference.
+
+Contenders are the kernels, the same composed of other operators of this project, and PyTorch, compiled or
+not. What must move: every input and every output once.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+
+from . import suites
+
+pytestmark = pytest.mark.benchmark(**suites.TIMER)
+
+EMBEDDINGS = {1: (3, 7, 4, 2), 2: (64, 3, 2, 1), 3: (192, 3, 2, 1)}  # channels, kernel size, stride, padding
+
+
+def linear_layer(stage, dtype, images, inputs, outputs):
+    """Returns x, weight, bias and residual of a linear layer, its widths in units of C."""
+    (height, width), channels, class_tokens = suites.stages()[stage]
+    rows, fan_in, fan_out = (images, height * width + class_tokens), inputs * channels, outputs * channels
+    shapes = enumerate(((*rows, fan_in), (fan_out, fan_in), (fan_out,), (*rows, fan_out)))
+    x, weight, bias, residual = (suites.randn(*shape, dtype=dtype, seed=i) for i, shape in shapes)
+    return x, weight / fan_in**0.5, bias, residual
+
+
+def linear_gelu(stage, dtype, images):
+    x, weight, bias, _ = linear_layer(stage, dtype, images, 1, 4)
+    return (x, weight, bias), lambda function, *tensors: function(*tensors, approximate="quick")
+
+
+def linear_add(stage, dtype, images):
+    return linear_layer(stage, dtype, images, 4, 1), lambda function, *tensors: function(*tensors)
+
+
+def linear_add_layer_norm(stage, dtype, images):
+    tensors = linear_layer(stage, dtype, images, 1, 1)
+    vectors = (suites.randn(len(tensors[2]), dtype=dtype, seed=i) for i in (4, 5))
+    return (*tensors, *vectors), lambda function, *tensors: function(*tensors)
+
+
+def layer_norm_mlp(stage, dtype, images):
+    x, *fc1, _ = linear_layer(stage, dtype, images, 1, 4)
+    _, *fc2, _ = linear_layer(stage, dtype, images, 4, 1)
+    vectors = (suites.randn(x.shape[2], dtype=dtype, seed=i) for i in (4, 5))
+    call = functools.partial(_call_by_keyword, approximate="quick")
+    return (x, *vectors, *fc1, *fc2), call
+
+
+def conv_linear(stage, dtype, images):
+    grid, channels, _ = suites.stages()[stage]
+    x, weight, bias, _ = linear_layer(stage, dtype, images, 1, 1)
+    taps = suites.randn(channels, 1, 3, 3, dtype=dtype, seed=4)
+    variance = suites.randn(channels, dtype=dtype, seed=5).abs() + 0.5
+
+    def call(function, x, weight, bias, taps, variance):
+        convs = [
+            ck.ConvBatchNorm(taps, bias, bias, bias, variance, stride=stride, padding=1)
+            for stride in (1, 2, 2)
+        ]
+        return function(x, grid, convs, [(weight, bias)] * 3)
+
+    return (x, weight, bias, taps, variance), call
+
+
+def conv_embedding(stage, dtype, images):
+    (height, width), channels, _ = suites.stages()[stage]
+    inputs, kernel_size, stride, padding = EMBEDDINGS[list(suites.stages()).index(stage) + 1]
+    image = suites.randn(images, inputs, height * stride, width * stride, dtype=dtype, seed=0)
+    if inputs > 3:
+        image = image.to(memory_format=torch.channels_last)
+    fan_in = inputs * kernel_size**2
+    weight = suites.randn(channels, inputs, kernel_size, kernel_size, dtype=dtype, seed=1) / fan_in**0.5
+    vectors = (suites.randn(channels, dtype=dtype, seed=i) for i in (2, 3, 4))
+    return (image, weight, *vectors), functools.partial(_call_by_keyword, stride=stride, padding=padding)
+
+
+def _call_by_keyword(function, *tensors, **settings):
+    return function(*tensors, **settings)
+
+
+CASES = [conv_embedding, conv_linear, linear_add_layer_norm, linear_gelu, linear_add, layer_norm_mlp]
+#: What a composition may take for its parts.
+PARTS = ("composed", "triton", "native", "reference")
+
+
+def contender(operator, name):
+    """Returns a contender, to be called as the public function is."""
+    if name != "composed":
+        return suites.implementation(operator, name)
+
+    def call(*args, **kwargs):
+        with ck.use_backend(*PARTS):
+            return getattr(ck, operator)(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
+@pytest.mark.parametrize("stage", suites.stages())
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(make, name) for make in CASES for name in suites.contenders(make.__name__)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_fused(benchmark, stage, dtype, make, name):
+    operator = make.__name__
+    leaves, call = make(stage, dtype, suites.batch())
+    ours, reference = (functools.partial(call, contender(operator, which)) for which in (name, "reference"))
+    outputs = suites.served(ours, leaves)
+    exact = suites.results(reference, [t.double() for t in leaves])
+    suites.check(outputs, suites.results(reference, leaves), exact, dtype)
+    suites.record(
+        benchmark,
+        lambda: suites.results(ours, leaves),
+        {
+            "suite": "fused",
+            "case": f"{operator}, {stage}, forward",
+            "contender": name,
+            "dtype": suites.short(dtype),
+            "batch": suites.batch(),
+        },
+        moved=sum(t.nbytes for t in (*leaves, *outputs)),
+    )
