@@ -90,9 +90,7 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     stages = find_stages(model)
     if not stages:
         raise ValueError(f"model: {type(model).__name__} has no whole stage of a CvT to freeze")
-    reasons = [
-        why_mismatched(stage, entry.block) or why_not_freezable(stage, entry) for _, stage, entry in stages
-    ]
+    reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
         raise ValueError(
             f"model: none of the {len(stages)} stages of {type(model).__name__} can be frozen; "

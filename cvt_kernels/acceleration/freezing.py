@@ -44,6 +44,11 @@ _PLAIN = frozenset(
 )
 
 
+#: The classes whose work a served stage does only where it expects them, and the names of upstream's.
+_WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm)
+_WORKING_NAMES = ("LayerScale", "QuickGELU")
+
+
 def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, StageEntry]]:
     """Returns path, stage and entry of every stage of a model, whether it can be frozen or not."""
     found = []
@@ -71,11 +76,15 @@ def _recognize(module: nn.Module) -> StageEntry | None:
 
 def why_not_freezable(stage: nn.Module, entry: StageEntry) -> str | None:
     """Says why a stage cannot be served as one as it is now; None if it can."""
-    reason = _why_other_modules(stage, entry)
+    reason = why_mismatched(stage, entry.block) or _why_other_modules(stage, entry)
     if reason is not None:
         return reason
     parts = entry.parts(stage)
-    return _why_parts_unsupported(parts) or _why_tensors_unsupported(stage, parts)
+    return (
+        _why_parts_unsupported(parts)
+        or _why_other_work(stage, parts)
+        or _why_tensors_unsupported(stage, parts)
+    )
 
 
 def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
@@ -95,6 +104,15 @@ def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
             return f"the forward of {path} is patched by {patch}"
         if (reason := why_must_be_called(module)) is not None:
             return f"{path} {reason}"
+    return None
+
+
+def _why_other_work(stage: nn.Module, parts: StageParts) -> str | None:
+    """Says which module within a stage does work that the served stage would not do; None if none does."""
+    known = set(parts.modules())
+    for path, module in stage.named_modules():
+        if module not in known and (isinstance(module, _WORKING) or type(module).__name__ in _WORKING_NAMES):
+            return f"{path} is a {type(module).__qualname__}, which upstream does not have there"
     return None
 
 

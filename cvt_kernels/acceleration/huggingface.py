@@ -180,6 +180,7 @@ def _block_parts(self: Any) -> BlockParts:
         norm2=self.layernorm_after,
         fc1=self.intermediate.dense,
         approximate=gelu_variant(self.intermediate.activation),
+        activation=self.intermediate.activation,
         fc2=self.output.dense,
     )
 

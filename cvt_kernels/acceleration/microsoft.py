@@ -166,6 +166,7 @@ def _block_parts(self: Any) -> BlockParts:
         norm2=self.norm2,
         fc1=self.mlp.fc1,
         approximate=gelu_variant(self.mlp.act),
+        activation=self.mlp.act,
         fc2=self.mlp.fc2,
     )
 

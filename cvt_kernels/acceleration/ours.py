@@ -52,8 +52,12 @@ def _block_parts(self: Any) -> BlockParts:
         fc1=self.mlp.fc1,
         approximate=self.mlp.approximate,
         fc2=self.mlp.fc2,
-        layer_scales=(getattr(self.ls1, "gamma", None), getattr(self.ls2, "gamma", None)),
+        layer_scales=(_layer_scale(self.ls1), _layer_scale(self.ls2)),
     )
+
+
+def _layer_scale(module: nn.Module) -> nn.Module | None:
+    return module if hasattr(module, "gamma") else None
 
 
 def _tokens_and_grid(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:

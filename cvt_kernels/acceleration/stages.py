@@ -51,7 +51,9 @@ class BlockParts(NamedTuple):
         proj: The linear layer after attention.
         fc1, fc2: Those of the MLP.
         approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        layer_scales: The factors (C,) on the two branches; None where there are none.
+        activation: The module of its GELU; None where it is none.
+        layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma``; None where
+            there are none.
     """
 
     norm1: nn.LayerNorm
@@ -64,7 +66,20 @@ class BlockParts(NamedTuple):
     fc1: nn.Linear
     approximate: str
     fc2: nn.Linear
-    layer_scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    activation: nn.Module | None = None
+    layer_scales: tuple[Any, Any] = (None, None)
+
+    def modules(self) -> list[nn.Module]:
+        """Returns the modules whose work a served block does."""
+        branches = (module for branch in self.branches for module in branch)
+        layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *self.layer_scales)
+        found = (self.norm1, self.norm2, *branches, *layers)
+        return [module for module in found if module is not None]
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the factors of the layer scales; None where there are none."""
+        first, second = (None if scale is None else scale.gamma for scale in self.layer_scales)
+        return first, second
 
 
 class StageParts(NamedTuple):
@@ -84,6 +99,11 @@ class StageParts(NamedTuple):
     class_token: Tensor | None
     blocks: Sequence[BlockParts]
 
+    def modules(self) -> list[nn.Module]:
+        """Returns the modules whose work a served stage does."""
+        own = (module for module in (self.conv, self.batch_norm, self.norm) if module is not None)
+        return [*own, *(module for block in self.blocks for module in block.modules())]
+
     def folded(self) -> list[Tensor]:
         """Returns the tensors of which the folded stage holds copies, or sums of them."""
         sources = [self.norm.bias, self.class_token]
@@ -92,8 +112,8 @@ class StageParts(NamedTuple):
             norm = self.batch_norm
             sources += [norm.weight, norm.bias, norm.running_mean, norm.running_var]
         for block in self.blocks:
-            sources += [block.proj.bias, block.fc2.bias, *block.layer_scales]
-            if any(scale is not None for scale in block.layer_scales):
+            sources += [block.proj.bias, block.fc2.bias, *block.factors()]
+            if any(factor is not None for factor in block.factors()):
                 sources += [block.proj.weight, block.fc2.weight]
         return [tensor for tensor in sources if tensor is not None]
 
@@ -181,8 +201,9 @@ def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:
 
 def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
     """Returns a block as it is served, and the biases that the stream must have before it."""
-    proj_weight, proj_bias = _scaled(block.proj, block.layer_scales[0])
-    fc2_weight, fc2_bias = _scaled(block.fc2, block.layer_scales[1])
+    proj_factors, fc2_factors = block.factors()
+    proj_weight, proj_bias = _scaled(block.proj, proj_factors)
+    fc2_weight, fc2_bias = _scaled(block.fc2, fc2_factors)
     if not _is_narrow(block) and fc2_bias is not None:
         due, fc2_bias = due + fc2_bias, None
     norm2_shift = -due

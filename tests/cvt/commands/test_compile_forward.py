@@ -28,8 +28,7 @@ def test_launches_of_a_forward(launches):
 def test_bytes_and_operations_of_a_forward(launches):
     microseconds = sum(launch.floor_microseconds(90) for launch in launches) / 256
     assert microseconds <= 25
-    # 4.53 GFLOP are the multiply-adds of an image that section 4 of the paper counts, without convolutions
-    # by depth, which are no matrix products.
+    # The paper counts 4.5 G multiply-adds for an image; depthwise convolutions are no matrix products.
     assert 2 * 4.3e9 < sum(launch.flops for launch in launches) / 256 < 2 * 4.7e9
 
 

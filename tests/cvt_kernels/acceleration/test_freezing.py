@@ -311,6 +311,25 @@ def test_a_stage_whose_modules_matter_runs_them(change, reason):
     assert reason in row.reason
 
 
+@pytest.mark.parametrize("place", ["pos_drop", "blocks.0.attn.proj_drop", "blocks.0.drop_path"])
+@pytest.mark.parametrize("module", [nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()], ids=repr)
+@pytest.mark.parametrize("make", [microsoft, ours])
+def test_work_in_another_place_is_done(make, module, place):
+    own = make().eval()
+    fused = frozen(own)
+    x = images()
+    served(fused, x)
+    for model in (own, fused):
+        stage = stages_of(model)[1]
+        parent, _, name = place.rpartition(".")
+        setattr(stage.get_submodule(parent), name, copy.deepcopy(module))
+    out, count = served(fused, x)
+    assert count == 2
+    assert relative(out, logits(own(x))) < 1e-5
+    reason = f"{place} is a {type(module).__name__}, which upstream does not have there"
+    assert rows_of_stages(fused)[1].reason == reason
+
+
 def test_a_hook_on_a_stage_fires_and_leaves_it_served():
     fused = frozen(ours())
     seen = []
