@@ -239,7 +239,14 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor,
         _linear_add_inplace_op(x, weight, bias, residual)
     else:
         linear_add_forward(x, weight, bias, residual, residual)
+        _tell_autograd(residual)
     return residual
+
+
+def _tell_autograd(written: Tensor) -> None:
+    """Counts a change that PyTorch does not see, so that a graph that has saved the tensor notices."""
+    if not written.is_inference():  # whose changes are not counted
+        torch.autograd.graph.increment_version(written)
 
 
 def linear_add_layer_norm(
@@ -276,4 +283,6 @@ def linear_add_layer_norm(
         h = residual
     y = torch.empty_like(residual, dtype=norm_dtype)
     linear_add_layer_norm_forward(x, weight, bias, residual, *norm, h, y)
+    if inplace:
+        _tell_autograd(h)
     return h, y

@@ -137,6 +137,20 @@ def test_tiles_that_only_begin_within_the_result_stay_within_it():
                 assert t[1:10].isfinite().all()
 
 
+@pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])
+def test_autograd_notices_what_is_written_in_place(operator):
+    x, weight, bias, residual = make_layer((2, 3), 16, 16, torch.float32)
+    stream = residual.clone()
+    product = weight.clone().requires_grad_() * stream[0, 0]  # saves the stream
+    with torch.no_grad(), ck.use_backend("triton"):
+        getattr(ck, operator)(x, weight, bias, stream, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode(), ck.use_backend("triton"):
+        stream = residual * 1
+        getattr(ck, operator)(x, weight, bias, stream, inplace=True)
+
+
 def test_in_place():
     for dtype, inputs in ((torch.bfloat16, 64), (torch.float32, 30)):
         x, weight, bias, residual = make_layer((2, 40), inputs, 96, dtype)
