@@ -16,7 +16,8 @@ from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.mlp import layer_norm_mlp
-from .reference import ConvBatchNorm
+from .ops.transformer_block import transformer_block
+from .reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 
 if TYPE_CHECKING:
     from .acceleration.verify import verify
@@ -28,6 +29,9 @@ __all__ = [
     "AttentionMap",
     "BackendUnavailable",
     "ConvBatchNorm",
+    "Linear",
+    "Norm",
+    "TransformerBlock",
     "__version__",
     "accelerate",
     "add_layer_norm",
@@ -51,6 +55,7 @@ __all__ = [
     "linear_gelu",
     "reference",
     "restore",
+    "transformer_block",
     "use_backend",
     "verify",
 ]

@@ -21,7 +21,7 @@ from . import machine
 
 #: Every backend. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of this package one after the
 #: other; from ``sdpa`` on, they are PyTorch's own.
-BACKENDS = ("triton", "native", "composed", "sdpa", "convolution", "float32", "reference")
+BACKENDS = ("triton", "native", "composed", "sdpa", "onednn", "convolution", "float32", "reference")
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
 
@@ -41,6 +41,7 @@ OPERATORS = (
     "layer_norm_mlp",
     "conv_linear",
     "conv_embedding",
+    "transformer_block",
 )
 
 

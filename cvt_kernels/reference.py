@@ -90,6 +90,55 @@ class ConvBatchNorm(NamedTuple):
         return height, width
 
 
+class Norm(NamedTuple):
+    """A LayerNorm over the last dimension.
+
+    Attributes:
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float = 1e-5
+
+
+class Linear(NamedTuple):
+    """A linear layer: weight ``(outputs, inputs)`` and bias ``(outputs,)``, or None for 0."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class TransformerBlock(NamedTuple):
+    """The parameters of a convolutional transformer block (Wu et al. 2021, section 3).
+
+    Attributes:
+        norm1: The LayerNorm before attention.
+        convs: The convolutional projections of Q, of K and of V, normalized by running statistics.
+        linears: The linear layers behind them.
+        num_heads: Heads of attention.
+        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
+        proj: The linear layer after attention.
+        norm2: The LayerNorm before the MLP.
+        fc1: The first linear layer of the MLP.
+        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
+        fc2: The second linear layer.
+    """
+
+    norm1: Norm
+    convs: tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm]
+    linears: tuple[Linear, Linear, Linear]
+    num_heads: int
+    scale: float | None
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    approximate: str
+    fc2: Linear
+
+
 def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
     """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""
     if not torch.compiler.is_compiling():
@@ -377,3 +426,19 @@ def conv_embedding(
     if class_token is None:
         return tokens
     return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+
+
+def transformer_block(
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool = False
+) -> Tensor:
+    """Computes y = x + proj(attention(conv_linear(norm1(x)))) and y + fc2(gelu(fc1(norm2(y)))).
+
+    The result takes the place of ``x`` if ``inplace``.
+    """
+    y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
+    heads = (t.unflatten(2, (block.num_heads, -1)) for t in conv_linear(y, grid, block.convs, block.linears))
+    y = attention(*heads, scale=block.scale).flatten(2)
+    y = x + F.linear(y, *block.proj)
+    norm2, fc1, fc2 = block.norm2, block.fc1, block.fc2
+    y = layer_norm_mlp(y, *norm2[:2], *fc1, *fc2, eps=norm2.eps, approximate=block.approximate)
+    return x.copy_(y) if inplace else y

@@ -46,9 +46,11 @@ def register_native(
     backends.register(operator, "native", implementation)
 
 
-def register_composed(operator: str, function: Callable[..., Any]) -> None:
+def register_composed(
+    operator: str, function: Callable[..., Any], devices: tuple[str, ...] = ("cuda",)
+) -> None:
     """Registers a function that computes an operator by others of this package, each by its own verdict."""
-    backends.register(operator, "composed", backends.Implementation(function, devices=("cuda",)))
+    backends.register(operator, "composed", backends.Implementation(function, devices=devices))
 
 
 def register_reference(operator: str) -> None:
