@@ -14,7 +14,7 @@ from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, geometry_of
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_add_layer_norm, linear_gelu
-from ..registration import images_within, register_composed, register_reference, size_class
+from ..registration import images_within, register_composed, register_native, register_reference, size_class
 
 _SAMPLE = 2**17  # elements
 
@@ -152,6 +152,7 @@ def _sample(
     return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
 
 
+register_native("transformer_block", __name__, forward_only=True)
 register_composed("transformer_block", _compose, devices=("cpu", "cuda"))
 register_reference("transformer_block")
 backends.describe("transformer_block", backends.Operator(_signature, _shape_class, _sample))
