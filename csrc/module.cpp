@@ -46,17 +46,26 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
       "float[] eps) -> Tensor[]");
 
-  // transformer_block/, on the CPU. The first two pack a weight (outputs, inputs), and a depthwise convolution with its
-  // BatchNorm, for this CPU. The third computes a block in the place of x, tokens as above: `packed` are the convolutions
-  // and the linear layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both
-  // LayerNorms and the biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V;
-  // `widths` are the channels of all heads, the hidden channels and the number of heads.
+  // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
+
+  // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
+  // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
+  // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
+  // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
+  // of all heads, the hidden channels and the number of heads.
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
       "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
       "int[] widths, float eps1, float eps2, float scale, str activation) -> ()");
+
+  // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
+  // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,
+  // kernel, kernel; vectors are float32.
+  m.def(
+      "conv_embedding_inference(Tensor image, Tensor packed, Tensor bias, Tensor norm_weight, Tensor norm_bias, "
+      "Tensor? class_token, int kernel, int stride, int padding, bool channels_last, float eps) -> Tensor");
 }
 
 PYBIND11_MODULE(_C, m) {

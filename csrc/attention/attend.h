@@ -11,8 +11,6 @@
 namespace cvt_kernels::attention {
 namespace {
 
-static_assert(kTile % kRows == 0);
-
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two, which would crowd a few sets of the cache
 constexpr int64_t kQueryStride = kMaxHeadDim + 16;
 
@@ -71,13 +69,6 @@ VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
   }
 }
 
-template <class A>
-VECTOR_INLINE A largest(Vector<A> x) {
-  A result = x.v[0];
-  for (int i = 1; i < x.lanes; i++) result = x.v[i] > result ? x.v[i] : result;
-  return result;
-}
-
 // The memory of one thread, divided into parts.
 template <class T, class A = Accumulator<T>, class P = Factor<T>>
 struct Scratch {
@@ -124,11 +115,8 @@ template <class T, class A = Accumulator<T>>
 void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scratch, T* out, int64_t out_stride) {
   using F = Vector<A>;
   const int64_t depth = ceil_div(call.head_dim, kDepth<T>), value_depth = ceil_div(call.keys, kDepth<T>);
-  const int64_t groups = ceil_div(rows, kRows);
-  for (int64_t row = 0; row < groups * kRows; row++) {  // those beyond the last query are multiplied too
-    Factor<T>* to = scratch.q + row * kQueryStride;
-    if (row < rows) pack_row<T>(q + row * call.q.token, call.head_dim, to);
-    else std::memset(to, 0, depth * sizeof(Factor<T>));
+  for (int64_t row = 0; row < rows; row++) {
+    pack_row<T>(q + row * call.q.token, call.head_dim, scratch.q + row * kQueryStride);
   }
   const A scale = static_cast<A>(call.scale * 1.4426950408889634);  // 1 / ln(2)
   Running<A> running[kTile];
@@ -138,12 +126,10 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
     const int64_t keys = at_most(block, call.keys - first);
     for_panels<A>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
       const Factor<T>* panel = scratch.k + (first + start) * depth;
-      for (int64_t group = 0; group < groups; group++) {
-        multiply_rows<kRows, vectors>(scratch.q + group * kRows * kQueryStride, kQueryStride, panel, depth,
-                                      scratch.scores + group * kRows * kScoreStride + start, kScoreStride, false);
-      }
+      multiply<vectors>(static_cast<const Factor<T>*>(scratch.q), kQueryStride, rows, panel, depth,
+                        scratch.scores + start, kScoreStride, false);
     });
-    for (int64_t row = 0; row < groups * kRows; row++) {
+    for (int64_t row = 0; row < rows; row++) {
       Factor<T>* probabilities = scratch.probabilities + row * kScoreStride;
       const A* scores = scratch.scores + row * kScoreStride;
       const A factor = soften<T>(scores, probabilities, keys, scale, first == 0, running[row]);
@@ -156,11 +142,8 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
     for_panels<A>(call.head_dim, [&](int64_t start, auto vectors) LAMBDA_INLINE {
       constexpr int width = vectors * F::lanes;
       const Factor<T>* panel = scratch.v + start * value_depth + first / kDepth<T> * width;
-      for (int64_t group = 0; group < groups; group++) {
-        multiply_rows<kRows, vectors>(scratch.probabilities + group * kRows * kScoreStride, kScoreStride, panel,
-                                      ceil_div(keys, kDepth<T>),
-                                      scratch.out + group * kRows * kQueryStride + start, kQueryStride, first > 0);
-      }
+      multiply<vectors>(static_cast<const Factor<T>*>(scratch.probabilities), kScoreStride, rows, panel,
+                        ceil_div(keys, kDepth<T>), scratch.out + start, kQueryStride, first > 0);
     });
   }
   for (int64_t row = 0; row < rows; row++) {

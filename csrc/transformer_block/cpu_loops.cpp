@@ -9,141 +9,16 @@
 #include "transformer_block/cpu_loops.h"
 
 #include "attention/attend.h"
-#include "common/product.h"
+#include "linear/layer_loops.h"
 #include "conv_projection/convolve.h"
-#include "layer_norm_gelu/moments.h"
 
 namespace cvt_kernels::transformer_block {
 namespace {
 
-using F = Vector<float>;
-constexpr int kLanes = F::lanes;
-constexpr int kColumns = kPanel<float>;
-
-// The type between the linear layers: pairs of bfloat16 where they are multiplied as such, else float.
-template <class T>
-using Element = std::conditional_t<kPaired<T>, BFloat16, float>;
-
-template <class G>
-void with_element(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operator refuses float64
-  }
-}
-
-// Rows of factors, of which the last is padded by zeros. The distance of rows is no power of two, which would crowd a few
-// sets of the cache.
-template <class E>
-int64_t stride_of(int64_t channels) {
-  return round_up(channels, kAlignment / sizeof(E)) + kAlignment / sizeof(E);
-}
-
-template <class E>
-const Factor<E>* factors(const E* row) {
-  return reinterpret_cast<const Factor<E>*>(row);
-}
-
-// Hands out the parts of a thread's memory; with none, it counts their bytes.
-class Parts {
- public:
-  explicit Parts(void* memory) : start_(static_cast<char*>(memory)) {}
-
-  template <class E>
-  E* take(int64_t count) {
-    E* part = start_ == nullptr ? nullptr : reinterpret_cast<E*>(start_ + size_);
-    size_ += round_up(count * sizeof(E), kAlignment);
-    return part;
-  }
-
-  int64_t size() const { return size_; }
-
- private:
-  char* start_;
-  int64_t size_ = 0;
-};
-
-// Linear layers -------------------------------------------------------------------------------------------
-
-// Packs a weight into panels (depth, outputs of the panel), with zeros beyond the last output.
-template <class T, class E = Element<T>>
-void pack_weight(const T* weight, int64_t stride, int64_t outputs, int64_t inputs, Factor<E>* out) {
-  const int64_t depth = ceil_div(inputs, kDepth<E>);
-  for_panels<float>(outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    constexpr int width = vectors * kLanes;
-    Factor<E>* panel = out + start * depth;
-    for (int lane = 0; lane < width; lane++) {
-      const T* row = start + lane < outputs ? weight + (start + lane) * stride : nullptr;
-      for (int64_t d = 0; d < depth; d++) {
-        Factor<E> factor = 0;
-        if constexpr (kPaired<T>) {
-          if (row != nullptr) factor = row[2 * d].bits;
-          if (row != nullptr && 2 * d + 1 < inputs) factor |= uint32_t{row[2 * d + 1].bits} << 16;
-        } else {
-          if (row != nullptr) factor = load(row + d);
-        }
-        panel[d * width + lane] = factor;
-      }
-    }
-  });
-}
-
-// Calls f(column, lanes) for the vectors of a panel, of which `left` columns are left.
-template <int vectors, class G>
-VECTOR_INLINE void for_columns(int64_t left, G f) {
-  for (int i = 0; i < vectors; i++) {
-    const int64_t column = i * kLanes;
-    if (column + kLanes <= left) f(column, Whole{});
-    else if (column < left) f(column, Part{left - column});
-  }
-}
-
-// Computes a linear layer on some rows of a, for its outputs from `begin` to `end`, which are the bounds of panels. Calls
-// f(row, output, sums, lanes) for each vector of results.
-template <class E, class G>
-VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows,
-                         float* tile, G f) {
-  const int64_t depth = ceil_div(linear.inputs, kDepth<E>), step = a_stride / kDepth<E>;
-  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
-  for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    start += begin;
-    multiply<vectors>(factors(a), step, rows, weight + start * depth, depth, tile, kColumns, false);
-    for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
-      const auto bias = load(linear.bias + start + column, lanes);
-      for (int64_t row = 0; row < rows; row++) {
-        f(row, start + column, load(tile + row * kColumns + column, Whole{}) + bias, lanes);
-      }
-    });
-  });
-}
-
-// LayerNorm -----------------------------------------------------------------------------------------------
-
-// Calls f(channel, normalized, lanes) for the vectors of a row of x; `copy` has room for it.
-template <class T, class G>
-VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, [[maybe_unused]] float* copy, G f) {
-  const float* row;
-  if constexpr (std::is_same_v<T, float>) {
-    row = x;
-  } else {
-    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(copy + c, load(x + c, lanes), lanes);
-    });
-    row = copy;
-  }
-  const auto of_row = layer_norm_gelu::statistics(row, channels);
-  const float rstd = 1 / std::sqrt(of_row.variance + norm.eps);
-  const F origin = of_row.origin, scale = rstd, shift = -of_row.shift * rstd;
-  for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F normal = (load(row + c, lanes) - origin) * scale + shift;
-    f(c, normal * load(norm.weight + c, lanes) + load(norm.bias + c, lanes), lanes);
-  });
-}
+using conv_projection::kMaxKernel;
 
 // The first step: queries, keys and values ----------------------------------------------------------------
 
-int64_t padded(int64_t channels) { return round_up(channels, kLanes); }
 int64_t plane_of(const Block& block) { return (block.width + 2 * block.margin) * kLanes; }
 int64_t row_size(const Block& block) { return (block.width + 2 * block.margin) * padded(block.channels); }
 
@@ -201,7 +76,7 @@ void hold(const Block& block, const T* x, Rows rows, const Projecting<Element<T>
 template <class E>
 void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, E* out) {
   const Branch& b = block.branches[branch];
-  const float* rows[conv_projection::kMaxKernel];
+  const float* rows[kMaxKernel];
   for (int64_t y = 0; y < b.kernel; y++) {
     const int64_t from = row * b.stride - b.padding + y * b.dilation;
     const bool inside = from >= 0 && from < block.height;
@@ -216,13 +91,6 @@ void convolve_row(const Block& block, int branch, int64_t row, Rows held, const 
   if (adjacent && b.stride == 1) run(conv_projection::Shape<3, 1>{});
   else if (adjacent && b.stride == 2) run(conv_projection::Shape<3, 2>{});
   else run(conv_projection::Shape<0, 0>{});
-}
-
-// The number after the last channel makes a pair with it.
-template <class E>
-void pad_rows(E* a, int64_t rows, int64_t stride, int64_t channels) {
-  if (channels % kDepth<E> == 0) return;
-  for (int64_t row = 0; row < rows; row++) a[row * stride + channels] = E{};
 }
 
 template <class T, class E = Element<T>>
@@ -389,22 +257,6 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
 
 // From the dtype of a call to the type of a template ------------------------------------------------------
 
-void pack(DType dtype, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, void* out) {
-  with_element(dtype, [&](auto type) {
-    using T = decltype(type);
-    pack_weight<T>(static_cast<const T*>(weight), stride, outputs, inputs, static_cast<Factor<Element<T>>*>(out));
-  });
-}
-
-int64_t packed_bytes(DType dtype, int64_t outputs, int64_t inputs) {
-  int64_t bytes = 0;
-  with_element(dtype, [&](auto type) {
-    using E = Element<decltype(type)>;
-    bytes = round_up(outputs, kLanes) * ceil_div(inputs, kDepth<E>) * sizeof(Factor<E>);
-  });
-  return bytes;
-}
-
 void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float* out) {
   with_element(dtype, [&](auto type) { conv_projection::pack<decltype(type)>(branch, 0, channels, out); });
 }
@@ -439,7 +291,7 @@ void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, voi
 
 }  // namespace
 
-const Kernels KERNELS{pack,          packed_bytes, pack_convolution, packed_convolution_size, element_bytes,
-                      project_bytes, project,      attend_bytes,     attend};
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, project_bytes,
+                      project,          attend_bytes,            attend};
 
 }  // namespace cvt_kernels::transformer_block

@@ -10,33 +10,18 @@
 #include "attention/cpu_loops.h"
 #include "common/half.h"
 #include "common/instruction_sets.h"
+#include "linear/layers.h"
 #include "conv_projection/cpu_loops.h"
 #include "layer_norm_gelu/activation.h"
 
 namespace cvt_kernels::transformer_block {
 
-using conv_projection::Branch;
 using attention::kMaxHeadDim;
+using conv_projection::Branch;
 using layer_norm_gelu::Activation;
 
-constexpr int64_t kTileRows = 112;        // the most rows that pass through the linear layers together
-constexpr int64_t kHidden = 512;          // the most hidden channels that are held for them
-constexpr int64_t kHeldBytes = 256 << 10; // of the normalized rows of a band, which stay in L2
-constexpr int64_t kAlignment = 64;        // of the parts of scratch, in bytes
-
-// A LayerNorm over the channels.
-struct Norm {
-  const float* weight;
-  const float* bias;
-  float eps;
-};
-
-// A linear layer, its weight packed.
-struct Linear {
-  const void* weight;
-  const float* bias;
-  int64_t inputs, outputs;
-};
+constexpr int64_t kHidden = 512;           // the most hidden channels that are held at once
+constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
 struct Block {
   void* x;  // (images, class_tokens + height · width, channels), where the result goes too
@@ -81,9 +66,6 @@ static inline Rows rows_of_band(const Block& block, int64_t band) {
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  // Packs a weight (outputs, inputs), whose rows lie `stride` apart, into packed_bytes(outputs, inputs).
-  void (*pack)(DType, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, void* out);
-  int64_t (*packed_bytes)(DType, int64_t outputs, int64_t inputs);
   // Packs a convolution and its BatchNorm into as many numbers as packed_convolution_size.
   void (*pack_convolution)(DType, const Branch&, int64_t channels, float* out);
   int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);

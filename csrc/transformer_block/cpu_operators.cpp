@@ -3,55 +3,30 @@
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 
-#include "common/cpu.h"
-#include "common/tensors.h"
-#include "common/workspace.h"
+#include "common/units.h"
+#include "linear/packed.h"
 #include "transformer_block/cpu_loops.h"
 
 namespace cvt_kernels::transformer_block {
 namespace {
 
 constexpr int64_t kProjectedBytes = 16 << 20;  // of queries, keys and values between the steps, if images are small
-constexpr int64_t kRounds = 8;                 // from so many units per thread on, they need not be shared evenly
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose(KERNEL_TABLES);
   return chosen;
 }
 
-int64_t threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
-
-DType dtype_of_block(const Tensor& x) {
-  const DType dtype = dtype_of(x);
-  STD_TORCH_CHECK(dtype != DType::float64, "x: expected float32, bfloat16 or float16");
-  return dtype;
-}
-
-// Packing -------------------------------------------------------------------------------------------------
-
-Tensor bytes_like(int64_t bytes, const Tensor& like) { return empty({bytes}, ScalarType::Byte, like); }
-
-// Packs the weight (outputs, inputs) of a linear layer.
-Tensor pack_linear(const Tensor& weight) {
-  const DType dtype = dtype_of_block(weight);
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) > 0, "weight: expected (outputs, inputs)");
-  const Tensor rows = weight.size(1) == 1 || weight.stride(1) == 1 ? weight : torch::stable::contiguous(weight);
-  const Tensor out = bytes_like(kernels().packed_bytes(dtype, weight.size(0), weight.size(1)), weight);
-  kernels().pack(dtype, rows.const_data_ptr(), rows.stride(0), rows.size(0), rows.size(1), out.mutable_data_ptr());
-  return out;
-}
-
 // Packs the weight (channels, 1, k, k) of a convolution with the scale, shift, mean and variance of its BatchNorm, which
 // are contiguous and of one dtype.
 Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor& shift, const Tensor& mean,
                         const Tensor& variance, double eps) {
-  const DType dtype = dtype_of_block(weight);
+  const DType dtype = linear::served_dtype("weight", weight);
   const int64_t channels = weight.size(0), kernel = weight.size(3);
   const Tensor taps = weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
   Branch branch{};
@@ -83,19 +58,6 @@ struct Arguments {
   const std::vector<int64_t>& geometry;
   const std::vector<int64_t>& widths;
 };
-
-const float* vector_of(const Tensor& tensor, int64_t size) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.dim() == 1 &&
-                      tensor.size(0) == size,
-                  "vectors: expected float32 of the channels of their layers");
-  return static_cast<const float*>(tensor.const_data_ptr());
-}
-
-Linear linear_of(DType dtype, const Tensor& packed, const Tensor& bias, int64_t outputs, int64_t inputs) {
-  STD_TORCH_CHECK(packed.numel() == kernels().packed_bytes(dtype, outputs, inputs) && packed.is_contiguous(),
-                  "packed: expected the weights of the block, packed on this machine in the dtype of x");
-  return {packed.const_data_ptr(), vector_of(bias, outputs), inputs, outputs};
-}
 
 Branch branch_of(const Block& block, const int64_t* geometry) {
   Branch branch{};
@@ -140,25 +102,16 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
                         packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
                     "packed: expected convolutions of the geometry");
     block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
-    block.linears[i] = linear_of(dtype, given.packed[3 + i], given.vectors[4 + i], projected, channels);
+    block.linears[i] = linear::layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], projected, channels);
   }
   STD_TORCH_CHECK(tokens_of(block, 0) == tokens_of(block) && tokens_of(block, 1) == tokens_of(block, 2),
                   "geometry: expected as many queries as tokens, and as many keys as values");
-  block.proj = linear_of(dtype, given.packed[6], given.vectors[7], channels, projected);
-  block.fc1 = linear_of(dtype, given.packed[7], given.vectors[8], hidden, channels);
-  block.fc2 = linear_of(dtype, given.packed[8], given.vectors[9], channels, hidden);
-  block.norm1 = {vector_of(given.vectors[0], channels), vector_of(given.vectors[1], channels), 0};
-  block.norm2 = {vector_of(given.vectors[2], channels), vector_of(given.vectors[3], channels), 0};
+  block.proj = linear::layer_of(dtype, given.packed[6], given.vectors[7], channels, projected);
+  block.fc1 = linear::layer_of(dtype, given.packed[7], given.vectors[8], hidden, channels);
+  block.fc2 = linear::layer_of(dtype, given.packed[8], given.vectors[9], channels, hidden);
+  block.norm1 = {linear::vector_of("vectors", given.vectors[0], channels), linear::vector_of("vectors", given.vectors[1], channels), 0};
+  block.norm2 = {linear::vector_of("vectors", given.vectors[2], channels), linear::vector_of("vectors", given.vectors[3], channels), 0};
   return block;
-}
-
-// As many parts of an image as needed, or a few more, so that all threads have the same number of units.
-int64_t balanced(int64_t images, int64_t parts, int64_t most) {
-  for (int64_t count = parts; count <= std::min(most, parts + threads()); count++) {
-    if (images * count >= kRounds * threads()) break;
-    if (images * count % threads() == 0) return count;
-  }
-  return parts;
 }
 
 // The bytes of the rows that the largest band holds.
@@ -178,23 +131,6 @@ void plan(Block& block) {
   block.bands = balanced(block.images, block.bands, block.height);
   const int64_t tokens = tokens_of(block);
   block.tiles = balanced(block.images, (tokens + kTileRows - 1) / kTileRows, tokens);
-}
-
-// Calls f(unit, previous, scratch) for all units, which threads take as they come.
-template <class F>
-void for_units(int64_t units, int64_t bytes, const F& f) {
-  const int64_t count = std::min(threads(), units);
-  bytes = (bytes + 4095) / 4096 * 4096;
-  const Workspace scratch(count * bytes);
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; thread++) {
-      int64_t previous = -1;
-      for (int64_t unit = next++; unit < units; previous = unit, unit = next++) {
-        f(unit, previous, scratch.data() + thread * bytes);
-      }
-    }
-  });
 }
 
 // Serves some images, whose queries, keys and values find room in `projected`.
@@ -223,7 +159,7 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
                        const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
                        const std::vector<int64_t>& widths, double eps1, double eps2, double scale,
                        const std::string& activation) {
-  const DType dtype = dtype_of_block(x);
+  const DType dtype = linear::served_dtype("x", x);
   Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths});
   block.norm1.eps = static_cast<float>(eps1);
   block.norm2.eps = static_cast<float>(eps2);
@@ -247,7 +183,6 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
 }  // namespace cvt_kernels::transformer_block
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("pack_linear", TORCH_BOX(&cvt_kernels::transformer_block::pack_linear));
   m.impl("pack_convolution", TORCH_BOX(&cvt_kernels::transformer_block::pack_convolution));
   m.impl("transformer_block_", TORCH_BOX(&cvt_kernels::transformer_block::transformer_block));
 }
