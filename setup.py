@@ -43,7 +43,9 @@ INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     AVX2 = "-mavx2 -mfma -mf16c"
     AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": f"{AVX512} -mavx512bf16"}
+    AVX512_BF16 = f"{AVX512} -mavx512bf16"
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16}
+    INSTRUCTION_SETS["amx_bf16"] = f"{AVX512_BF16} -mamx-tile -mamx-bf16"
 
 # Elements of the CUDA kernels, each compiled by a process of its own.
 CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}

@@ -14,6 +14,7 @@ const T* at(const Strided& tensor, int64_t image, int64_t head) {
 template <class T>
 void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory) {
   const Scratch<T> scratch = divide<T>(call, memory);
+  const TileUse tile_use;
   const int64_t tiles = tiles_of(call.queries);
   int64_t packed = -1;
   for (; begin < end; begin++) {

@@ -2,6 +2,12 @@
 // only: the loops themselves must not include it, since the linker would merge what they share.
 #pragma once
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -14,6 +20,17 @@
 
 namespace cvt_kernels {
 
+#ifdef __x86_64__
+// Whether the CPU multiplies tiles of bfloat16 and Linux lets this process use them, which it does on request.
+inline bool has_tiles() {
+  unsigned int eax, ebx, ecx, edx;
+  constexpr unsigned int kFlags = 1u << 24 | 1u << 22;  // AMX-TILE and AMX-BF16, which GCC 12 has no names for
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kFlags) != kFlags) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 // The latest instruction set that this CPU has, or the one that CVT_KERNELS_CPU asks for.
 inline InstructionSet find_instruction_set() {
   const char* requested = std::getenv("CVT_KERNELS_CPU");
@@ -24,12 +41,13 @@ inline InstructionSet find_instruction_set() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && (name.empty() || name == "amx_bf16") && has_tiles()) return InstructionSet::amx_bf16;
   if (bf16 && (name.empty() || name == "avx512_bf16")) return InstructionSet::avx512_bf16;
   if (avx512 && (name.empty() || name == "avx512")) return InstructionSet::avx512;
   if (avx2 && (name.empty() || name == "avx2")) return InstructionSet::avx2;
 #endif
   STD_TORCH_CHECK(name.empty() || name == "plain", "CVT_KERNELS_CPU: got '", name,
-                  "', expected plain, or avx2, avx512 or avx512_bf16 on a CPU that has it");
+                  "', expected plain, or avx2, avx512, avx512_bf16 or amx_bf16 on a CPU that has it");
   return InstructionSet::plain;
 }
 

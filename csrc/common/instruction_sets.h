@@ -4,13 +4,14 @@
 
 namespace cvt_kernels {
 
-enum class InstructionSet { plain, avx2, avx512, avx512_bf16 };
+enum class InstructionSet { plain, avx2, avx512, avx512_bf16, amx_bf16 };
 
 // DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
 // InstructionSet. Where there is no x86-64, there is only the first.
 #ifdef __x86_64__
-#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
-#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}
+#define DECLARE_KERNEL_TABLES \
+  extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx_bf16
+#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
 #else
 #define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain
 #define KERNEL_TABLES {&kernels_plain}

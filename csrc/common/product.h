@@ -2,15 +2,17 @@
 // functions of vector.h, on which they build.
 //
 // The left factor lies by rows; the right one is packed, two vectors wide, so that it is read from end to end. Where the
-// CPU multiplies pairs of bfloat16 and adds both products, a factor is a pair of numbers along the axis of the sum.
+// CPU multiplies pairs of bfloat16 and adds both products, a factor is a pair of numbers along the axis of the sum. Sixteen
+// rows of a packed panel of pairs are what AMX wants as a tile.
 #pragma once
 
+#include "common/tiles.h"
 #include "common/vector.h"
 
 namespace cvt_kernels {
 namespace {
 
-#if defined __AVX512BF16__ || defined KERNELS_PAIRS  // the latter for tests on machines without such an instruction
+#if defined __AVX512BF16__ || defined KERNELS_PAIRS || defined KERNELS_TILES  // the latter two for tests
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
@@ -86,14 +88,86 @@ Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row
   return table[rows - 1];
 }
 
+// Adds the products of up to 2 × 2 tiles, whose sums are tiles 0 to 3. The second left one lies `second` pairs behind the
+// first, the second right one beside it. Where one tile serves for two factors, it is loaded anew for each.
+template <int rows, int vectors, int left, int next_left, int right, int next_right>
+[[gnu::always_inline]] inline void add_products(const Pair* a, int64_t a_stride, int64_t second, const Pair* b) {
+  constexpr int64_t pair = sizeof(Pair), b_stride = vectors * kTileSide * pair;
+  load_tile<right>(b, b_stride);
+  load_tile<left>(a, a_stride * pair);
+  multiply_tile<0, left, right>();
+  if constexpr (vectors == 2) {
+    load_tile<next_right>(b + kTileSide, b_stride);
+    multiply_tile<1, left, next_right>();
+  }
+  if constexpr (rows == 2) {
+    load_tile<next_left>(a + second, a_stride * pair);
+    if constexpr (vectors == 2) multiply_tile<3, next_left, next_right>();
+    if constexpr (vectors == 2 && right == next_right) load_tile<right>(b, b_stride);
+    multiply_tile<2, next_left, right>();
+  }
+}
+
+// multiply_rows for one or two tiles of rows, the second of which may overlap the first: it begins with the row `second`.
+// Tiles 5 and 7 are as deep as the others where `alike`, else as deep as what is left after whole tiles.
+template <int rows, int vectors, bool alike>
+void multiply_tiles(const Pair* a, int64_t a_stride, int64_t second, const Pair* b, int64_t depth, float* c,
+                    int64_t c_stride, bool adds) {
+  const int64_t bytes = c_stride * sizeof(float), a_second = second * a_stride;
+  float* c_second = c + second * c_stride;
+  if (adds) {
+    load_tile<0>(c, bytes);
+    if constexpr (vectors == 2) load_tile<1>(c + kTileSide, bytes);
+    if constexpr (rows == 2) load_tile<2>(c_second, bytes);
+    if constexpr (rows == 2 && vectors == 2) load_tile<3>(c_second + kTileSide, bytes);
+  } else {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  }
+  constexpr int64_t b_step = kTileSide * vectors * kTileSide;
+  for (int64_t steps = depth / kTileSide; steps > 0; steps--, a += kTileSide, b += b_step) {
+    add_products<rows, vectors, 4, alike ? 5 : 4, 6, alike ? 7 : 6>(a, a_stride, a_second, b);
+  }
+  if (!alike && depth % kTileSide > 0) add_products<rows, vectors, 5, 5, 7, 7>(a, a_stride, a_second, b);
+  store_tile<0>(c, bytes);
+  if constexpr (vectors == 2) store_tile<1>(c + kTileSide, bytes);
+  if constexpr (rows == 2) store_tile<2>(c_second, bytes);
+  if constexpr (rows == 2 && vectors == 2) store_tile<3>(c_second + kTileSide, bytes);
+}
+
+// Configures tiles for a product, if those that are configured do not serve. A product of few steps is done before tiles
+// that would serve it better are configured. Returns whether tiles 5 and 7 are as deep as the others.
+inline bool shape_tiles(int64_t rows, int64_t depth) {
+  constexpr int64_t few = 4 * kTileSide;
+  const TileUse::Shape now = TileUse::current;
+  const int height = rows < kTileSide ? static_cast<int>(rows) : kTileSide, rest = static_cast<int>(depth % kTileSide);
+  const bool serves = rest > 0 ? now.rest == rest : now.rest == kTileSide || depth <= few;
+  if (now.rows != height || !serves) TileUse::configure({height, rest > 0 ? rest : kTileSide});
+  return TileUse::current.rest == kTileSide;
+}
+
 // The same for any number of rows, in groups of about the same size.
 template <int vectors, class P, class A>
 void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds) {
-  const int64_t groups = ceil_div(rows, kRows);
-  for (int64_t group = 0; group < groups; group++) {
-    const int64_t first = group * rows / groups, size = (group + 1) * rows / groups - first;
-    multiply_of<vectors, P, A>(size, std::make_integer_sequence<int, kRows>{})(
-        a + first * a_stride, a_stride, b, depth, c + first * c_stride, c_stride, adds);
+  const auto for_groups = [&](int64_t most, auto run) {
+    const int64_t groups = ceil_div(rows, most);
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t first = group * rows / groups;
+      run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride);
+    }
+  };
+  if constexpr (kTiles && std::is_same_v<P, Pair>) {
+    // Two tiles that overlap serve 16 to 32 rows: every row goes through the same instructions, however many there are.
+    const bool alike = shape_tiles(rows, depth);
+    const auto two = alike ? multiply_tiles<2, vectors, true> : multiply_tiles<2, vectors, false>;
+    const auto one = alike ? multiply_tiles<1, vectors, true> : multiply_tiles<1, vectors, false>;
+    for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group) {
+      (size > kTileSide ? two : one)(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
+    });
+  } else {
+    for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group) {
+      const auto run = multiply_of<vectors, P, A>(size, std::make_integer_sequence<int, kRows>{});
+      run(a_group, a_stride, b, depth, c_group, c_stride, adds);
+    });
   }
 }
 

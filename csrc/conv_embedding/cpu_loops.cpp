@@ -83,6 +83,7 @@ void gather(const Embedding& call, const T* image, int64_t token, E* to) {
 
 template <class T, class E = Element<T>>
 void embed_tile(const Embedding& call, int64_t unit, void* memory) {
+  const TileUse tile_use;
   Parts parts(memory);
   const Scratch<E> scratch(call, parts);
   const int64_t image = unit / call.tiles, tile = unit % call.tiles, tokens = call.out_height * call.out_width;

@@ -95,6 +95,7 @@ void convolve_row(const Block& block, int branch, int64_t row, Rows held, const 
 
 template <class T, class E = Element<T>>
 void project_band(const Block& block, int64_t unit, void* memory) {
+  const TileUse tile_use;
   Parts parts(memory);
   const Projecting<E> scratch(block, parts);
   const int64_t image = unit / block.bands, band = unit % block.bands, stride = stride_of<E>(block.channels);
@@ -231,6 +232,7 @@ void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x
 
 template <class T, class E = Element<T>>
 void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
+  const TileUse tile_use;
   Parts parts(memory);
   const Attending<E> scratch(block, parts);
   const int64_t image = unit / block.tiles, tile = unit % block.tiles, tokens = tokens_of(block);

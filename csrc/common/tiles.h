@@ -1,0 +1,182 @@
+// The tiles of AMX: registers of 16 rows of 64 bytes, and the instruction that multiplies them. They have internal linkage,
+// as the functions of vector.h.
+//
+// Where the file is compiled without AMX, plain functions take the place of the instructions, for tests (KERNELS_TILES).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace cvt_kernels {
+namespace {
+
+#if defined __AMX_BF16__ || defined KERNELS_TILES
+constexpr bool kTiles = true;
+#else
+constexpr bool kTiles = false;
+#endif
+
+constexpr int kTileSide = 16;  // the most rows of a tile, and numbers of 32 bits in a row
+
+// What LDTILECFG reads.
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+
+#ifdef __AMX_BF16__
+
+// GCC 12 does not say of its intrinsics that they read memory.
+
+inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config) : "memory"); }
+
+inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
+
+template <int tile>
+[[gnu::always_inline]] inline void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(tile));
+}
+
+template <int tile>
+[[gnu::always_inline]] inline void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
+}
+
+template <int tile>
+[[gnu::always_inline]] inline void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
+}
+
+// Adds the product of a by rows, of pairs of bfloat16, and b, whose rows are pairs of rows, to the tile `sums` of float.
+template <int sums, int a, int b>
+[[gnu::always_inline]] inline void multiply_tile() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+}
+
+#else
+
+// The tiles of a thread. An instruction that the CPU would refuse ends the program.
+struct EmulatedTiles {
+  TileConfig config;
+  uint32_t data[8][kTileSide][kTileSide];
+
+  int columns(int tile) const {
+    expect(config.palette == 1 && config.rows[tile] > 0);
+    return config.row_bytes[tile] / 4;
+  }
+
+  static void expect(bool condition) {
+    if (!condition) std::abort();
+  }
+};
+
+inline thread_local EmulatedTiles emulated{};
+
+inline void configure_tiles(const TileConfig& config) {
+  emulated = {};
+  emulated.config = config;
+  for (int tile = 0; tile < 8; tile++) {
+    EmulatedTiles::expect(config.rows[tile] <= kTileSide && config.row_bytes[tile] <= 4 * kTileSide);
+    EmulatedTiles::expect((config.rows[tile] == 0) == (config.row_bytes[tile] == 0));
+  }
+}
+
+inline void release_tiles() { emulated = {}; }
+
+template <int tile>
+void zero_tile() {
+  emulated.columns(tile);
+  std::memset(emulated.data[tile], 0, sizeof emulated.data[tile]);
+}
+
+template <int tile>
+void load_tile(const void* from, int64_t stride) {
+  const int bytes = emulated.columns(tile) * 4;
+  std::memset(emulated.data[tile], 0, sizeof emulated.data[tile]);
+  for (int row = 0; row < emulated.config.rows[tile]; row++) {
+    std::memcpy(emulated.data[tile][row], static_cast<const char*>(from) + row * stride, bytes);
+  }
+}
+
+template <int tile>
+void store_tile(void* to, int64_t stride) {
+  const int bytes = emulated.columns(tile) * 4;
+  for (int row = 0; row < emulated.config.rows[tile]; row++) {
+    std::memcpy(static_cast<char*>(to) + row * stride, emulated.data[tile][row], bytes);
+  }
+}
+
+inline float without_subnormals(float x) { return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
+inline float emulated_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return without_subnormals(x);
+}
+
+// The first numbers of the pairs and the second ones have a sum each, which are then added to each other.
+template <int sums, int a, int b>
+void multiply_tile() {
+  const int depth = emulated.columns(a), columns = emulated.columns(sums), rows = emulated.config.rows[sums];
+  EmulatedTiles::expect(emulated.config.rows[a] == rows && emulated.config.rows[b] == depth &&
+                        emulated.columns(b) == columns);
+  for (int row = 0; row < rows; row++) {
+    for (int column = 0; column < columns; column++) {
+      float first = 0, second = 0;
+      for (int d = 0; d < depth; d++) {
+        const uint32_t left = emulated.data[a][row][d], right = emulated.data[b][d][column];
+        first = without_subnormals(std::fma(emulated_float(left << 16), emulated_float(right << 16), first));
+        second = without_subnormals(
+            std::fma(emulated_float(left & 0xffff0000u), emulated_float(right & 0xffff0000u), second));
+      }
+      const float product = without_subnormals(first + second);
+      const float sum = without_subnormals(emulated_float(emulated.data[sums][row][column]) + product);
+      std::memcpy(&emulated.data[sums][row][column], &sum, sizeof sum);
+    }
+  }
+}
+
+#endif
+
+// Lets the functions of this thread use tiles while it lives. Other code on the thread may have left tiles configured, and
+// finds none configured afterwards: tiles that are in use cost a switch of threads 8 KiB, and the CPU its deepest sleep.
+class TileUse {
+ public:
+  TileUse() {
+    if constexpr (kTiles) current = {};
+  }
+  ~TileUse() {
+    if constexpr (kTiles) {
+      if (current.rows > 0) release_tiles();
+      current = {};
+    }
+  }
+  TileUse(const TileUse&) = delete;
+  TileUse& operator=(const TileUse&) = delete;
+
+  // Tiles 0 to 3 are sums, 4 and 5 are left factors, 6 and 7 right ones. Sums and left factors have `rows` rows; tiles 5
+  // and 7 are `rest` pairs deep, the others 16.
+  struct Shape {
+    int rows, rest;
+  };
+
+  // Takes tens to hundreds of cycles.
+  static void configure(Shape shape) {
+    TileConfig config{};
+    config.palette = 1;
+    for (int tile = 0; tile < 8; tile++) {
+      config.row_bytes[tile] = tile == 5 ? shape.rest * 4 : kTileSide * 4;
+      config.rows[tile] = tile < 6 ? shape.rows : tile == 7 ? shape.rest : kTileSide;
+    }
+    configure_tiles(config);
+    current = shape;
+  }
+
+  inline static thread_local Shape current{};  // of no rows while no tiles are configured
+};
+
+}  // namespace
+}  // namespace cvt_kernels
