@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import checks, machine
+from .. import packing
 from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 
 machine.load_extension()
@@ -101,15 +102,14 @@ def _wide(vector: Tensor) -> Tensor:
     return vector.detach().float().contiguous()
 
 
-def transformer_block(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
-) -> Tensor:
+def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     scale = block.scale
     if scale is None:
         scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
     eps = block.norm1.eps, block.norm2.eps
+    packed = packing.packed(block.fc1.weight, "native", lambda: _pack(block), _tensors_of(block))
     if out.numel():
-        _ops.transformer_block_.default(out, *grid, *_pack(block), *eps, scale, block.approximate)
+        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
     return out
