@@ -17,6 +17,7 @@ from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, la
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.mlp import layer_norm_mlp
 from .ops.transformer_block import transformer_block
+from .ops.transformer_block.packing import release_memory
 from .reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ __all__ = [
     "linear_add_layer_norm",
     "linear_gelu",
     "reference",
+    "release_memory",
     "restore",
     "transformer_block",
     "use_backend",
