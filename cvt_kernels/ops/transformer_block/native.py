@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import checks, machine
 from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from .. import packing
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -32,7 +33,7 @@ def why_unsupported(
         return "serves float32, bfloat16 and float16"
     if checks.autocast_enabled(x):
         return "is not for autocast: convert the model to bfloat16 instead"
-    if checks.wants_gradient(x, *_tensors_of(block)):
+    if checks.wants_gradient(x, *block.tensors()):
         return "has no gradients"
     if any(conv.running_mean is None for conv in block.convs):
         return "normalizes by running statistics only"
@@ -45,12 +46,6 @@ def why_unsupported(
     if head_dim > _MAX_HEAD_DIM:
         return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"
     return None
-
-
-def _tensors_of(block: TransformerBlock) -> list[Tensor | None]:
-    layers = (*block.linears, block.proj, block.fc1, block.fc2, block.norm1, block.norm2)
-    tensors = [tensor for layer in layers for tensor in layer[:2]]
-    return tensors + [tensor for conv in block.convs for tensor in conv[:5]]
 
 
 class _Packed(NamedTuple):
@@ -101,15 +96,14 @@ def _wide(vector: Tensor) -> Tensor:
     return vector.detach().float().contiguous()
 
 
-def transformer_block(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
-) -> Tensor:
+def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     scale = block.scale
     if scale is None:
         scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
     eps = block.norm1.eps, block.norm2.eps
+    packed = packing.packed(block.fc1.weight, "native", lambda: _pack(block), block.tensors())
     if out.numel():
-        _ops.transformer_block_.default(out, *grid, *_pack(block), *eps, scale, block.approximate)
+        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
     return out
