@@ -47,10 +47,19 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
+#: Parametrizes by the values of CVT_KERNELS_CPU, all of which matter where there are products of matrices.
+every_instruction_set = pytest.mark.parametrize(
+    "name", ["plain", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
+)
+
+
 def instruction_sets_here() -> tuple[str, ...]:
     """Returns the values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512")}.get(capability, ())
+    if capability != "AVX512":
+        return ("avx2",) if capability == "AVX2" else ()
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return "avx2", "avx512", *(name for name in ("avx512_bf16", "amx_bf16") if name in flags)
 
 
 def run_on_instruction_set(name: str, code: str) -> None:
@@ -65,9 +74,14 @@ def run_on_instruction_set(name: str, code: str) -> None:
 
 
 def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
-    """Runs tests/csrc/<family>_sanitized.cpp on the family's CPU loops, with AddressSanitizer and UBSan."""
+    """Runs tests/csrc/<family>_sanitized.cpp on CPU loops, with AddressSanitizer and UBSan.
+
+    The loops are those of the families whose ``cpu_loops.h`` it includes.
+    """
     root, program = Path(__file__).parents[1], scratch / "sanitized"
-    sources = [root / f"csrc/{family}/cpu_loops.cpp", root / f"tests/csrc/{family}_sanitized.cpp"]
+    test = root / f"tests/csrc/{family}_sanitized.cpp"
+    families = re.findall(r'^#include "(\w+)/cpu_loops.h"$', test.read_text(encoding="utf-8"), re.MULTILINE)
+    sources = [test, *(root / f"csrc/{name}/cpu_loops.cpp" for name in families)]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
     files = ["-I", root / "csrc", *sources, "-o", program]

@@ -157,7 +157,7 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
   };
   if constexpr (kTiles && std::is_same_v<P, Pair>) {
     // Two tiles that overlap serve 16 to 32 rows: every row goes through the same instructions, however many there are.
-    const bool alike = shape_tiles(rows, depth);
+    const bool alike = rows > 0 && shape_tiles(rows, depth);
     const auto two = alike ? multiply_tiles<2, vectors, true> : multiply_tiles<2, vectors, false>;
     const auto one = alike ? multiply_tiles<1, vectors, true> : multiply_tiles<1, vectors, false>;
     for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group) {

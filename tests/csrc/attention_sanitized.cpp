@@ -1,29 +1,11 @@
 // Runs the loops of csrc/attention/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data does,
 // and compares them with the formula. tests/checks.py compiles both with AddressSanitizer and UBSan.
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <new>
-#include <vector>
-
 #include "attention/cpu_loops.h"
+#include "sanitized.h"
 
 using namespace cvt_kernels;
+using namespace sanitized;
 using attention::Forward;
-
-uint32_t state = 1;
-
-double random_number() {  // in [-2, 2)
-  state = state * 1664525u + 1013904223u;
-  return state / 1073741824.0 - 2;
-}
-
-template <class T>
-std::vector<T> random_buffer(int64_t size) {
-  std::vector<T> made(size);
-  for (T& x : made) store(&x, static_cast<Accumulator<T>>(random_number()));
-  return made;
-}
 
 template <class T>
 double number(const attention::Strided& t, int64_t image, int64_t token, int64_t head, int64_t channel) {
@@ -49,12 +31,7 @@ void compare(const Forward& call, const std::vector<T>& out, double tolerance) {
       for (int64_t key = 0; key < call.keys; key++) {
         expected += weights[key] / total * number<T>(call.v, image, key, head, d);
       }
-      const double actual = load(&out[row * call.head_dim + d]);
-      if (!(std::abs(actual - expected) <= tolerance)) {
-        std::printf("%lld×%lld×%lld: got %g, expected %g\n", static_cast<long long>(call.queries),
-                    static_cast<long long>(call.keys), static_cast<long long>(call.head_dim), actual, expected);
-        std::exit(1);
-      }
+      expect_close("a channel", load(&out[row * call.head_dim + d]), expected, tolerance);
     }
   }
 }
@@ -75,12 +52,10 @@ void run(DType dtype, double tolerance, int64_t queries, int64_t keys, int64_t h
                      .head_dim = head_dim,
                      .scale = queries % 2 == 0 ? 0.3 : -0.3,
                      .out = out.data()};
-  const auto alignment = std::align_val_t(attention::kAlignment);
-  void* scratch = ::operator new(attention::KERNELS.scratch_bytes(dtype, call), alignment);
+  const Memory scratch = memory(attention::KERNELS.scratch_bytes(dtype, call));
   const int64_t tiles = batch * heads * attention::tiles_of(queries);
-  attention::KERNELS.forward(dtype, call, 0, 1, scratch);
-  attention::KERNELS.forward(dtype, call, 1, tiles, scratch);
-  ::operator delete(scratch, alignment);
+  attention::KERNELS.forward(dtype, call, 0, 1, scratch.get());
+  attention::KERNELS.forward(dtype, call, 1, tiles, scratch.get());
   compare(call, out, tolerance);
 }
 

@@ -1,7 +1,6 @@
 """The build of the extension by setup.py, and its messages where it cannot build."""
 
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import setuptools
 
 import cvt_kernels as ck
 from cvt_kernels import machine, toolkit
-from tests.checks import not_built
+from tests.checks import compiler, not_built
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,11 +144,18 @@ def test_every_source_of_csrc_is_compiled(tmp_path, setup):
     assert link.inputs == [str(step.output) for step in objects]
 
 
-def test_a_source_includes_headers_of_its_folder_and_of_common_only(setup):
-    """Hence these are all that it has to be compiled again for."""
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+def test_a_source_is_compiled_again_for_the_headers_that_the_compiler_reads(setup):
+    loops = sorted(Path("csrc").glob("*/cpu_loops.cpp"))
+    command = [*compiler(), "-std=c++20", "-MM", "-I", "csrc", *map(str, loops)]
+    rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    read = [set(rule.split()[1:]) for rule in rules.replace("\\\n", " ").splitlines()]
+    assert read == [{str(loop), *map(str, setup["headers_of"](loop))} for loop in loops]
+
+
+def test_every_included_header_exists(setup):
     for source in map(Path, setup["SOURCES"] + setup["HEADERS"]):
-        included = re.findall(r'^#include "(.*)"$', source.read_text(), re.MULTILINE)
-        assert {f"csrc/{name}" for name in included} <= set(setup["headers_of"](source)), source
+        assert all(header.exists() for header in setup["headers_of"](source)), source
 
 
 @pytest.mark.usefixtures("_reload")

@@ -12,6 +12,7 @@ from cvt_kernels import machine, reference
 from tests.checks import (
     assert_accurate,
     compiler,
+    every_instruction_set,
     instruction_sets_here,
     not_built,
     recorded_operators,
@@ -210,7 +211,7 @@ with ck.use_backend("native"):
 """
 
 
-@pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
+@every_instruction_set
 def test_other_instruction_sets(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
@@ -219,7 +220,7 @@ WIDE = "-DKERNELS_VECTOR_BYTES=64"  # the loops of AVX-512, without its instruct
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("flags", ["", "-mavx2 -mfma -mf16c -DKERNELS_PAIRS", f"{WIDE} -DKERNELS_PAIRS"])
+@pytest.mark.parametrize("flags", ["", "-mavx2 -mfma -mf16c -DKERNELS_PAIRS", f"{WIDE} -DKERNELS_TILES"])
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
     if "avx2" in flags and "avx2" not in instruction_sets_here():
         pytest.skip("this CPU has no avx2")

@@ -1,0 +1,243 @@
+// Runs the loops of csrc/transformer_block/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
+// does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
+#include <algorithm>
+
+#include "linear/cpu_loops.h"
+#include "sanitized.h"
+#include "transformer_block/cpu_loops.h"
+
+using namespace cvt_kernels;
+using namespace sanitized;
+using transformer_block::Activation;
+using transformer_block::Block;
+using transformer_block::Branch;
+using transformer_block::tokens_of;
+
+struct Geometry {
+  int64_t kernel, stride, padding, dilation;
+};
+
+struct Sizes {
+  int64_t height, width, class_tokens, channels, heads, head_dim, hidden, bands, tiles;
+  Geometry queries, keys;
+  Activation activation;
+};
+
+using Rows = std::vector<std::vector<double>>;
+
+template <class T>
+Rows rows_of(const T* data, int64_t rows, int64_t columns) {
+  Rows made(rows, std::vector<double>(columns));
+  for (auto& row : made) {
+    for (double& x : row) x = load(data++);
+  }
+  return made;
+}
+
+// A linear layer with random parameters.
+template <class T>
+struct RandomLinear {
+  std::vector<T> weight;
+  std::vector<float> bias;
+  Memory packed;
+  Linear linear;
+
+  RandomLinear(DType dtype, int64_t outputs, int64_t inputs)
+      : weight(random_buffer<T>(outputs * inputs, 0.8 / std::sqrt(inputs))), bias(random_buffer<float>(outputs, 0.3)),
+        packed(memory(linear::KERNELS.packed_bytes(dtype, outputs, inputs))),
+        linear{packed.get(), bias.data(), inputs, outputs} {
+    linear::KERNELS.pack(dtype, weight.data(), inputs, outputs, inputs, packed.get());
+  }
+
+  Rows operator()(const Rows& rows) const {
+    Rows out(rows.size(), std::vector<double>(bias.begin(), bias.end()));
+    for (size_t row = 0; row < rows.size(); row++) {
+      for (int64_t o = 0; o < linear.outputs; o++) {
+        for (int64_t i = 0; i < linear.inputs; i++) out[row][o] += rows[row][i] * load(&weight[o * linear.inputs + i]);
+      }
+    }
+    return out;
+  }
+};
+
+struct RandomNorm {
+  std::vector<float> weight, bias;
+  Norm norm;
+
+  explicit RandomNorm(int64_t channels)
+      : weight(random_buffer<float>(channels)), bias(random_buffer<float>(channels, 0.5)),
+        norm{weight.data(), bias.data(), 0.1f} {}
+
+  Rows operator()(Rows rows) const {
+    for (auto& row : rows) {
+      double mean = 0, variance = 0;
+      for (const double x : row) mean += x / row.size();
+      for (const double x : row) variance += (x - mean) * (x - mean) / row.size();
+      for (size_t i = 0; i < row.size(); i++) {
+        row[i] = (row[i] - mean) / std::sqrt(variance + norm.eps) * weight[i] + bias[i];
+      }
+    }
+    return rows;
+  }
+};
+
+// A depthwise convolution with its BatchNorm.
+template <class T>
+struct RandomConvolution {
+  std::vector<T> weight, scale, shift, mean, variance;
+  std::vector<float> packed;
+  Branch branch{};
+
+  RandomConvolution(DType dtype, const Sizes& sizes, const Geometry& geometry)
+      : weight(random_buffer<T>(sizes.channels * geometry.kernel * geometry.kernel, 1.0 / geometry.kernel)),
+        scale(random_buffer<T>(sizes.channels)), shift(random_buffer<T>(sizes.channels)),
+        mean(random_buffer<T>(sizes.channels)), variance(random_buffer<T>(sizes.channels)) {
+    for (T& x : variance) store(&x, std::abs(load(&x)) + 0.5f);
+    branch.weight = weight.data();
+    branch.scale = scale.data(), branch.shift = shift.data();
+    branch.mean = mean.data(), branch.variance = variance.data();
+    branch.norm = dtype;
+    branch.eps = 0.1;
+    branch.kernel = geometry.kernel, branch.stride = geometry.stride;
+    branch.padding = geometry.padding, branch.dilation = geometry.dilation;
+    const int64_t reach = geometry.dilation * (geometry.kernel - 1) + 1;
+    branch.height = (sizes.height + 2 * geometry.padding - reach) / geometry.stride + 1;
+    branch.width = (sizes.width + 2 * geometry.padding - reach) / geometry.stride + 1;
+    const auto& kernels = transformer_block::KERNELS;
+    packed.resize(kernels.packed_convolution_size(geometry.kernel, sizes.channels));
+    kernels.pack_convolution(dtype, branch, sizes.channels, packed.data());
+  }
+
+  Rows operator()(const Sizes& sizes, const Rows& rows) const {
+    Rows out(rows.begin(), rows.begin() + sizes.class_tokens);
+    for (int64_t place = 0; place < branch.height * branch.width; place++) {
+      const int64_t top = place / branch.width * branch.stride - branch.padding;
+      const int64_t left = place % branch.width * branch.stride - branch.padding;
+      std::vector<double> token(sizes.channels);
+      for (int64_t tap = 0; tap < branch.kernel * branch.kernel; tap++) {
+        const int64_t y = top + tap / branch.kernel * branch.dilation, x = left + tap % branch.kernel * branch.dilation;
+        if (y < 0 || y >= sizes.height || x < 0 || x >= sizes.width) continue;
+        const auto& pixel = rows[sizes.class_tokens + y * sizes.width + x];
+        for (int64_t c = 0; c < sizes.channels; c++) {
+          token[c] += pixel[c] * load(&weight[c * branch.kernel * branch.kernel + tap]);
+        }
+      }
+      for (int64_t c = 0; c < sizes.channels; c++) {
+        const double factor = load(&scale[c]) / std::sqrt(load(&variance[c]) + branch.eps);
+        token[c] = (token[c] - load(&mean[c])) * factor + load(&shift[c]);
+      }
+      out.push_back(token);
+    }
+    return out;
+  }
+};
+
+Rows attention_of(const Sizes& sizes, double scale, const Rows& q, const Rows& k, const Rows& v) {
+  Rows out(q.size(), std::vector<double>(sizes.heads * sizes.head_dim));
+  for (size_t query = 0; query < q.size(); query++) {
+    for (int64_t head = 0; head < sizes.heads; head++) {
+      const int64_t first = head * sizes.head_dim, end = first + sizes.head_dim;
+      std::vector<double> weights(k.size());
+      double total = 0;
+      for (size_t key = 0; key < k.size(); key++) {
+        double score = 0;
+        for (int64_t d = first; d < end; d++) score += q[query][d] * k[key][d];
+        total += weights[key] = std::exp(scale * score);
+      }
+      for (size_t key = 0; key < k.size(); key++) {
+        for (int64_t d = first; d < end; d++) out[query][d] += weights[key] / total * v[key][d];
+      }
+    }
+  }
+  return out;
+}
+
+double activated(Activation activation, double x) {
+  if (activation == Activation::none) return x * 0.5 * std::erfc(-x / std::sqrt(2.0));
+  if (activation == Activation::quick) return x / (1 + std::exp(-1.702 * x));
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
+}
+
+void add(Rows& rows, const Rows& others) {
+  for (size_t row = 0; row < rows.size(); row++) {
+    for (size_t i = 0; i < rows[row].size(); i++) rows[row][i] += others[row][i];
+  }
+}
+
+template <class T>
+void run(DType dtype, double tolerance, const Sizes& sizes) {
+  const auto& kernels = transformer_block::KERNELS;
+  const int64_t width = sizes.heads * sizes.head_dim, images = 2;
+  const RandomNorm norm1(sizes.channels), norm2(sizes.channels);
+  const RandomConvolution<T> convolutions[] = {{dtype, sizes, sizes.queries}, {dtype, sizes, sizes.keys},
+                                               {dtype, sizes, sizes.keys}};
+  const RandomLinear<T> linears[] = {{dtype, width, sizes.channels}, {dtype, width, sizes.channels},
+                                     {dtype, width, sizes.channels}};
+  const RandomLinear<T> proj(dtype, sizes.channels, width), fc1(dtype, sizes.hidden, sizes.channels),
+      fc2(dtype, sizes.channels, sizes.hidden);
+  Block block{};
+  block.images = images, block.class_tokens = sizes.class_tokens;
+  block.height = sizes.height, block.width = sizes.width, block.channels = sizes.channels;
+  block.norm1 = norm1.norm, block.norm2 = norm2.norm;
+  block.proj = proj.linear, block.fc1 = fc1.linear, block.fc2 = fc2.linear;
+  block.heads = sizes.heads, block.scale = 0.7, block.activation = sizes.activation;
+  block.bands = sizes.bands, block.tiles = sizes.tiles;
+  Memory projected[3];
+  for (int i = 0; i < 3; i++) {
+    block.branches[i] = convolutions[i].branch;
+    block.packed[i] = convolutions[i].packed.data();
+    block.linears[i] = linears[i].linear;
+    block.margin = std::max(block.margin, block.branches[i].padding);
+    projected[i] = memory(images * tokens_of(block, i) * width * kernels.element_bytes(dtype));
+    block.projected[i] = projected[i].get();
+  }
+  const int64_t tokens = tokens_of(block);
+  std::vector<T> x = random_buffer<T>(images * tokens * sizes.channels);
+  const std::vector<T> before = x;
+  block.x = x.data();
+  for (int64_t unit = images * sizes.bands; unit-- > 0;) {  // in any order
+    const Memory scratch = memory(kernels.project_bytes(dtype, block));
+    kernels.project(dtype, block, unit, scratch.get());
+  }
+  const Memory scratch = memory(kernels.attend_bytes(dtype, block));
+  for (int64_t unit = 0; unit < images * sizes.tiles; unit++) {
+    kernels.attend(dtype, block, unit, unit - 1, scratch.get());
+  }
+
+  for (int64_t image = 0; image < images; image++) {
+    Rows expected = rows_of(&before[image * tokens * sizes.channels], tokens, sizes.channels);
+    const Rows normal = norm1(expected);
+    Rows q_k_v[3];
+    for (int i = 0; i < 3; i++) q_k_v[i] = linears[i](convolutions[i](sizes, normal));
+    add(expected, proj(attention_of(sizes, block.scale, q_k_v[0], q_k_v[1], q_k_v[2])));
+    Rows hidden = fc1(norm2(expected));
+    for (auto& row : hidden) {
+      for (double& h : row) h = activated(sizes.activation, h);
+    }
+    add(expected, fc2(hidden));
+    const Rows actual = rows_of(&x[image * tokens * sizes.channels], tokens, sizes.channels);
+    for (int64_t row = 0; row < tokens; row++) {
+      for (int64_t c = 0; c < sizes.channels; c++) {
+        expect_close("a token", actual[row][c], expected[row][c], tolerance);
+      }
+    }
+  }
+}
+
+int main() {
+  constexpr Geometry kSame{3, 1, 1, 1}, kHalved{3, 2, 1, 1}, kPoint{1, 1, 0, 1};
+  constexpr Sizes kSizes[] = {
+      {1, 1, 1, 1, 1, 1, 1, 1, 1, kPoint, kPoint, Activation::none},
+      {1, 1, 0, 18, 2, 3, 5, 1, 1, kSame, kHalved, Activation::tanh},
+      {5, 7, 0, 37, 1, 37, 70, 3, 2, kSame, kHalved, Activation::none},
+      {6, 5, 1, 19, 3, 11, 530, 1, 3, kSame, kHalved, Activation::quick},   // hidden channels in two parts
+      {9, 14, 1, 5, 1, 17, 9, 2, 1, {5, 1, 2, 1}, {2, 3, 0, 2}, Activation::tanh},  // rows for several tiles
+      {4, 3, 1, 33, 2, 32, 33, 4, 13, {3, 1, 2, 2}, kSame, Activation::none},  // a token per tile
+  };
+  for (const Sizes& sizes : kSizes) {
+    run<float>(DType::float32, 1e-4, sizes);
+    run<BFloat16>(DType::bfloat16, 0.1, sizes);
+    run<Half>(DType::float16, 1e-2, sizes);
+  }
+  std::printf("done\n");
+}
