@@ -24,10 +24,10 @@ void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory
       pack_values<T>(at<T>(call.v, image, head), call.v.token, call.keys, call.head_dim, scratch.v);
       packed = item;
     }
-    const int64_t first = begin % tiles * kTile;
+    const int64_t tile = begin % tiles, first = call.queries * tile / tiles;
+    const int64_t rows = call.queries * (tile + 1) / tiles - first;
     T* out = static_cast<T*>(call.out) + ((image * call.queries + first) * call.heads + head) * call.head_dim;
-    attend<T>(call, at<T>(call.q, image, head) + first * call.q.token, at_most(kTile, call.queries - first), scratch,
-              out, call.heads * call.head_dim);
+    attend<T>(call, at<T>(call.q, image, head) + first * call.q.token, rows, scratch, out, call.heads * call.head_dim);
   }
 }
 

@@ -22,8 +22,8 @@ struct Forward {
   void* out;
 };
 
-constexpr int64_t kTile = 24;       // queries that share what is read of k and v
-constexpr int64_t kKeyBlock = 256;  // keys whose scores are taken together
+constexpr int64_t kTile = 32;       // the most queries that share what is read of k and v: two tiles of AMX
+constexpr int64_t kKeyBlock = 224;  // keys whose scores are taken together
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kAlignment = 64;  // of the parts of scratch, in bytes
 

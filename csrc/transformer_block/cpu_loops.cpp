@@ -192,11 +192,13 @@ template <class E>
 void attend_rows(const Block& block, const E* q, int64_t rows, const Attending<E>& scratch) {
   const attention::Forward call = attention_of<E>(block);
   attention::Scratch<E> of_head = scratch.attention;
+  const int64_t tiles = attention::tiles_of(rows);
   for (int64_t head = 0; head < block.heads; head++) {
     of_head.k = scratch.keys + head * scratch.sizes.k;
     of_head.v = scratch.values + head * scratch.sizes.v;
-    for (int64_t row = 0; row < rows; row += attention::kTile) {
-      attention::attend<E>(call, q + row * call.q.token + head * call.head_dim, at_most(attention::kTile, rows - row),
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows * tile / tiles;
+      attention::attend<E>(call, q + row * call.q.token + head * call.head_dim, rows * (tile + 1) / tiles - row,
                            of_head, scratch.a + row * scratch.a_stride + head * call.head_dim, scratch.a_stride);
     }
   }

@@ -60,7 +60,7 @@ void run(DType dtype, double tolerance, int64_t queries, int64_t keys, int64_t h
 }
 
 int main() {
-  for (const int64_t queries : {1, 24, 27}) {
+  for (const int64_t queries : {1, 32, 35}) {
     for (const int64_t keys : {1, 9, 50, 530}) {
       for (const int64_t head_dim : {1, 7, 16, 36, 256}) {
         if (keys * head_dim > 20000) continue;  // time
