@@ -204,8 +204,8 @@ def _signature(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *block.tensors())
-    scale = block.convs[0].bn_weight
-    mixed = scale is not None and scale.dtype != x.dtype
+    mean = block.convs[0].running_mean
+    mixed = mean is not None and mean.dtype != x.dtype
     widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
     settings = block.num_heads, block.approximate, inplace
     return gradient, x.shape, grid, x.is_contiguous(), mixed, geometry_of(block.convs), widths, settings
