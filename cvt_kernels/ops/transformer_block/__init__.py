@@ -229,8 +229,8 @@ def _shape_class(
     words = "exact" if approximate == "none" else approximate
     words += f", {size_class(batch)} images of {size_class(pixels, 2)} pixels"
     words += " and a class token" if tokens > pixels else ""
-    words += f", {channels} channels, {heads} heads of {attended // heads}, {hidden} hidden"
-    words += f", kernel/stride/padding/dilation {branches}"
+    words += f", {channels} channels, kernel/stride/padding/dilation {branches}"
+    words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += ", BatchNorm of another dtype" if mixed else ""
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 

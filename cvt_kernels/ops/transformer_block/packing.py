@@ -1,7 +1,7 @@
 """Packed copies of weights, made once for as long as a weight lives and is not changed.
 
-A weight is known by its identity, and a change of it by its version and its address. The storage is kept with
-the copies, so that the address of one that has been replaced is not that of another.
+A weight is known by its identity, and a change of it by its version, its address and its strides. The storage
+is kept with the copies, so that the address of one that has been replaced is not that of another.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class _Copies(NamedTuple):
         weight: The weight.
         version: Its count of changes in place.
         address: Where its numbers lie.
+        strides: How they lie there.
         storage: What holds them.
         made: What was packed, by its key.
     """
@@ -30,6 +31,7 @@ class _Copies(NamedTuple):
     weight: weakref.ref[Tensor]
     version: int
     address: int
+    strides: tuple[int, ...]
     storage: Any
     made: dict[Hashable, Any]
 
@@ -60,8 +62,8 @@ def packed(weight: Tensor, key: Hashable, make: Callable[[], _Packed]) -> _Packe
 
 def _are_of(copies: _Copies, weight: Tensor, version: int) -> bool:
     """Says whether copies are those of a weight as it is."""
-    known, then, address, _, _ = copies
-    return known() is weight and then == version and address == weight.data_ptr()
+    is_same = copies.weight() is weight and copies.version == version
+    return is_same and copies.address == weight.data_ptr() and copies.strides == weight.stride()
 
 
 def _pack(weight: Tensor, key: Hashable, make: Callable[[], _Packed]) -> _Packed:
@@ -70,8 +72,8 @@ def _pack(weight: Tensor, key: Hashable, make: Callable[[], _Packed]) -> _Packed
         copies = _known.get(number)
         if copies is None or not _are_of(copies, weight, weight._version):
             reference = weakref.ref(weight, lambda dead: _forget(number, dead))
-            storage = weight.untyped_storage()
-            copies = _Copies(reference, weight._version, weight.data_ptr(), storage, {})
+            address, strides = weight.data_ptr(), weight.stride()
+            copies = _Copies(reference, weight._version, address, strides, weight.untyped_storage(), {})
             _known[number] = copies
         if key not in copies.made:
             copies.made[key] = make()
