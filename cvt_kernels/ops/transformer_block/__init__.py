@@ -227,9 +227,8 @@ def _shape_class(
     pixels = grid[0] * grid[1]
     branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
     words = "exact" if approximate == "none" else approximate
-    words += f", {size_class(batch)} images of {size_class(pixels, 2)} pixels"
-    words += " and a class token" if tokens > pixels else ""
-    words += f", {channels} channels, kernel/stride/padding/dilation {branches}"
+    words += f", {size_class(batch)} images, {channels} channels, kernel/stride/padding/dilation {branches}"
+    words += f", {size_class(pixels, 2)} pixels" + (" and a class token" if tokens > pixels else "")
     words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += ", BatchNorm of another dtype" if mixed else ""
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
