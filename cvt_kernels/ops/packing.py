@@ -1,7 +1,7 @@
 """Packed copies of weights, made once for as long as a weight lives and is not changed.
 
-A weight is known by its identity, and a change of it by its version and its address. The storage is kept with
-the copy, so that the address of one that has been replaced is not that of another.
+A weight is known by its identity, and a change of it by its version, its address and its strides. The storage
+is kept with the copy, so that the address of one that has been replaced is not that of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Copy(NamedTuple):
 
     Attributes:
         weight: The weight.
-        stamps: Count of changes in place and address, of the weight and of the others that went into it.
+        stamps: Count of changes in place, address and strides of the weight, and of the others with it.
         storages: What holds their numbers.
         made: What was packed.
     """
@@ -51,7 +51,7 @@ def packed(
         others: What else goes into it, and is watched alike; it should live as long as the weight.
     """
     try:
-        stamps = tuple([None if t is None else (t._version, t.data_ptr()) for t in (weight, *others)])
+        stamps = tuple([_stamp(tensor) for tensor in (weight, *others)])
     except RuntimeError:  # of inference mode
         return make()
     copy = _known.get((id(weight), key))
@@ -65,6 +65,10 @@ def packed(
             storages = [t.untyped_storage() for t in (weight, *others) if t is not None]
             copy = _known[place] = _Copy(reference, stamps, storages, make())
         return copy.made
+
+
+def _stamp(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor._version, tensor.data_ptr(), tensor.stride())
 
 
 def _forget(place: tuple[int, Hashable], dead: weakref.ref[Tensor]) -> None:
