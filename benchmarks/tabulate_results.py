@@ -279,7 +279,9 @@ def cell(row: dict[str, Any]) -> str:
     if row["suite"] == "model":
         return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
     if row["suite"] == "host":
-        return number(1e6 * row["seconds"])
+        count, microseconds = row.get("operators"), 1e6 * row["seconds"]
+        each = f" ({count} operators, {number(microseconds / count)} each)" if count else ""
+        return number(microseconds) + each
     return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
 
 
