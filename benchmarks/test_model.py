@@ -75,13 +75,13 @@ def names(training):
     plain = ["hf", "accelerate"] if theirs else ["eager"]
     plain.append("cvt")
     if not training:
-        served = [name for name in FROZEN if (name in GRAPHED) == suites.CUDA]
+        served = [name for name in FROZEN if name not in COMPILED and (name in GRAPHED) == suites.CUDA]
         plain += [name for name in served if theirs or name not in HUGGINGFACE]
     if suites.TINY:
         return plain
     compiled = ["compile", "cvt-compile"] if theirs else ["cvt-compile"]
     if theirs and not suites.CUDA:  # where minutes are fewer
-        compiled.append("accelerate-compile")
+        compiled += ["accelerate-compile", *([] if training else ["accelerate-frozen-compile"])]
     if suites.CUDA and theirs and not training:
         compiled.append("compile-max")
     return plain + compiled

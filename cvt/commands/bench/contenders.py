@@ -36,15 +36,22 @@ OURS = {
     "accelerate-frozen": "Hugging Face's after cvt_kernels.accelerate(freeze=True)",
     "cvt-compile": "the model of cvt under torch.compile",
     "accelerate-compile": "Hugging Face's after cvt_kernels.accelerate, under torch.compile",
+    "accelerate-frozen-compile": "Hugging Face's after accelerate(freeze=True), under torch.compile",
     "cvt-graphed": "the model of cvt, frozen, after cvt_kernels.graphed: replays of a CUDA graph",
     "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate(freeze=True) and graphed",
 }
 #: Contenders whose stages are frozen and that are replayed as CUDA graphs.
 GRAPHED = ("cvt-graphed", "accelerate-graphed")
 #: Contenders whose stages are frozen.
-FROZEN = ("cvt-frozen", "accelerate-frozen", *GRAPHED)
+FROZEN = ("cvt-frozen", "accelerate-frozen", "accelerate-frozen-compile", *GRAPHED)
 #: Contenders that torch.compile makes, which takes minutes, and its mode.
-COMPILED = {"compile": None, "compile-max": "max-autotune", "cvt-compile": None, "accelerate-compile": None}
+COMPILED = {
+    "compile": None,
+    "compile-max": "max-autotune",
+    "cvt-compile": None,
+    "accelerate-compile": None,
+    "accelerate-frozen-compile": None,
+}
 #: What may be asked for.
 CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED))
 #: Contenders that are made of Hugging Face's model.
@@ -55,6 +62,7 @@ HUGGINGFACE = (
     "accelerate",
     "accelerate-frozen",
     "accelerate-compile",
+    "accelerate-frozen-compile",
     "accelerate-graphed",
 )
 
@@ -105,13 +113,14 @@ def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[s
             elsewhere.
         train: Whether training steps are measured, for which nothing is frozen.
     """
-    frozen = [] if train else [key for key in FROZEN if (key in GRAPHED) == (device.type == "cuda")]
-    plain = [key for key in OURS if key not in FROZEN and key not in COMPILED]
-    asked = [key for key in CHOICES if key == "hf" or key in peers]
-    return [
-        *(key for key in PEERS if key in asked),
-        *(key for key in OURS if key in (*plain, *frozen, *asked)),
-    ]
+    with_graphs = device.type == "cuda"
+
+    def runs(key: str) -> bool:
+        if key in COMPILED or key in PEERS:
+            return (key == "hf" or key in peers) and not (train and key in FROZEN)
+        return key not in FROZEN or (not train and (key in GRAPHED) == with_graphs)
+
+    return [key for key in (*PEERS, *OURS) if runs(key)]
 
 
 class TrainingStep(NamedTuple):

@@ -118,8 +118,9 @@ def test_frozen_models_are_measured_in_inference_and_on_a_gpu_as_graphs():
     assert contenders.chosen(["eager"], gpu, train=True) == plain
     assert contenders.chosen(["eager"], cpu, train=True) == plain
     assert contenders.chosen(["eager"], cpu, train=False) == [*plain, "cvt-frozen", "accelerate-frozen"]
-    asked = ["compile", "cvt-compile", "accelerate-compile"]
-    assert contenders.chosen(asked, cpu, train=True) == ["hf", asked[0], *plain[2:], *asked[1:]]
+    asked = ["compile", "cvt-compile", "accelerate-compile", "accelerate-frozen-compile"]
+    assert contenders.chosen(asked, cpu, train=True) == ["hf", asked[0], *plain[2:], *asked[1:3]]
+    assert contenders.chosen(asked, cpu, train=False)[-3:] == asked[1:]
 
 
 def test_what_is_not_replayed_is_not_measured_as_a_graph(small):
