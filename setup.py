@@ -91,7 +91,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     def step(source: Path, command: list[str], variant: str = "") -> Step:
         stem = "_".join(source.relative_to(CSRC).with_suffix("").parts)
         output = build / f"{stem}{variant and '_' + variant}.o"
-        inputs = [str(source), *headers_of(source)]
+        inputs = [str(source), *map(str, sorted(headers_of(source)))]
         return Step(output, inputs, [*command, "-c", str(source), "-o", str(output)])
 
     def compiled(source: Path, flags: list[str], variant: str = "") -> Step:
@@ -129,9 +129,11 @@ def definitions(version: str, toolkit: "Toolkit | None", targets: "list[Target]"
     return [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]
 
 
-def headers_of(source: Path) -> list[str]:
-    """Returns the headers that a source may include: those of ``csrc/common`` and of its own folder."""
-    return [header for header in HEADERS if Path(header).parent in (CSRC / "common", source.parent)]
+def headers_of(source: Path) -> set[Path]:
+    """Returns the headers of ``csrc`` that a source includes, directly or by another header."""
+    names = re.findall(r'^#include "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    included = {CSRC / name for name in names}
+    return included.union(*map(headers_of, included))
 
 
 class Toolkit(NamedTuple):

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "common/tensors.h"
+#include "common/workspace.h"
 
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
@@ -44,6 +45,27 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
       "float[] eps) -> Tensor[]");
+
+  // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
+  m.def("pack_linear(Tensor weight) -> Tensor");
+
+  // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
+  // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
+  // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
+  // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
+  // of all heads, the hidden channels and the number of heads.
+  m.def(
+      "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
+  m.def(
+      "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
+      "int[] widths, float eps1, float eps2, float scale, str activation) -> ()");
+
+  // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
+  // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,
+  // kernel, kernel; vectors are float32.
+  m.def(
+      "conv_embedding_inference(Tensor image, Tensor packed, Tensor bias, Tensor norm_weight, Tensor norm_bias, "
+      "Tensor? class_token, int kernel, int stride, int padding, bool channels_last, float eps) -> Tensor");
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -54,4 +76,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = CVT_KERNELS_COMPILER;
   m.def("dispatch_allocations", [](bool enabled) { cvt_kernels::dispatches_allocations = enabled; },
         "Lets the operators allocate through PyTorch's dispatcher, where Python can watch, instead of directly.");
+  m.def("workspace_bytes", [] { return cvt_kernels::WorkspacePool::instance().held(); },
+        "Returns the bytes that the operators of the CPU keep for later calls.");
+  m.def("release_workspace", [] { cvt_kernels::WorkspacePool::instance().release(); },
+        "Frees the memory that the operators of the CPU keep for later calls and that none uses now.");
 }

@@ -16,6 +16,7 @@ from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.mlp import layer_norm_mlp
+from .ops.packing import release_memory
 from .ops.transformer_block import transformer_block
 from .reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 
@@ -54,6 +55,7 @@ __all__ = [
     "linear_add_layer_norm",
     "linear_gelu",
     "reference",
+    "release_memory",
     "restore",
     "transformer_block",
     "use_backend",

@@ -138,6 +138,15 @@ class TransformerBlock(NamedTuple):
     approximate: str
     fc2: Linear
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors that the block reads, in one order; None for those that it does without."""
+        q, k, v = self.linears
+        norm1, norm2, (of_q, of_k, of_v) = self.norm1, self.norm2, self.convs
+        return (
+            norm1[0], norm1[1], *of_q[:5], *of_k[:5], *of_v[:5], *q, *k, *v,
+            *self.proj, norm2[0], norm2[1], *self.fc1, *self.fc2,
+        )  # fmt: skip
+
 
 def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
     """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""

@@ -160,23 +160,29 @@ VECTOR_INLINE auto half(typename Native<E, bytes>::Type v, std::integer_sequence
 #endif
 }
 
-// The sum of the lanes, halves added to each other until four or two numbers are left.
-template <class E, int bytes = kVectorBytes>
-VECTOR_INLINE E sum_of_lanes(typename Native<E, bytes>::Type v) {
+// Combines the lanes of a vector, halves with each other until four or two numbers are left.
+template <class E, int bytes = kVectorBytes, class G>
+VECTOR_INLINE E reduce(typename Native<E, bytes>::Type v, G combine) {
   if constexpr (bytes > 16) {
     constexpr int count = bytes / 2 / sizeof(E);
     constexpr auto lanes = std::make_integer_sequence<int, count>{};
-    return sum_of_lanes<E, bytes / 2>(half<E, bytes, 0>(v, lanes) + half<E, bytes, count>(v, lanes));
+    return reduce<E, bytes / 2>(combine(half<E, bytes, 0>(v, lanes), half<E, bytes, count>(v, lanes)), combine);
   } else if constexpr (sizeof(E) == 8) {
-    return v[0] + v[1];
+    return combine(v[0], v[1]);
   } else {
-    return (v[0] + v[2]) + (v[1] + v[3]);
+    return combine(combine(v[0], v[2]), combine(v[1], v[3]));
   }
 }
 
 template <class E>
 VECTOR_INLINE E sum(Vector<E> x) {
-  return sum_of_lanes<E>(x.v);
+  return reduce<E>(x.v, [](auto a, auto b) LAMBDA_INLINE { return a + b; });
+}
+
+// The largest lane; if one is NaN, it or another.
+template <class E>
+VECTOR_INLINE E largest(Vector<E> x) {
+  return reduce<E>(x.v, [](auto a, auto b) LAMBDA_INLINE { return a > b ? a : b; });
 }
 
 // The lanes of a vector that lie within a row: all, or the first `size`.
@@ -238,10 +244,10 @@ VECTOR_INLINE Vector<E> keep(Vector<E> x, Whole, Vector<E> = E(0)) {
 
 template <class E>
 VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part, Vector<E> other = E(0)) {
-  E lanes[Vector<E>::lanes];
-  store(lanes, other, Whole{});
-  store(lanes, x, part);
-  return load(lanes, Whole{});
+  using Index = std::conditional_t<sizeof(E) == 8, int64_t, int32_t>;
+  decltype(x.v < x.v) within{};
+  for (int lane = 0; lane < Vector<E>::lanes; lane++) within[lane] = -Index{lane < part.size};
+  return select(within, x, other);
 }
 
 // Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbors apart, so that each may add to a

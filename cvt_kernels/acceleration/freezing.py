@@ -217,7 +217,8 @@ def _frozen_or_why_not(stage: nn.Module, entry: StageEntry) -> _Frozen | str:
         if reason is not None:
             return reason
         parts = entry.parts(stage)
-        known = _frozen[stage] = _Frozen(fold(parts), _Watch(stage, parts), next(_numbers))
+        folded = fold(parts, parts.conv.weight.device.type)
+        known = _frozen[stage] = _Frozen(folded, _Watch(stage, parts), next(_numbers))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known

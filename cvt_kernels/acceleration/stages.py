@@ -1,9 +1,10 @@
-"""A whole stage of a CvT for serving: what it consists of, what is folded, and its forward in few launches.
+"""A whole stage of a CvT for serving: what it consists of, what is folded, and its forward in few calls.
 
-The residual stream is one tensor, into which the matrix products at the ends of the branches accumulate.
-They add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the class
-token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So at the
-end of the stage the stream is what it should be.
+The residual stream is one tensor, in whose place each block puts its result. On a CPU a block is one
+operator, ``transformer_block``. Elsewhere it is a few launches, whose matrix products accumulate into the
+stream and add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the
+class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So
+at the end of the stage the stream is what it should be.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from ..ops.conv_linear import conv_linear
 from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.mlp import layer_norm_mlp
-from ..reference import ConvBatchNorm
+from ..ops.transformer_block import transformer_block
+from ..reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
 
+#: The backends of ``transformer_block`` that call other operators of this package.
+_COMPOSED = ("composed", "onednn")
 
 #: The operators, but ``linear``, that others consist of where these have no kernel.
 _COMPOSITIONS = {
@@ -119,7 +123,7 @@ class StageParts(NamedTuple):
 
 
 class FoldedBlock(NamedTuple):
-    """A block as it is served.
+    """A block as it is served in launches, with the biases of the branches in the stream.
 
     Attributes:
         parts: Its modules.
@@ -147,49 +151,59 @@ class FoldedStage(NamedTuple):
     Attributes:
         parts: Its modules.
         conv_weight, conv_bias: Of the convolution, with BatchNorm folded into them; channels last for maps.
-        norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream.
+        norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream; None for 0.
         class_token: (C,), plus the same; None where the stage has none.
-        blocks: The blocks.
+        blocks: The blocks, each one operator or a few launches.
     """
 
     parts: StageParts
     conv_weight: Tensor
     conv_bias: Tensor | None
-    norm_bias: Tensor
+    norm_bias: Tensor | None
     class_token: Tensor | None
-    blocks: tuple[FoldedBlock, ...]
+    blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
 
 
+@torch.inference_mode(False)  # in which changes of tensors would not be counted
 @torch.no_grad()
-def fold(parts: StageParts) -> FoldedStage:
-    """Computes what serving needs, once for as long as no parameter changes; sums are in float32 at least."""
-    due = _wide(
-        parts.conv.weight.new_zeros(parts.conv.out_channels)
-    )  # the biases still to come, from the end
-    blocks: list[FoldedBlock] = []
-    for block in reversed(parts.blocks):
-        folded, due = _fold_block(block, due)
-        blocks.insert(0, folded)
+def fold(parts: StageParts, device_type: str) -> FoldedStage:
+    """Computes what serving on a type of device needs, once for as long as no parameter changes."""
     weight, bias = _fold_batch_norm(parts)
-    token = parts.class_token
-    return FoldedStage(
-        parts=parts,
-        conv_weight=_as_read(weight),
-        conv_bias=bias,
-        norm_bias=due if parts.norm.bias is None else _wide(parts.norm.bias) + due,
-        class_token=None if token is None else _wide(token).flatten() + due,
-        blocks=tuple(blocks),
-    )
+    norm_bias: Tensor | None = parts.norm.bias
+    token = None if parts.class_token is None else parts.class_token.flatten()
+    blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
+    if device_type == "cpu":
+        blocks = tuple(map(_as_operator, parts.blocks))
+    else:
+        blocks, due = _fold_blocks(parts)
+        norm_bias = due if norm_bias is None else _wide(norm_bias) + due
+        token = None if token is None else _wide(token) + due
+    return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks)
 
 
 def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
     """Returns the public operators, but ``linear``, that a served stage calls on a type of device."""
-    names = ["conv_embedding", "layer_norm", "conv_linear", "attention"]
-    for block in parts.blocks:
-        wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
-        names += ("linear_add", "layer_norm_mlp") if _is_narrow(block) else wide
+    names = ["conv_embedding"]
+    if device_type == "cpu":
+        names += ["transformer_block"]
+        if _may_be_composed(device_type):
+            names += ["layer_norm", "conv_linear", "attention", "linear_add_layer_norm", "linear_gelu"]
+    else:
+        names += ["layer_norm", "conv_linear", "attention"]
+        for block in parts.blocks:
+            wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
+            names += ("linear_add", "layer_norm_mlp") if _is_narrow(block) else wide
     gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
     return tuple(dict.fromkeys(part for name in names for part in _parts_of(name, gelu, device_type)))
+
+
+def _may_be_composed(device_type: str) -> bool:
+    """Says whether blocks may call other operators, as some backends of ``transformer_block`` do."""
+    chosen = dispatch.chosen_backends("transformer_block", device_type, gradient=False)
+    if not chosen:
+        unproven = dispatch.backend_without_verdict("transformer_block", device_type, gradient=False)
+        return unproven in _COMPOSED
+    return any(backend in _COMPOSED for backend in chosen)
 
 
 def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:
@@ -197,6 +211,50 @@ def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:
     if operator not in _COMPOSITIONS or device_type == "cuda" or dispatch.may_be_ours(operator, device_type):
         return (operator,)
     return tuple(gelu if part == "linear_gelu" else part for part in _COMPOSITIONS[operator])
+
+
+def _as_operator(block: BlockParts) -> TransformerBlock:
+    """Returns a block as the arguments of one operator, its layer scales folded into the linear layers."""
+    proj_factors, fc2_factors = block.factors()
+    queries, keys, values = block.branches
+    of_queries, of_keys, of_values = block.linears
+    return TransformerBlock(
+        norm1=_norm_of(block.norm1),
+        convs=(
+            ConvBatchNorm.from_modules(*queries),
+            ConvBatchNorm.from_modules(*keys),
+            ConvBatchNorm.from_modules(*values),
+        ),
+        linears=(_linear_of(of_queries), _linear_of(of_keys), _linear_of(of_values)),
+        num_heads=block.num_heads,
+        scale=block.scale,
+        proj=_scaled(block.proj, proj_factors),
+        norm2=_norm_of(block.norm2),
+        fc1=_linear_of(block.fc1),
+        approximate=block.approximate,
+        fc2=_scaled(block.fc2, fc2_factors),
+    )
+
+
+def _norm_of(norm: nn.LayerNorm) -> Norm:
+    return Norm(norm.weight, norm.bias, norm.eps)
+
+
+def _linear_of(linear: nn.Linear) -> Linear:
+    return Linear(linear.weight, linear.bias)
+
+
+def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
+    """Returns the blocks as they are served in launches, and the biases that the stream must have before.
+
+    Sums are in float32 at least.
+    """
+    due = _wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
+    blocks: list[FoldedBlock] = []
+    for block in reversed(parts.blocks):
+        folded, due = _fold_block(block, due)
+        blocks.insert(0, folded)
+    return tuple(blocks), due
 
 
 def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
@@ -231,12 +289,13 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _scaled(linear: nn.Linear, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _scaled(linear: nn.Linear, scale: Tensor | None) -> Linear:
     """Returns weight and bias of a linear layer with the factors of its outputs folded into them."""
     if scale is None:
-        return linear.weight, linear.bias
+        return _linear_of(linear)
     weight = (_wide(scale)[:, None] * linear.weight).to(linear.weight.dtype)
-    return weight, None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
+    bias = None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
+    return Linear(weight, bias)
 
 
 def _as_read(weight: Tensor) -> Tensor:
@@ -277,8 +336,10 @@ def _output_size(size: int, conv: nn.Conv2d) -> int:
     return (size + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 
-def _serve_block(block: FoldedBlock, stream: Tensor, grid: tuple[int, int]) -> Tensor:
+def _serve_block(block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tuple[int, int]) -> Tensor:
     """Computes a block, mostly in the place of the stream."""
+    if isinstance(block, TransformerBlock):
+        return transformer_block(stream, grid, block, inplace=True)
     parts, norm1, norm2 = block.parts, block.parts.norm1, block.parts.norm2
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
     q, k, v = (

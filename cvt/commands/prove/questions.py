@@ -18,6 +18,9 @@ from ...config import DTYPES
 from ...factory import create_model
 from ...model import Linear, Mlp
 
+#: The backends to request on a CPU, so that a block that is one operator asks of its parts too.
+COMPOSED_ON_CPU = ("composed", "native", "reference")
+
 
 class Workload(NamedTuple):
     """The steps of a model whose calls are proven.
@@ -123,7 +126,7 @@ class _Collector:
             FakeTensorMode(allow_non_fake_inputs=True),
             backends.replaced(self._recording),
             # What is composed of other operators on a CPU depends on which of them have kernels here.
-            backends.use_backend("native", "reference"),
+            backends.use_backend(*COMPOSED_ON_CPU if device.type == "cpu" else ("native", "reference")),
             torch.set_grad_enabled(train),
             self._autocasting(device),
         ):
@@ -154,8 +157,11 @@ class _Collector:
     def _recording(
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        """Returns an implementation that notes its calls and computes what the reference does."""
-        function = getattr(reference, operator)
+        """Returns an implementation that notes its calls and computes what the reference does.
+
+        A composition calls other operators, whose questions are asked too.
+        """
+        function = implementation.function if backend == "composed" else getattr(reference, operator)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._record(operator, args, kwargs)

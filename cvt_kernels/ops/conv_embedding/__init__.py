@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 from ... import backends, checks, dispatch
 from ..layer_norm_gelu import layer_norm
-from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+from ..registration import (
+    images_within,
+    register_composed,
+    register_native,
+    register_reference,
+    register_triton,
+    size_class,
+)
 
 _SAMPLE = 2**18  # elements
 
@@ -151,6 +158,7 @@ def _sample(factor: int, image: Tensor, *tensors: Tensor | None, **settings: Any
 
 
 register_triton("conv_embedding", __name__)
+register_native("conv_embedding", __name__, forward_only=True)
 register_composed("conv_embedding", _compose)
 register_reference("conv_embedding")
 backends.describe("conv_embedding", backends.Operator(_signature, _shape_class, _sample))

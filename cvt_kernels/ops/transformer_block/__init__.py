@@ -1,20 +1,27 @@
-"""A convolutional transformer block as one operator, for serving."""
+"""A convolutional transformer block as one operator, for serving.
+
+``onednn`` has PyTorch's packed linear layers for CPUs, ``packing`` the packed copies of weights. The
+composition takes other operators of this package one after the other, each by its own verdict.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ... import backends, checks, dispatch
-from ...reference import TransformerBlock
+from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 from ..attention import attention
 from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, geometry_of
-from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
-from ..linear import check_linear, linear_add, linear_add_layer_norm, linear_gelu
-from ..registration import images_within, register_composed, register_reference, size_class
+from ..layer_norm_gelu import check_approximate, layer_norm
+from ..linear import linear_add, linear_add_layer_norm, linear_gelu
+from ..registration import images_within, register_composed, register_native, register_reference, size_class
+from . import onednn
 
 _SAMPLE = 2**17  # elements
 
@@ -42,10 +49,39 @@ def transformer_block(
             ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    _check(x, grid, block, inplace)
-    return dispatch.call("transformer_block", x, grid, block, inplace=inplace)
+    key = _key_of(x, grid, block, inplace)
+    known = dispatch.known(key)
+    if known is None:
+        _check(x, grid, block, inplace)
+    elif known.run is not None:
+        return known.run(x, block)
+    out = dispatch.call("transformer_block", x, grid, block, inplace=inplace)
+    if known is None:
+        dispatch.remember(key, "transformer_block", x, grid, block, inplace=inplace)
+    return out
 
 
+def _key_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> Any:
+    """Returns the key of a call; None where nothing is remembered, as of wrong arguments."""
+    if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not TransformerBlock:
+        return None
+    try:
+        numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps, *grid]
+        for conv in block.convs:
+            numbers += conv[6:11]
+        settings = tuple(numbers), tuple(map(type, numbers)), block.approximate, inplace
+        return dispatch.key_of("transformer_block", settings, x, *block.tensors())
+    except (AttributeError, TypeError, ValueError):  # a part of the block is not what it should be
+        return None
+
+
+def _prepare_composition(
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+) -> Callable[[Tensor, TransformerBlock], Tensor]:
+    return lambda x, block: _compose(x, grid, block, inplace=inplace)
+
+
+@dispatch.prepared_by(_prepare_composition)
 def _compose(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
     norm1, norm2 = block.norm1, block.norm2
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
@@ -63,51 +99,102 @@ def _compose(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inpla
 
 
 def _check(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> None:
-    if not isinstance(block, TransformerBlock):
-        raise TypeError(f"block: got {type(block).__name__}, expected TransformerBlock")
+    _check_parts(block)
     check_arguments(x, grid, block.convs, training=False)
-    for name, count in (("convs", len(block.convs)), ("linears", len(block.linears))):
-        if count != 3:
-            raise ValueError(f"block.{name}: got {count}, expected those of Q, of K and of V")
-    for norm in (block.norm1, block.norm2):
-        check_layer_norm(x, norm.weight, norm.bias, norm.eps)
+    _check_grids(grid, block.convs)
     check_approximate(block.approximate)
+    for name in ("norm1", "norm2"):
+        _check_norm(f"block.{name}", getattr(block, name), x)
     _check_layers(x, block)
-    if inplace and checks.wants_gradient(*_tensors(x, block)):
+    if inplace and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if inplace and not x.is_contiguous():
         raise ValueError("x: is not contiguous, expected it to be with inplace=True")
 
 
+def _check_parts(block: TransformerBlock) -> None:
+    """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
+    if not isinstance(block, TransformerBlock):
+        raise TypeError(f"block: got {type(block).__name__}, expected TransformerBlock")
+    for name, kind in (("convs", ConvBatchNorm), ("linears", Linear)):
+        parts = getattr(block, name)
+        if not isinstance(parts, tuple):
+            raise TypeError(f"block.{name}: got {type(parts).__name__}, expected a tuple")
+        if len(parts) != 3:
+            raise ValueError(f"block.{name}: got {len(parts)}, expected those of Q, of K and of V")
+        for i, part in enumerate(parts):
+            _check_kind(f"block.{name}[{i}]", part, kind)
+    for name in ("proj", "fc1", "fc2"):
+        _check_kind(f"block.{name}", getattr(block, name), Linear)
+    for name in ("norm1", "norm2"):
+        _check_kind(f"block.{name}", getattr(block, name), Norm)
+
+
+def _check_kind(name: str, part: object, kind: type) -> None:
+    if not isinstance(part, kind):
+        raise TypeError(f"{name}: got {type(part).__name__}, expected {kind.__name__}")
+
+
+def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
+    """Raises ValueError for branches that do not fit together or have no running statistics."""
+    for i, conv in enumerate(convs):
+        if conv.running_mean is None:
+            raise ValueError(f"block.convs[{i}].running_mean: got None, expected running statistics")
+    of_queries, of_keys, of_values = (conv.output_grid(grid) for conv in convs)
+    if of_queries != grid:
+        got, expected = ("×".join(map(str, sizes)) for sizes in (of_queries, grid))
+        raise ValueError(f"block.convs[0]: makes {got} of the {expected} grid, expected as many queries")
+    if of_keys != of_values:
+        keys, values = ("×".join(map(str, sizes)) for sizes in (of_keys, of_values))
+        raise ValueError(f"block.convs: got {keys} keys and {values} values, expected as many")
+
+
+def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
+    for field in ("weight", "bias"):
+        vector = getattr(norm, field)
+        if vector is not None:
+            _check_tensor(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
+    if not norm.eps > 0:
+        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
+
+
 def _check_layers(x: Tensor, block: TransformerBlock) -> None:
-    """Raises TypeError or ValueError for linear layers that do not follow one another."""
+    """Raises TypeError or ValueError for linear layers that do not follow one another, and wrong heads."""
     channels = x.shape[2]
-    widths = []
-    for name, linear in zip(("q", "k", "v"), block.linears, strict=True):
-        check_linear(x, *linear, name=name)
-        widths.append(linear.weight.shape[0])
-    heads = block.num_heads
-    if not isinstance(heads, int) or heads < 1 or any(width % heads for width in widths):
-        raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {widths} channels")
-    if widths[0] != widths[1]:
+    widths = [
+        _check_linear(f"block.linears[{i}]", linear, channels, x) for i, linear in enumerate(block.linears)
+    ]
+    width, heads, scale = widths[0], block.num_heads, block.scale
+    if widths != [width] * 3:
+        of_q, of_k, of_v = widths
         raise ValueError(
-            f"block.linears: got {widths[0]} channels of Q and {widths[1]} of K, expected as many"
+            f"block.linears: got {of_q}, {of_k} and {of_v} channels of Q, K and V, expected as many"
         )
-    hidden = block.fc1.weight.shape[0]
-    check_linear(x, *block.fc1, name="fc1")
-    for name, linear, inputs in (("proj", block.proj, widths[2]), ("fc2", block.fc2, hidden)):
-        shape = (channels, inputs)
-        checks.check_float_tensor(f"{name}_weight", linear.weight, "(channels, inputs)")
-        checks.check_shape(f"{name}_weight", linear.weight, shape, "(channels, inputs)")
-        checks.check_like(f"{name}_weight", linear.weight, "x", x)
-        if linear.bias is not None:
-            checks.check_float_tensor(f"{name}_bias", linear.bias, "(channels,)")
-            checks.check_shape(f"{name}_bias", linear.bias, (channels,), "(channels,)")
-            checks.check_like(f"{name}_bias", linear.bias, "x", x)
+    if not isinstance(heads, int) or heads < 1 or width < 1 or width % heads:
+        raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {width} channels")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"block.scale: got {scale}, expected a finite number or None")
+    _check_linear("block.proj", block.proj, width, x, channels)
+    hidden = _check_linear("block.fc1", block.fc1, channels, x)
+    _check_linear("block.fc2", block.fc2, hidden, x, channels)
 
 
-def _tensors(x: Tensor, block: TransformerBlock) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves((x, block)) if isinstance(t, Tensor)]
+def _check_linear(name: str, linear: Linear, inputs: int, x: Tensor, outputs: int | None = None) -> int:
+    """Returns the outputs of a linear layer; raises TypeError or ValueError for a wrong one."""
+    weight, meaning = linear.weight, "(outputs, inputs)"
+    checks.check_float_tensor(f"{name}.weight", weight, meaning)
+    checks.check_rank(f"{name}.weight", weight, 2, meaning)
+    outputs = weight.shape[0] if outputs is None else outputs
+    _check_tensor(f"{name}.weight", weight, (outputs, inputs), meaning, x)
+    if linear.bias is not None:
+        _check_tensor(f"{name}.bias", linear.bias, (outputs,), "(outputs,)", x)
+    return outputs
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
+    checks.check_float_tensor(name, tensor, meaning)
+    checks.check_shape(name, tensor, shape, meaning)
+    checks.check_like(name, tensor, "x", x)
 
 
 # Registration ---------------------------------------------------------------------------------------------
@@ -116,32 +203,36 @@ def _tensors(x: Tensor, block: TransformerBlock) -> list[Tensor]:
 def _signature(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
 ) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(*_tensors(x, block))
-    hidden = block.fc1.weight.shape[0]
-    widths = tuple([linear.weight.shape[0] for linear in block.linears])
-    geometry = geometry_of(block.convs)
-    settings = widths, hidden, block.num_heads, block.approximate, inplace
-    return gradient, x.shape, grid, x.is_contiguous(), geometry, settings
+    gradient = checks.wants_gradient(x, *block.tensors())
+    scale = block.convs[0].bn_weight
+    mixed = scale is not None and scale.dtype != x.dtype
+    widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
+    settings = block.num_heads, block.approximate, inplace
+    return gradient, x.shape, grid, x.is_contiguous(), mixed, geometry_of(block.convs), widths, settings
 
 
 def _shape_class(
     gradient: bool,
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     grid: tuple[int, int],
     contiguous: bool,
-    geometry: tuple[tuple[int, ...], ...],
+    mixed: bool,
+    geometry: Sequence[tuple[int, ...]],
+    widths: tuple[int, int],
     settings: tuple[Any, ...],
 ) -> str:
-    widths, hidden, heads, approximate, inplace = settings
     batch, tokens, channels = shape
+    attended, hidden = widths
+    heads, approximate, inplace = settings
     pixels = grid[0] * grid[1]
     branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
     words = "exact" if approximate == "none" else approximate
     words += f", {size_class(batch)} images of {size_class(pixels, 2)} pixels"
     words += " and a class token" if tokens > pixels else ""
-    words += f", {channels} channels, {heads} heads of {' '.join(map(str, widths))}, {hidden} hidden"
-    words += f", kernel/stride/padding/dilation {branches}" + (", in place" if inplace else "")
-    return words + ("" if contiguous else ", strided")
+    words += f", {channels} channels, {heads} heads of {attended // heads}, {hidden} hidden"
+    words += f", kernel/stride/padding/dilation {branches}"
+    words += ", BatchNorm of another dtype" if mixed else ""
+    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 
 
 def _sample(
@@ -152,6 +243,21 @@ def _sample(
     return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
 
 
+register_native("transformer_block", __name__, forward_only=True)
 register_composed("transformer_block", _compose, devices=("cpu", "cuda"))
+backends.register(
+    "transformer_block",
+    "onednn",
+    backends.Implementation(
+        onednn.transformer_block,
+        devices=("cpu",),
+        why_unavailable=onednn.why_unavailable,
+        why_unsupported=onednn.why_unsupported,
+        forward_only=True,
+    ),
+)
 register_reference("transformer_block")
-backends.describe("transformer_block", backends.Operator(_signature, _shape_class, _sample))
+backends.describe(
+    "transformer_block",
+    backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),
+)

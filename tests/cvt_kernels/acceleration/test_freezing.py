@@ -1,6 +1,7 @@
 """Stages that are served as one: accelerate(freeze=True)."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -88,18 +89,27 @@ def test_results_are_as_accurate(make, size):
     assert_accurate(out, logits(own(x)), exact)
 
 
-def test_tritons_kernels_serve_whole_stages():
+def test_tritons_kernels_serve_whole_stages(monkeypatch):
+    """The launches are those of a GPU, whose biases are in the stream from its start."""
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
     own = microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)).eval()
     fused = frozen(own)
     x = images(1, 48, 32)
     exact = logits(in_float64(copy.deepcopy(own))(x.double()))
-    with ck.use_backend("triton", "native", "reference"):
-        rows = rows_of_stages(fused)
+    asked = set()
+
+    def noting(operator, backend, implementation):
+        def call(*args, **kwargs):
+            asked.add((operator, backend))
+            return implementation.load().function(*args, **kwargs)
+
+        return dataclasses.replace(implementation, function=call)
+
+    with backends.replaced(noting), ck.use_backend("triton", "native", "reference"):
         out, count = served(fused, x)
-    by_triton = {"conv_embedding", "conv_linear", "attention", "linear_add"}
-    narrow, wide = {"layer_norm_mlp"}, {"linear_add_layer_norm", "linear_gelu"}
-    for row, others in zip(rows, (narrow, narrow, wide), strict=True):
-        assert row.backends == dict.fromkeys(by_triton | others, "triton") | {"layer_norm": "native"}
+    by_triton = {"conv_embedding", "conv_linear", "attention", "linear_add", "layer_norm_mlp"}
+    by_triton |= {"linear_add_layer_norm", "linear_gelu"}
+    assert asked == {(operator, "triton") for operator in by_triton} | {("layer_norm", "native")}
     assert count == 3
     assert_accurate(out, logits(own(x)), exact)
 
@@ -506,12 +516,11 @@ def test_coverage_names_the_operators():
     rows = rows_of_stages(fused)
     assert [row.path for row in rows] == ["stage0", "stage1", "stage2"]
     with ck.use_backend("reference"):
-        assert list(rows_of_stages(fused)[0].backends) == [
-            "layer_norm",
-            "conv_projection",
-            "attention",
-            "gelu",
-        ]
+        assert list(rows_of_stages(fused)[0].backends) == ["layer_norm", "transformer_block"]
+    with ck.use_backend("composed", "reference"):
+        others = {"layer_norm", "conv_projection", "attention", "gelu"}
+        expected = dict.fromkeys(others, "reference") | {"transformer_block": "composed"}
+        assert rows_of_stages(fused)[0].backends == expected
     parts = freezing.STAGES["cvt Stage"].parts(stages_of(fused)[0])
     on_gpu = stages.operators_of(parts, "cuda")
     assert on_gpu == (

@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.commands.prove.questions import TensorLike, Workload, collect
+from cvt.commands.prove.questions import COMPOSED_ON_CPU, TensorLike, Workload, collect
 from cvt_kernels import backends, dispatch, reference
 from tests.checks import operators_asked_on_a_cpu
 from tests.upstream import huggingface, microsoft
@@ -22,11 +22,13 @@ def asked_by(model, images):
     def recording(operator, backend, implementation):
         def call(*args, **kwargs):
             asked.add(dispatch.question(operator, *args, **kwargs))
+            if backend == "composed":
+                return implementation.function(*args, **kwargs)
             return getattr(reference, operator)(*args, **kwargs)
 
         return dataclasses.replace(implementation, function=call, why_unsupported=None)
 
-    with backends.replaced(recording), backends.use_backend("native", "reference"):
+    with backends.replaced(recording), backends.use_backend(*COMPOSED_ON_CPU):
         model(images)
     return asked
 

@@ -1,0 +1,213 @@
+// Attention of a tile of queries over the keys of a head, for the loops of this folder and of others.
+//
+// K and V of a head are packed once, into the panels that the products read from end to end. A tile of queries then goes
+// through the keys block by block: scores, softmax with a running maximum (Milakov and Gimelshein 2018), product with V.
+// A tile's scores and a panel fit L1, K and V of CvT's heads L2.
+#pragma once
+
+#include "attention/cpu_loops.h"
+#include "common/product.h"
+
+namespace cvt_kernels::attention {
+namespace {
+
+constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two, which would crowd a few sets of the cache
+constexpr int64_t kQueryStride = kMaxHeadDim + 16;
+
+// Packs keys (keys, head_dim) as panels (depth, keys of the panel), with zeros beyond the last key.
+template <class T>
+void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
+  const int64_t depth = ceil_div(head_dim, kDepth<T>);
+  for_panels<Accumulator<T>>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    constexpr int width = vectors * VectorOf<T>::lanes;
+    Factor<T>* panel = out + start * depth;
+    for (int lane = 0; lane < width; lane++) {
+      Factor<T> copy[kMaxHeadDim];
+      const Factor<T>* row = copy;
+      if (start + lane >= keys) std::memset(copy, 0, depth * sizeof(Factor<T>));
+      else if constexpr (std::is_same_v<T, Factor<T>>) row = k + (start + lane) * stride;
+      else pack_row<T>(k + (start + lane) * stride, head_dim, copy);
+      for (int64_t d = 0; d < depth; d++) panel[d * width + lane] = row[d];
+    }
+  });
+}
+
+// Packs values (keys, head_dim) as panels (depth, channels of the panel).
+template <class T>
+void pack_values(const T* v, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
+  const int64_t depth = ceil_div(keys, kDepth<T>);
+  for_panels<Accumulator<T>>(head_dim, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    constexpr int width = vectors * VectorOf<T>::lanes;
+    const int64_t size = at_most<int64_t>(width, head_dim - start);
+    Factor<T>* panel = out + start * depth;
+    for (int64_t key = 0; key < keys; key++) {
+      const T* row = v + key * stride + start;
+      Factor<T>* packed = panel + key / kDepth<T> * width;
+      if constexpr (kPaired<T>) {
+        for (int64_t i = 0; i < width; i++) {
+          const Pair bits = i < size ? row[i].bits : 0;
+          packed[i] = key % 2 == 0 ? bits : packed[i] | bits << 16;
+        }
+      } else {
+        for_vectors<VectorOf<T>::lanes>(width, [&](int64_t i, auto, int) LAMBDA_INLINE {
+          const int64_t left = size - i;
+          if (left >= VectorOf<T>::lanes) store(packed + i, load(row + i, Whole{}), Whole{});
+          else store(packed + i, load(row + i, Part{at_least<int64_t>(left, 0)}), Whole{});
+        });
+      }
+    }
+  });
+}
+
+template <class T>
+VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
+  if constexpr (std::is_same_v<T, double>) {
+    for (int i = 0; i < y.lanes; i++) y.v[i] = power_of_two(y.v[i]);
+    return y;
+  } else {
+    return power_of_two<sizeof(T) == 2 ? Precision::half : Precision::full>(at_least(y, VectorOf<T>(-127.0f)));
+  }
+}
+
+// The memory of one thread, divided into parts.
+template <class T, class A = Accumulator<T>, class P = Factor<T>>
+struct Scratch {
+  P *k, *v, *q, *probabilities;
+  A *scores, *out;
+};
+
+// Softmax so far: the score with the largest multiple by scale, and the sum of 2^(scale · (score - top)).
+template <class A>
+struct Running {
+  A top, sum;
+};
+
+// Turns scores into probabilities that are not yet divided by their sum. Returns the factor for the sums of earlier
+// blocks. The difference comes before the scale, so that the largest probabilities are rounded least.
+template <class T, class A = Accumulator<T>>
+VECTOR_INLINE A soften(const A* scores, Factor<T>* probabilities, int64_t keys, A scale, bool first,
+                       Running<A>& running) {
+  using F = Vector<A>;
+  const A sign = scale < 0 ? -1 : 1;
+  const F lowest = A(-INFINITY);
+  F tops[4] = {lowest, lowest, lowest, lowest};
+  for_vectors<F::lanes>(keys, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
+    tops[i] = at_least(keep(load(scores + c, Whole{}) * sign, lanes, lowest), tops[i]);
+  });
+  const A top = sign * largest(at_least(at_least(tops[0], tops[1]), at_least(tops[2], tops[3])));
+  const A before = first ? top : running.top;
+  running.top = (top - before) * sign > 0 ? top : before;
+  F sums[4] = {A(0), A(0), A(0), A(0)};
+  for_vectors<F::lanes>(keys, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
+    const F p = keep(power<T>((load(scores + c, Whole{}) - running.top) * scale), lanes);
+    sums[i] = sums[i] + p;
+    if constexpr (kPaired<T>) store(reinterpret_cast<T*>(probabilities) + c, p, Whole{});
+    else store(probabilities + c, p, Whole{});
+  });
+  const A sum_here = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  const A factor = first ? 0 : power<T>(F((before - running.top) * scale)).v[0];
+  running.sum = first ? sum_here : running.sum * factor + sum_here;
+  return factor;
+}
+
+// Takes the queries of a tile, at most kTile, through all keys of their head; the rows of out lie out_stride apart.
+template <class T, class A = Accumulator<T>>
+void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scratch, T* out, int64_t out_stride) {
+  using F = Vector<A>;
+  const int64_t depth = ceil_div(call.head_dim, kDepth<T>), value_depth = ceil_div(call.keys, kDepth<T>);
+  for (int64_t row = 0; row < rows; row++) {
+    pack_row<T>(q + row * call.q.token, call.head_dim, scratch.q + row * kQueryStride);
+  }
+  const A scale = static_cast<A>(call.scale * 1.4426950408889634);  // 1 / ln(2)
+  Running<A> running[kTile];
+
+  const int64_t block = round_up(ceil_div(call.keys, ceil_div(call.keys, kKeyBlock)), kPanel<A>);
+  for (int64_t first = 0; first < call.keys; first += block) {
+    const int64_t keys = at_most(block, call.keys - first);
+    for_panels<A>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+      const Factor<T>* panel = scratch.k + (first + start) * depth;
+      multiply<vectors>(static_cast<const Factor<T>*>(scratch.q), kQueryStride, rows, panel, depth,
+                        scratch.scores + start, kScoreStride, false);
+    });
+    for (int64_t row = 0; row < rows; row++) {
+      Factor<T>* probabilities = scratch.probabilities + row * kScoreStride;
+      const A* scores = scratch.scores + row * kScoreStride;
+      const A factor = soften<T>(scores, probabilities, keys, scale, first == 0, running[row]);
+      if (first == 0) continue;
+      A* sums = scratch.out + row * kQueryStride;
+      for (int64_t c = 0; c < call.head_dim; c += F::lanes) {
+        store(sums + c, load(sums + c, Whole{}) * factor, Whole{});
+      }
+    }
+    for_panels<A>(call.head_dim, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+      constexpr int width = vectors * F::lanes;
+      const Factor<T>* panel = scratch.v + start * value_depth + first / kDepth<T> * width;
+      multiply<vectors>(static_cast<const Factor<T>*>(scratch.probabilities), kScoreStride, rows, panel,
+                        ceil_div(keys, kDepth<T>), scratch.out + start, kQueryStride, first > 0);
+    });
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    const F inverse = 1 / running[row].sum;
+    const A* sums = scratch.out + row * kQueryStride;
+    T* to = out + row * out_stride;
+    for_vectors<F::lanes>(call.head_dim, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(to + c, load(sums + c, Whole{}) * inverse, lanes);
+    });
+  }
+}
+
+// The number of elements of each part of Scratch.
+struct ScratchSizes {
+  int64_t k, v, q, probabilities, scores, out;
+};
+
+template <class T, class A = Accumulator<T>>
+ScratchSizes sizes_of(const Forward& call) {
+  return {
+      .k = round_up(call.keys, kPanel<A>) * ceil_div(call.head_dim, kDepth<T>),
+      .v = ceil_div(call.keys, kDepth<T>) * round_up(call.head_dim, kPanel<A>),
+      .q = kTile * kQueryStride,
+      .probabilities = kPaired<T> ? kTile * kScoreStride : 0,  // else they take the place of the scores
+      .scores = kTile * kScoreStride,
+      .out = kTile * kQueryStride,
+  };
+}
+
+// The bytes of a part of scratch with this many elements.
+template <class T>
+int64_t part_bytes(int64_t size) {
+  static_assert(sizeof(Factor<T>) == sizeof(Accumulator<T>));
+  return round_up(size * sizeof(Accumulator<T>), kAlignment);
+}
+
+template <class T>
+int64_t scratch_bytes(const Forward& call) {
+  const ScratchSizes sizes = sizes_of<T>(call);
+  int64_t total = 0;
+  for (const int64_t size : {sizes.k, sizes.v, sizes.q, sizes.probabilities, sizes.scores, sizes.out}) {
+    total += part_bytes<T>(size);
+  }
+  return total;
+}
+
+template <class T, class A = Accumulator<T>, class P = Factor<T>>
+Scratch<T> divide(const Forward& call, void* memory) {
+  const ScratchSizes sizes = sizes_of<T>(call);
+  char* next = static_cast<char*>(memory);
+  const auto take = [&](int64_t size) {
+    char* part = next;
+    next += part_bytes<T>(size);
+    return part;
+  };
+  Scratch<T> scratch;
+  scratch.k = reinterpret_cast<P*>(take(sizes.k));
+  scratch.v = reinterpret_cast<P*>(take(sizes.v));
+  scratch.q = reinterpret_cast<P*>(take(sizes.q));
+  scratch.probabilities = reinterpret_cast<P*>(take(sizes.probabilities));
+  scratch.scores = reinterpret_cast<A*>(take(sizes.scores));
+  scratch.out = reinterpret_cast<A*>(take(sizes.out));
+  return scratch;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::attention

@@ -1,0 +1,64 @@
+// The convolutional embedding on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/units.h"
+#include "conv_embedding/cpu_loops.h"
+#include "linear/packed.h"
+
+namespace cvt_kernels::conv_embedding {
+namespace {
+
+int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding) {
+  STD_TORCH_CHECK(size + 2 * padding >= kernel, "image: expected as many pixels as the kernel has");
+  return (size + 2 * padding - kernel) / stride + 1;
+}
+
+Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
+                                const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
+                                int64_t stride, int64_t padding, bool channels_last, double eps) {
+  static const Kernels& loops = choose(KERNEL_TABLES);
+  const DType dtype = linear::served_dtype("image", image);
+  STD_TORCH_CHECK(image.dim() == 4 && kernel > 0 && stride > 0 && padding >= 0,
+                  "image: expected (batch, channels, height, width), with a kernel, a stride and a padding");
+  const int64_t channels = bias.size(0);
+  Embedding call{
+      .image = image.const_data_ptr(),
+      .image_step = image.stride(0),
+      .channel_step = image.stride(1),
+      .row_step = image.stride(2),
+      .column_step = image.stride(3),
+      .images = image.size(0),
+      .in_channels = image.size(1),
+      .height = image.size(2),
+      .width = image.size(3),
+      .kernel = kernel,
+      .stride = stride,
+      .padding = padding,
+      .out_height = output_size(image.size(2), kernel, stride, padding),
+      .out_width = output_size(image.size(3), kernel, stride, padding),
+      .channels_last = channels_last,
+      .linear = linear::layer_of(dtype, packed, bias, channels, image.size(1) * kernel * kernel),
+      .norm = {linear::vector_of("norm_weight", norm_weight, channels),
+               linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
+      .class_token = class_token.has_value() ? linear::vector_of("class_token", *class_token, channels) : nullptr,
+      .tiles = 0,
+      .out = nullptr,
+  };
+  const int64_t pixels = call.out_height * call.out_width;
+  const Tensor out = empty({call.images, class_token.has_value() + pixels, channels}, image.scalar_type(), image);
+  call.out = out.mutable_data_ptr();
+  call.tiles = balanced(call.images, (pixels + kTileRows - 1) / kTileRows, pixels);
+  for_units(call.images * call.tiles, loops.scratch_bytes(dtype, call),
+            [&](int64_t unit, int64_t, void* scratch) { loops.embed(dtype, call, unit, scratch); });
+  return out;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::conv_embedding
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  m.impl("conv_embedding_inference", TORCH_BOX(&cvt_kernels::conv_embedding::conv_embedding_inference));
+}

@@ -1,0 +1,126 @@
+// Linear layers and LayerNorm on rows that stay in the cache, for the loops of several folders. Everything has internal
+// linkage, as in vector.h. They serve all dtypes but float64.
+#pragma once
+
+#include "linear/layers.h"
+#include "common/product.h"
+#include "layer_norm_gelu/moments.h"
+
+namespace cvt_kernels {
+namespace {
+
+using F = Vector<float>;
+constexpr int kLanes = F::lanes;
+constexpr int kColumns = kPanel<float>;
+
+constexpr int64_t kAlignment = 64;  // of the parts of a thread's memory, in bytes
+
+// The type between the linear layers: pairs of bfloat16 where they are multiplied as such, else float.
+template <class T>
+using Element = std::conditional_t<kPaired<T>, BFloat16, float>;
+
+template <class G>
+void with_element(DType dtype, G f) {
+  switch (dtype) {
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+    default: return f(float{});  // the operator refuses float64
+  }
+}
+
+// The distance of rows of factors. It is no power of two, which would crowd a few sets of the cache.
+template <class E>
+int64_t stride_of(int64_t channels) {
+  return round_up(channels, kAlignment / sizeof(E)) + kAlignment / sizeof(E);
+}
+
+// Numbers of whole vectors.
+inline int64_t padded(int64_t channels) { return round_up(channels, kLanes); }
+
+// Puts a zero after the last channel of each row where it makes a pair with it.
+template <class E>
+void pad_rows(E* a, int64_t rows, int64_t stride, int64_t channels) {
+  if (channels % kDepth<E> == 0) return;
+  for (int64_t row = 0; row < rows; row++) a[row * stride + channels] = E{};
+}
+
+template <class E>
+const Factor<E>* factors(const E* row) {
+  return reinterpret_cast<const Factor<E>*>(row);
+}
+
+// Hands out the parts of a thread's memory; with none, it counts their bytes.
+class Parts {
+ public:
+  explicit Parts(void* memory) : start_(static_cast<char*>(memory)) {}
+
+  template <class E>
+  E* take(int64_t count) {
+    E* part = start_ == nullptr ? nullptr : reinterpret_cast<E*>(start_ + size_);
+    size_ += round_up(count * sizeof(E), kAlignment);
+    return part;
+  }
+
+  int64_t size() const { return size_; }
+
+ private:
+  char* start_;
+  int64_t size_ = 0;
+};
+
+// Linear layers -------------------------------------------------------------------------------------------
+
+// Calls f(column, lanes) for the vectors of a panel, of which `left` columns are left.
+template <int vectors, class G>
+VECTOR_INLINE void for_columns(int64_t left, G f) {
+  for (int i = 0; i < vectors; i++) {
+    const int64_t column = i * kLanes;
+    if (column + kLanes <= left) f(column, Whole{});
+    else if (column < left) f(column, Part{left - column});
+  }
+}
+
+// Computes a linear layer on some rows of a, for its outputs from `begin` to `end`, which are the bounds of panels. Calls
+// f(row, output, sums, lanes) for each vector of results.
+template <class E, class G>
+VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows,
+                         float* tile, G f) {
+  const int64_t depth = ceil_div(linear.inputs, kDepth<E>), step = a_stride / kDepth<E>;
+  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
+  for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    start += begin;
+    multiply<vectors>(factors(a), step, rows, weight + start * depth, depth, tile, kColumns, false);
+    for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
+      const auto bias = load(linear.bias + start + column, lanes);
+      for (int64_t row = 0; row < rows; row++) {
+        f(row, start + column, load(tile + row * kColumns + column, Whole{}) + bias, lanes);
+      }
+    });
+  });
+}
+
+// LayerNorm -----------------------------------------------------------------------------------------------
+
+// Calls f(channel, normalized, lanes) for the vectors of a row of x; `copy` has room for it.
+template <class T, class G>
+VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, [[maybe_unused]] float* copy, G f) {
+  const float* row;
+  if constexpr (std::is_same_v<T, float>) {
+    row = x;
+  } else {
+    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(copy + c, load(x + c, lanes), lanes);
+    });
+    row = copy;
+  }
+  const auto of_row = layer_norm_gelu::statistics(row, channels);
+  const float rstd = 1 / std::sqrt(of_row.variance + norm.eps);
+  const F origin = of_row.origin, scale = rstd, shift = -of_row.shift * rstd;
+  for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    const F normal = (load(row + c, lanes) - origin) * scale + shift;
+    f(c, normal * load(norm.weight + c, lanes) + load(norm.bias + c, lanes), lanes);
+  });
+}
+
+}  // namespace
+}  // namespace cvt_kernels

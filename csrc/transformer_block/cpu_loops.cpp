@@ -1,0 +1,297 @@
+// The loops of the transformer block on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming
+// the table it fills; it includes nothing whose code the linker could merge between them.
+//
+// Between x and the result, nothing but queries, keys and values goes through memory. A band of an image's rows is
+// normalized once and held; its convolutions are made a few rows at a time, which the linear layers then take from the
+// cache. A tile of queries passes through attention, the linear layer behind it, LayerNorm and the MLP in one go; the
+// hidden channels of the MLP are held in parts.
+
+#include "transformer_block/cpu_loops.h"
+
+#include "attention/attend.h"
+#include "linear/layer_loops.h"
+#include "conv_projection/convolve.h"
+
+namespace cvt_kernels::transformer_block {
+namespace {
+
+using conv_projection::kMaxKernel;
+
+// The first step: queries, keys and values ----------------------------------------------------------------
+
+int64_t plane_of(const Block& block) { return (block.width + 2 * block.margin) * kLanes; }
+int64_t row_size(const Block& block) { return (block.width + 2 * block.margin) * padded(block.channels); }
+
+// The rows of a branch's output that are made together, at least one.
+int64_t rows_together(const Branch& branch) { return at_least<int64_t>((kTileRows - 1) / branch.width, 1); }
+
+int64_t most_tokens(const Block& block) {
+  int64_t most = 0;
+  for (const Branch& b : block.branches) most = at_least(rows_together(b) * b.width, most);
+  return most + block.class_tokens;
+}
+
+template <class E>
+struct Projecting {
+  float *zeros, *held, *copy, *tile;
+  E *class_token, *a;
+
+  Projecting(const Block& block, Parts& parts) {
+    int64_t rows = 0;
+    for (int64_t band = 0; band < block.bands; band++) {
+      const Rows of_band = rows_of_band(block, band);
+      rows = at_least(of_band.end - of_band.begin, rows);
+    }
+    zeros = parts.take<float>(row_size(block));
+    held = parts.take<float>(rows * row_size(block));
+    copy = parts.take<float>(padded(block.channels));
+    class_token = parts.take<E>(padded(block.channels));
+    tile = parts.take<float>(most_tokens(block) * kColumns);
+    a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
+  }
+};
+
+// Lays down the normalized rows of a band, with zeros on both sides.
+template <class T>
+void hold(const Block& block, const T* x, Rows rows, const Projecting<Element<T>>& scratch) {
+  const int64_t plane = plane_of(block), margin = block.margin * kLanes;
+  for (int64_t row = rows.begin; row < rows.end; row++) {
+    float* to = scratch.held + (row - rows.begin) * row_size(block);
+    for (int64_t c = 0; c < block.channels; c += kLanes) {
+      float* vectors = to + c / kLanes * plane;
+      std::memset(vectors, 0, margin * sizeof(float));
+      std::memset(vectors + plane - margin, 0, margin * sizeof(float));
+    }
+    for (int64_t column = 0; column < block.width; column++) {
+      const T* pixel = x + (block.class_tokens + row * block.width + column) * block.channels;
+      float* place = to + margin + column * kLanes;
+      normalize(block.norm1, pixel, block.channels, scratch.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
+        store(place + c / kLanes * plane, keep(normal, lanes), Whole{});
+      });
+    }
+  }
+}
+
+// Computes one row of a branch's output from the rows that are held.
+template <class E>
+void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, E* out) {
+  const Branch& b = block.branches[branch];
+  const float* rows[kMaxKernel];
+  for (int64_t y = 0; y < b.kernel; y++) {
+    const int64_t from = row * b.stride - b.padding + y * b.dilation;
+    const bool inside = from >= 0 && from < block.height;
+    rows[y] = (inside ? scratch.held + (from - held.begin) * row_size(block) : scratch.zeros) +
+              (block.margin - b.padding) * kLanes;
+  }
+  const auto run = [&](auto shape) {
+    conv_projection::convolve<E>(shape, b, rows, plane_of(block), block.packed[branch], block.channels, out,
+                                 stride_of<E>(block.channels));
+  };
+  const bool adjacent = b.kernel == 3 && b.dilation == 1;
+  if (adjacent && b.stride == 1) run(conv_projection::Shape<3, 1>{});
+  else if (adjacent && b.stride == 2) run(conv_projection::Shape<3, 2>{});
+  else run(conv_projection::Shape<0, 0>{});
+}
+
+template <class T, class E = Element<T>>
+void project_band(const Block& block, int64_t unit, void* memory) {
+  Parts parts(memory);
+  const Projecting<E> scratch(block, parts);
+  const int64_t image = unit / block.bands, band = unit % block.bands, stride = stride_of<E>(block.channels);
+  const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
+  const Rows held = rows_of_band(block, band);
+  std::memset(scratch.zeros, 0, row_size(block) * sizeof(float));
+  hold(block, x, held, scratch);
+  const bool with_class_token = band == 0 && block.class_tokens;
+  if (with_class_token) {
+    normalize(block.norm1, x, block.channels, scratch.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
+      store(scratch.class_token + c, normal, lanes);
+    });
+  }
+  for (int branch = 0; branch < 3; branch++) {
+    const Branch& b = block.branches[branch];
+    const Linear& linear = block.linears[branch];
+    const int64_t bottom = b.height * (band + 1) / block.bands;
+    bool first = with_class_token;
+    for (int64_t row = b.height * band / block.bands; row < bottom || first;) {
+      const int64_t last = at_most(bottom, row + rows_together(b));
+      int64_t token = first ? 0 : block.class_tokens + row * b.width, rows = 0;
+      if (first) std::memcpy(scratch.a, scratch.class_token, block.channels * sizeof(E)), rows = 1;
+      for (first = false; row < last; row++, rows += b.width) {
+        convolve_row(block, branch, row, held, scratch, scratch.a + rows * stride);
+      }
+      pad_rows(scratch.a, rows, stride, block.channels);
+      E* out = static_cast<E*>(block.projected[branch]) + (image * tokens_of(block, branch) + token) * linear.outputs;
+      apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.tile,
+            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(out + r * linear.outputs + c, sums, lanes); });
+    }
+  }
+}
+
+// The second step: attention and the MLP ------------------------------------------------------------------
+
+template <class E>
+attention::Forward attention_of(const Block& block) {
+  const int64_t head_dim = block.linears[0].outputs / block.heads, width = block.linears[0].outputs;
+  attention::Strided none{};
+  attention::Forward call{
+      .q = none, .k = none, .v = none,
+      .batch = block.images, .queries = tokens_of(block, 0), .keys = tokens_of(block, 1), .heads = block.heads,
+      .head_dim = head_dim, .scale = block.scale, .out = nullptr,
+  };
+  call.q.token = call.k.token = call.v.token = width;
+  return call;
+}
+
+template <class E>
+struct Attending {
+  attention::ScratchSizes sizes;
+  attention::Scratch<E> attention;
+  Factor<E> *keys, *values;  // of all heads
+  E *a, *hidden;
+  float *tile, *sums, *copy;
+  int64_t a_stride, hidden_size, hidden_stride, sums_stride;
+
+  Attending(const Block& block, Parts& parts) : sizes(attention::sizes_of<E>(attention_of<E>(block))) {
+    const int64_t rows = ceil_div(tokens_of(block), block.tiles), hidden_channels = block.fc1.outputs;
+    keys = parts.take<Factor<E>>(block.heads * sizes.k);
+    values = parts.take<Factor<E>>(block.heads * sizes.v);
+    attention.q = parts.take<Factor<E>>(sizes.q);
+    attention.probabilities = parts.take<Factor<E>>(sizes.probabilities);
+    attention.scores = parts.take<float>(sizes.scores);
+    attention.out = parts.take<float>(sizes.out);
+    if (!kPaired<E>) attention.probabilities = reinterpret_cast<Factor<E>*>(attention.scores);
+    a_stride = stride_of<E>(at_least(block.channels, block.proj.inputs));
+    hidden_size = round_up(ceil_div(hidden_channels, ceil_div(hidden_channels, kHidden)), kColumns);
+    hidden_stride = stride_of<E>(hidden_size);
+    sums_stride = round_up(block.channels, kColumns) + kLanes;
+    a = parts.take<E>(rows * a_stride);
+    hidden = parts.take<E>(rows * hidden_stride);
+    tile = parts.take<float>(rows * kColumns);
+    sums = parts.take<float>(rows * sums_stride);
+    copy = parts.take<float>(padded(block.channels));
+  }
+};
+
+template <class E>
+void pack_heads(const Block& block, int64_t image, const Attending<E>& scratch) {
+  const attention::Forward call = attention_of<E>(block);
+  const int64_t width = block.linears[0].outputs;
+  const E* k = static_cast<const E*>(block.projected[1]) + image * call.keys * width;
+  const E* v = static_cast<const E*>(block.projected[2]) + image * call.keys * width;
+  for (int64_t head = 0; head < block.heads; head++) {
+    const int64_t first = head * call.head_dim;
+    attention::pack_keys<E>(k + first, width, call.keys, call.head_dim, scratch.keys + head * scratch.sizes.k);
+    attention::pack_values<E>(v + first, width, call.keys, call.head_dim, scratch.values + head * scratch.sizes.v);
+  }
+}
+
+// Attention of some queries; all heads side by side in scratch.a.
+template <class E>
+void attend_rows(const Block& block, const E* q, int64_t rows, const Attending<E>& scratch) {
+  const attention::Forward call = attention_of<E>(block);
+  attention::Scratch<E> of_head = scratch.attention;
+  for (int64_t head = 0; head < block.heads; head++) {
+    of_head.k = scratch.keys + head * scratch.sizes.k;
+    of_head.v = scratch.values + head * scratch.sizes.v;
+    for (int64_t row = 0; row < rows; row += attention::kTile) {
+      attention::attend<E>(call, q + row * call.q.token + head * call.head_dim, at_most(attention::kTile, rows - row),
+                           of_head, scratch.a + row * scratch.a_stride + head * call.head_dim, scratch.a_stride);
+    }
+  }
+  pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
+}
+
+// Adds fc2(activation(fc1(a))) of some rows to x, the hidden channels in parts.
+template <Activation activation, class T, class E = Element<T>>
+void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
+  constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
+  const int64_t depth = ceil_div(block.fc2.inputs, kDepth<E>), stride = scratch.hidden_stride;
+  const Factor<E>* weight = static_cast<const Factor<E>*>(block.fc2.weight);
+  for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
+    const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
+    apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.tile,
+          [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+            store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
+          });
+    pad_rows(scratch.hidden, rows, stride, end - begin);
+    for_panels<float>(block.channels, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+      const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
+      multiply<vectors>(factors(scratch.hidden), stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>),
+                        scratch.sums + start, scratch.sums_stride, begin > 0);
+    });
+  }
+  for (int64_t row = 0; row < rows; row++, x += block.channels) {
+    const float* sums = scratch.sums + row * scratch.sums_stride;
+    for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(x + c, load(x + c, lanes) + (load(sums + c, lanes) + load(block.fc2.bias + c, lanes)), lanes);
+    });
+  }
+}
+
+template <class T, class E = Element<T>>
+void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
+  Parts parts(memory);
+  const Attending<E> scratch(block, parts);
+  const int64_t image = unit / block.tiles, tile = unit % block.tiles, tokens = tokens_of(block);
+  if (previous < 0 || previous / block.tiles != image) pack_heads(block, image, scratch);
+  const int64_t first = tokens * tile / block.tiles, rows = tokens * (tile + 1) / block.tiles - first;
+  const E* q = static_cast<const E*>(block.projected[0]) + (image * tokens + first) * block.linears[0].outputs;
+  T* x = static_cast<T*>(block.x) + (image * tokens + first) * block.channels;
+  attend_rows(block, q, rows, scratch);
+  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+          T* to = x + r * block.channels + c;
+          store(to, load(to, lanes) + sums, lanes);
+        });
+  for (int64_t row = 0; row < rows; row++) {
+    E* to = scratch.a + row * scratch.a_stride;
+    normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
+  }
+  pad_rows(scratch.a, rows, scratch.a_stride, block.channels);
+  layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
+    add_mlp<activation.value, T>(block, rows, scratch, x);
+  });
+}
+
+// From the dtype of a call to the type of a template ------------------------------------------------------
+
+void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float* out) {
+  with_element(dtype, [&](auto type) { conv_projection::pack<decltype(type)>(branch, 0, channels, out); });
+}
+
+int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
+
+int64_t element_bytes(DType dtype) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) { bytes = sizeof(Element<decltype(type)>); });
+  return bytes;
+}
+
+int64_t project_bytes(DType dtype, const Block& block) {
+  Parts parts(nullptr);
+  with_element(dtype, [&](auto type) { Projecting<Element<decltype(type)>>(block, parts); });
+  return parts.size();
+}
+
+void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
+  with_element(dtype, [&](auto type) { project_band<decltype(type)>(block, unit, scratch); });
+}
+
+int64_t attend_bytes(DType dtype, const Block& block) {
+  Parts parts(nullptr);
+  with_element(dtype, [&](auto type) { Attending<Element<decltype(type)>>(block, parts); });
+  return parts.size();
+}
+
+void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
+  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
+}
+
+}  // namespace
+
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, project_bytes,
+                      project,          attend_bytes,            attend};
+
+}  // namespace cvt_kernels::transformer_block

@@ -1,0 +1,82 @@
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+//
+// A block is y = x + proj(attention(linear(conv(norm1(x))))), then y + fc2(activation(fc1(norm2(y)))), on tokens: a class
+// token or none, then the pixels of an image row by row. It takes two steps, each cut into units that threads share: first
+// the finished queries, keys and values, then all else, which goes on row by row.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cpu_loops.h"
+#include "common/half.h"
+#include "common/instruction_sets.h"
+#include "linear/layers.h"
+#include "conv_projection/cpu_loops.h"
+#include "layer_norm_gelu/activation.h"
+
+namespace cvt_kernels::transformer_block {
+
+using attention::kMaxHeadDim;
+using conv_projection::Branch;
+using layer_norm_gelu::Activation;
+
+constexpr int64_t kHidden = 512;           // the most hidden channels that are held at once
+constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
+
+struct Block {
+  void* x;  // (images, class_tokens + height · width, channels), where the result goes too
+  int64_t images, class_tokens, height, width, channels;
+  Norm norm1, norm2;
+  Branch branches[3];      // their sizes only
+  const float* packed[3];  // their weights and BatchNorms
+  Linear linears[3], proj, fc1, fc2;
+  int64_t heads;
+  double scale;
+  Activation activation;
+  void* projected[3];  // (images, tokens of the branch, channels of the linear layer), of element_bytes each
+  int64_t bands;       // of an image's rows: a unit of the first step
+  int64_t tiles;       // of an image's queries: a unit of the second step
+  int64_t margin;      // zeros beside the rows of a band
+};
+
+static inline int64_t tokens_of(const Block& block) { return block.class_tokens + block.height * block.width; }
+static inline int64_t tokens_of(const Block& block, int branch) {
+  return block.class_tokens + block.branches[branch].height * block.branches[branch].width;
+}
+
+// The rows of x from which a band computes its outputs.
+struct Rows {
+  int64_t begin, end;
+};
+
+static inline Rows rows_of_band(const Block& block, int64_t band) {
+  Rows rows{block.height, 0};
+  for (const Branch& b : block.branches) {
+    const int64_t top = b.height * band / block.bands, bottom = b.height * (band + 1) / block.bands;
+    if (top == bottom) continue;
+    const int64_t low = top * b.stride - b.padding;
+    const int64_t high = (bottom - 1) * b.stride - b.padding + b.dilation * (b.kernel - 1) + 1;
+    rows.begin = low < rows.begin ? low : rows.begin;
+    rows.end = high > rows.end ? high : rows.end;
+  }
+  rows.begin = rows.begin < 0 ? 0 : rows.begin;
+  rows.end = rows.end > block.height ? block.height : rows.end;
+  return rows;
+}
+
+// The loops, compiled for one instruction set. They serve all dtypes but float64.
+struct Kernels {
+  // Packs a convolution and its BatchNorm into as many numbers as packed_convolution_size.
+  void (*pack_convolution)(DType, const Branch&, int64_t channels, float* out);
+  int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);
+  int64_t (*element_bytes)(DType);  // of queries, keys and values between the steps
+  int64_t (*project_bytes)(DType, const Block&);
+  void (*project)(DType, const Block&, int64_t unit, void* scratch);
+  int64_t (*attend_bytes)(DType, const Block&);
+  // `previous` is the unit that the thread served before with the same scratch, or -1.
+  void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
+};
+
+DECLARE_KERNEL_TABLES;
+
+}  // namespace cvt_kernels::transformer_block

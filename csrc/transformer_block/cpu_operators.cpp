@@ -1,0 +1,188 @@
+// The transformer block on the CPU: tensors, threads, memory and the choice of instruction set around the loops.
+//
+// Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/units.h"
+#include "linear/packed.h"
+#include "transformer_block/cpu_loops.h"
+
+namespace cvt_kernels::transformer_block {
+namespace {
+
+constexpr int64_t kProjectedBytes = 16 << 20;  // of queries, keys and values between the steps, if images are small
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose(KERNEL_TABLES);
+  return chosen;
+}
+
+// Packs the weight (channels, 1, k, k) of a convolution with the scale, shift, mean and variance of its BatchNorm, which
+// are contiguous and of one dtype.
+Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor& shift, const Tensor& mean,
+                        const Tensor& variance, double eps) {
+  const DType dtype = linear::served_dtype("weight", weight);
+  const int64_t channels = weight.size(0), kernel = weight.size(3);
+  const Tensor taps = weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+  Branch branch{};
+  const auto norm = [&](const Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == channels && tensor.is_contiguous() &&
+                        tensor.scalar_type() == mean.scalar_type(),
+                    "scale, shift, mean, variance: expected (channels,) of one dtype");
+    return tensor.const_data_ptr();
+  };
+  branch.weight = taps.const_data_ptr();
+  branch.scale = norm(scale);
+  branch.shift = norm(shift);
+  branch.mean = norm(mean);
+  branch.variance = norm(variance);
+  branch.norm = dtype_of(mean);
+  branch.eps = eps;
+  branch.kernel = kernel;
+  const Tensor out = empty({kernels().packed_convolution_size(kernel, channels)}, ScalarType::Float, weight);
+  kernels().pack_convolution(dtype, branch, channels, static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
+// The block -----------------------------------------------------------------------------------------------
+
+// Arguments of the operator as they come: see module.cpp.
+struct Arguments {
+  const std::vector<Tensor>& packed;
+  const std::vector<Tensor>& vectors;
+  const std::vector<int64_t>& geometry;
+  const std::vector<int64_t>& widths;
+};
+
+Branch branch_of(const Block& block, const int64_t* geometry) {
+  Branch branch{};
+  branch.kernel = geometry[0];
+  branch.stride = geometry[1];
+  branch.padding = geometry[2];
+  branch.dilation = geometry[3];
+  STD_TORCH_CHECK(branch.kernel > 0 && branch.kernel <= conv_projection::kMaxKernel && branch.stride > 0 &&
+                      branch.padding >= 0 && branch.dilation > 0,
+                  "geometry: expected kernels of 1 to ", conv_projection::kMaxKernel,
+                  ", strides and dilations of at least 1, paddings of at least 0");
+  const int64_t reach = branch.dilation * (branch.kernel - 1) + 1;
+  const int64_t height = block.height + 2 * branch.padding - reach, width = block.width + 2 * branch.padding - reach;
+  STD_TORCH_CHECK(height >= 0 && width >= 0, "x: expected a grid that gives an output");
+  branch.height = height / branch.stride + 1;
+  branch.width = width / branch.stride + 1;
+  return branch;
+}
+
+Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given) {
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && height > 0 && width > 0,
+                  "x: expected contiguous (batch, tokens, channels) and its grid");
+  STD_TORCH_CHECK(given.packed.size() == 9 && given.vectors.size() == 10 && given.geometry.size() == 12 &&
+                      given.widths.size() == 3,
+                  "packed, vectors, geometry, widths: expected 9, 10, 12 and 3");
+  const int64_t channels = x.size(2), projected = given.widths[0], hidden = given.widths[1], heads = given.widths[2];
+  STD_TORCH_CHECK(channels > 0 && heads > 0 && projected > 0 && projected % heads == 0 && hidden > 0 &&
+                      projected / heads <= kMaxHeadDim,
+                  "widths: expected channels of heads, up to ", kMaxHeadDim, ", hidden channels, and heads");
+  Block block{};
+  block.class_tokens = x.size(1) - height * width;
+  STD_TORCH_CHECK(block.class_tokens == 0 || block.class_tokens == 1, "x: expected height · width tokens, or one more");
+  block.height = height;
+  block.width = width;
+  block.channels = channels;
+  block.heads = heads;
+  for (int i = 0; i < 3; i++) {
+    Branch& branch = block.branches[i] = branch_of(block, &given.geometry[4 * i]);
+    block.margin = std::max(block.margin, branch.padding);
+    const Tensor& packed = given.packed[i];
+    STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
+                        packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
+                    "packed: expected convolutions of the geometry");
+    block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
+    block.linears[i] = linear::layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], projected, channels);
+  }
+  STD_TORCH_CHECK(tokens_of(block, 0) == tokens_of(block) && tokens_of(block, 1) == tokens_of(block, 2),
+                  "geometry: expected as many queries as tokens, and as many keys as values");
+  block.proj = linear::layer_of(dtype, given.packed[6], given.vectors[7], channels, projected);
+  block.fc1 = linear::layer_of(dtype, given.packed[7], given.vectors[8], hidden, channels);
+  block.fc2 = linear::layer_of(dtype, given.packed[8], given.vectors[9], channels, hidden);
+  block.norm1 = {linear::vector_of("vectors", given.vectors[0], channels), linear::vector_of("vectors", given.vectors[1], channels), 0};
+  block.norm2 = {linear::vector_of("vectors", given.vectors[2], channels), linear::vector_of("vectors", given.vectors[3], channels), 0};
+  return block;
+}
+
+// The bytes of the rows that the largest band holds.
+int64_t held_bytes(const Block& block) {
+  int64_t rows = 0;
+  for (int64_t band = 0; band < block.bands; band++) {
+    const Rows of_band = rows_of_band(block, band);
+    rows = std::max(rows, of_band.end - of_band.begin);
+  }
+  return rows * (block.width + 2 * block.margin) * block.channels * static_cast<int64_t>(sizeof(float));
+}
+
+// Cuts the work into units.
+void plan(Block& block) {
+  block.bands = 1;
+  while (block.bands < block.height && held_bytes(block) > kHeldBytes) block.bands++;
+  block.bands = balanced(block.images, block.bands, block.height);
+  const int64_t tokens = tokens_of(block);
+  block.tiles = balanced(block.images, (tokens + kTileRows - 1) / kTileRows, tokens);
+}
+
+// Serves some images, whose queries, keys and values find room in `projected`.
+void serve(DType dtype, Block& block, char* projected) {
+  for (int i = 0; i < 3; i++) {
+    block.projected[i] = projected;
+    projected += block.images * tokens_of(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
+  }
+  plan(block);
+  for_units(block.images * block.bands, kernels().project_bytes(dtype, block),
+            [&](int64_t unit, int64_t, void* scratch) { kernels().project(dtype, block, unit, scratch); });
+  for_units(block.images * block.tiles, kernels().attend_bytes(dtype, block),
+            [&](int64_t unit, int64_t previous, void* scratch) {
+              kernels().attend(dtype, block, unit, previous, scratch);
+            });
+}
+
+Activation activation_of(const std::string& name) {
+  if (name == "none") return Activation::none;
+  if (name == "tanh") return Activation::tanh;
+  STD_TORCH_CHECK(name == "quick", "activation: expected none, tanh or quick");
+  return Activation::quick;
+}
+
+void transformer_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
+                       const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
+                       const std::vector<int64_t>& widths, double eps1, double eps2, double scale,
+                       const std::string& activation) {
+  const DType dtype = linear::served_dtype("x", x);
+  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths});
+  block.norm1.eps = static_cast<float>(eps1);
+  block.norm2.eps = static_cast<float>(eps2);
+  block.scale = scale;
+  block.activation = activation_of(activation);
+  int64_t image_bytes = 0;
+  for (int i = 0; i < 3; i++) image_bytes += tokens_of(block, i) * block.linears[i].outputs;
+  image_bytes *= kernels().element_bytes(dtype);
+  const int64_t batch = x.size(0), most = std::max(kProjectedBytes / image_bytes, threads());
+  const Workspace projected(std::min(batch, most) * image_bytes);
+  char* data = static_cast<char*>(x.mutable_data_ptr());
+  const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
+  for (int64_t first = 0; first < batch; first += most) {
+    block.x = data + first * bytes;
+    block.images = std::min(most, batch - first);
+    serve(dtype, block, projected.data());
+  }
+}
+
+}  // namespace
+}  // namespace cvt_kernels::transformer_block
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  m.impl("pack_convolution", TORCH_BOX(&cvt_kernels::transformer_block::pack_convolution));
+  m.impl("transformer_block_", TORCH_BOX(&cvt_kernels::transformer_block::transformer_block));
+}

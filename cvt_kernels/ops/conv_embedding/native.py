@@ -1,0 +1,97 @@
+"""The convolutional token embedding on a CPU by the compiled extension (csrc), for inference.
+
+The pixels under the kernel are copied into rows, a tile of tokens at a time, and multiplied with the packed
+weight; the sums are normalized and written once. Sums are in float32, and products too, but for bfloat16
+where the CPU multiplies pairs of it. The same bits every time, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import checks, machine
+from .. import packing
+
+machine.load_extension()
+_ops = torch.ops.cvt_kernels
+
+
+@torch.library.register_fake("cvt_kernels::conv_embedding_inference")
+def _(
+    image: Tensor, packed: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+    class_token: Tensor | None, kernel: int, stride: int, padding: int, channels_last: bool, eps: float,
+) -> Tensor:  # fmt: skip
+    height, width = ((size + 2 * padding - kernel) // stride + 1 for size in image.shape[2:])
+    tokens = height * width + (class_token is not None)
+    return image.new_empty(image.shape[0], tokens, bias.shape[0])
+
+
+def why_unsupported(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float,
+    class_token: Tensor | None,
+) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    if image.dtype == torch.float64:
+        return "serves float32, bfloat16 and float16"
+    if checks.autocast_enabled(image):
+        return "is not for autocast: convert the model to bfloat16 instead"
+    if checks.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
+        return "has no gradients"
+    return None
+
+
+class _Packed(NamedTuple):
+    """The arguments of the operator that the parameters make: see ``csrc/module.cpp``."""
+
+    packed: Tensor
+    bias: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    class_token: Tensor | None
+
+
+def conv_embedding(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float,
+    class_token: Tensor | None,
+) -> Tensor:
+    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+    channels_last = image.stride(1) == 1 and image.shape[1] > 1
+
+    def pack() -> _Packed:
+        order = weight.permute(0, 2, 3, 1) if channels_last else weight
+        packed = _ops.pack_linear.default(order.detach().flatten(1))
+        zeros = torch.zeros(weight.shape[0])
+        vectors = [_wide(vector) for vector in (bias, norm_weight, norm_bias, class_token)]
+        ours = [zeros if vectors[0] is None else vectors[0]]
+        ours.append(zeros + 1 if vectors[1] is None else vectors[1])
+        ours.append(zeros if vectors[2] is None else vectors[2])
+        return _Packed(packed, *ours, vectors[3])
+
+    tensors = (bias, norm_weight, norm_bias, class_token)
+    packed = packing.packed(weight, ("embedding", channels_last), pack, tensors)
+    return _ops.conv_embedding_inference.default(
+        image, *packed, weight.shape[3], stride, padding, channels_last, eps
+    )
+
+
+def _wide(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.detach().float().contiguous()

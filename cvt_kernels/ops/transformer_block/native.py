@@ -1,0 +1,109 @@
+"""A transformer block on a CPU by the compiled extension (csrc): inference in the place of x.
+
+Weights are packed once for this CPU. A call takes two steps. First a band of an image's rows is normalized,
+convolved and multiplied into finished queries, keys and values; then a tile of queries passes through
+attention, the linear layer behind it, LayerNorm and the MLP in one go. Nothing else goes through memory.
+Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits
+every time, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import checks, machine
+from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from .. import packing
+
+machine.load_extension()
+_ops = torch.ops.cvt_kernels
+
+_MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
+_MAX_HEAD_DIM = 256  # kMaxHeadDim in csrc/attention/cpu_loops.h
+
+
+def why_unsupported(
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    if x.dtype == torch.float64:
+        return "serves float32, bfloat16 and float16"
+    if checks.autocast_enabled(x):
+        return "is not for autocast: convert the model to bfloat16 instead"
+    if checks.wants_gradient(x, *block.tensors()):
+        return "has no gradients"
+    if any(conv.running_mean is None for conv in block.convs):
+        return "normalizes by running statistics only"
+    kernel = max(conv.weight.shape[3] for conv in block.convs)
+    if kernel > _MAX_KERNEL:
+        return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
+    if len({linear.weight.shape[0] for linear in block.linears}) > 1:
+        return "needs as many channels of queries as of keys and values"
+    head_dim = block.linears[0].weight.shape[0] // block.num_heads
+    if head_dim > _MAX_HEAD_DIM:
+        return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"
+    return None
+
+
+class _Packed(NamedTuple):
+    """The arguments of the operator that a block's parameters make: see ``csrc/module.cpp``."""
+
+    packed: list[Tensor]
+    vectors: list[Tensor]
+    geometry: list[int]
+    widths: list[int]
+
+
+def _pack(block: TransformerBlock) -> _Packed:
+    convs = [_pack_convolution(conv) for conv in block.convs]
+    linears = [*block.linears, block.proj, block.fc1, block.fc2]
+    packed = [_ops.pack_linear.default(linear.weight) for linear in linears]
+    vectors = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, block)]
+    geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
+    return _Packed(
+        packed=convs + packed,
+        vectors=vectors + [_bias_of(linear) for linear in linears],
+        geometry=geometry,
+        widths=[block.linears[0].weight.shape[0], block.fc1.weight.shape[0], block.num_heads],
+    )
+
+
+def _pack_convolution(conv: ConvBatchNorm) -> Tensor:
+    mean, variance = conv.running_mean, conv.running_var
+    assert mean is not None
+    assert variance is not None
+    scale = torch.ones_like(mean) if conv.bn_weight is None else conv.bn_weight
+    shift = torch.zeros_like(mean) if conv.bn_bias is None else conv.bn_bias
+    norms = (t.detach().contiguous() for t in (scale, shift, mean, variance))
+    return _ops.pack_convolution.default(conv.weight.detach(), *norms, conv.eps)
+
+
+def _vectors_of(norm: Norm, block: TransformerBlock) -> list[Tensor]:
+    channels = block.fc2.weight.shape[0]
+    weight = torch.ones(channels) if norm.weight is None else norm.weight
+    bias = torch.zeros(channels) if norm.bias is None else norm.bias
+    return [_wide(weight), _wide(bias)]
+
+
+def _bias_of(linear: Linear) -> Tensor:
+    return torch.zeros(linear.weight.shape[0]) if linear.bias is None else _wide(linear.bias)
+
+
+def _wide(vector: Tensor) -> Tensor:
+    return vector.detach().float().contiguous()
+
+
+def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
+    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    out = x if inplace else x.clone(memory_format=torch.contiguous_format)
+    scale = block.scale
+    if scale is None:
+        scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
+    eps = block.norm1.eps, block.norm2.eps
+    packed = packing.packed(block.fc1.weight, "native", lambda: _pack(block), block.tensors())
+    if out.numel():
+        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
+    return out

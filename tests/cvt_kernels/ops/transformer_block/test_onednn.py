@@ -1,0 +1,214 @@
+"""oneDNN's packed linear layers in transformer_block, and the packed copies of weights."""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import backends, reference
+from cvt_kernels.ops import packing
+from cvt_kernels.ops.transformer_block import onednn
+from tests.cvt_kernels.ops.transformer_block.test_transformer_block import BACKENDS, make
+from tests.upstream import ours
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """Lets each test begin without packed weights, requests the backend, and records no gradients."""
+    monkeypatch.setattr(packing, "_known", {})
+    with torch.no_grad(), ck.use_backend(*BACKENDS["onednn"]):
+        yield
+
+
+@contextlib.contextmanager
+def refused(reason):
+    """Expects that the backend alone cannot serve a call."""
+    with ck.use_backend("onednn"), pytest.raises(ck.BackendUnavailable, match=reason):
+        yield
+
+
+def weights_of(block):
+    return [layer.weight for layer in (*block.linears, block.proj, block.fc1, block.fc2)]
+
+
+def scale_in_place(weight):
+    weight.mul_(2)
+
+
+def scale_data(weight):
+    weight.data = weight.data * 2
+
+
+def scale_data_twice(weight):
+    """Changes the storage so often that the allocator may give an address again."""
+    for _ in range(8):
+        weight.data = weight.data * 2**0.125
+
+
+@pytest.mark.parametrize("change", [scale_in_place, scale_data, scale_data_twice])
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("approximate", ["none", "quick"])
+def test_a_changed_weight_is_packed_anew(approximate, number, change):
+    x, grid, block = make(approximate=approximate)
+    before = ck.transformer_block(x, grid, block)
+    change(weights_of(block)[number])
+    out = ck.transformer_block(x, grid, block)
+    assert (out - before).abs().max() > 1e-2
+    torch.testing.assert_close(out, reference.transformer_block(x, grid, block))
+    assert len(packing._known) == (7 if approximate == "quick" else 6)
+
+
+def test_a_changed_bias_of_quick_gelu_is_scaled_anew():
+    x, grid, block = make(approximate="quick")
+    ck.transformer_block(x, grid, block)
+    block.fc1.bias.add_(1)
+    torch.testing.assert_close(
+        ck.transformer_block(x, grid, block), reference.transformer_block(x, grid, block)
+    )
+
+
+def test_weights_are_packed_once(monkeypatch):
+    packs = []
+    pack = onednn._pack
+    monkeypatch.setattr(onednn, "_pack", lambda *args: packs.append(args) or pack(*args))
+    for batch in (2, 1, 2):
+        x, grid, block = make(batch=batch)
+        for _ in range(2):
+            ck.transformer_block(x, grid, block)
+            ck.transformer_block(x, grid, block, inplace=True)
+    assert len(packs) == 3 * 6
+
+
+def test_copies_die_with_their_weights():
+    x, grid, block = make(approximate="quick")
+    ck.transformer_block(x, grid, block)
+    assert len(packing._known) == 7
+    del block
+    gc.collect()
+    assert not packing._known
+
+
+def test_copies_die_with_their_model():
+    model = ck.accelerate(ours().eval(), freeze=True)
+    model(torch.randn(1, 3, 64, 64))
+    assert packing._known
+    del model
+    gc.collect()
+    assert not packing._known
+
+
+def test_release_memory():
+    x, grid, block = make()
+    before = ck.transformer_block(x, grid, block)
+    assert packing._known
+    ck.release_memory()
+    assert not packing._known
+    assert torch.equal(ck.transformer_block(x, grid, block), before)
+
+
+def test_each_copy_of_a_weight_is_made_once():
+    weight, made, together = torch.ones(2, 2), [], threading.Barrier(4)
+
+    def make_copy():
+        made.append(threading.get_ident())
+        return weight * 2
+
+    def ask():
+        together.wait()
+        copies.append(packing.packed(weight, "a", make_copy))
+
+    copies = []
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert all(copy is copies[0] for copy in copies)
+    assert packing.packed(weight, "b", lambda: "another") == "another"
+    assert packing.packed(weight, "a", make_copy) is copies[0]
+
+
+def test_weights_of_inference_mode_are_not_kept():
+    with torch.inference_mode():
+        x, grid, block = make()
+        with refused("inference mode, where changes cannot be noticed"):
+            ck.transformer_block(x, grid, block)
+        assert packing.packed(block.fc1.weight, "a", lambda: 1) == 1
+        assert packing.packed(block.fc1.weight, "a", lambda: 2) == 2
+    assert not packing._known
+
+
+def test_weights_of_inference_mode_like_others_that_were_served():
+    x, grid, block = make()
+    out = ck.transformer_block(x, grid, block)
+    with torch.inference_mode():
+        ck.transformer_block(x, grid, block)
+        copies = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, block)
+        assert torch.equal(ck.transformer_block(x, grid, copies), out)
+        copies.fc1.weight.mul_(2)
+        torch.testing.assert_close(
+            ck.transformer_block(x, grid, copies), reference.transformer_block(x, grid, copies)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "has no products of float64"),
+        ({"batch": 0}, "serves no empty batch"),
+    ],
+)
+def test_calls_that_it_refuses(changes, reason):
+    with refused(reason):
+        ck.transformer_block(*make(**changes))
+
+
+def test_gradients_are_refused():
+    x, grid, block = make()
+    block.fc1.weight.requires_grad_()
+    with torch.enable_grad(), refused("has no gradients"):
+        ck.transformer_block(x, grid, block)
+
+
+def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
+    library = onednn._library()._replace(has_bfloat16=lambda: False, has_float16=lambda: False)
+    monkeypatch.setattr(onednn, "_library", lambda: library)
+    for dtype in (torch.bfloat16, torch.float16):
+        with refused(r"this CPU has no products of b?float16 for oneDNN"):
+            ck.transformer_block(*make(dtype=dtype))
+
+
+def test_subclasses_of_tensors_are_refused():
+    class Quantized(torch.Tensor):
+        pass
+
+    x, grid, block = make()
+    fc1 = block.fc1._replace(weight=block.fc1.weight.as_subclass(Quantized))
+    with refused("packs plain tensors only"):
+        ck.transformer_block(x, grid, block._replace(fc1=fc1))
+
+
+@pytest.mark.parametrize("lacks", ["library", "operators"])
+def test_a_torch_without_the_operators(monkeypatch, lacks):
+    if lacks == "library":
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        reason = "this PyTorch has no oneDNN"
+    else:
+        monkeypatch.setattr(onednn, "_library", lambda: None)
+        reason = "this PyTorch has no packed linear layers of oneDNN"
+    backends.forget()
+    with refused(reason):
+        ck.transformer_block(*make())
+
+
+def test_the_library_is_looked_up(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    onednn._library.cache_clear()
+    try:
+        assert onednn._library() is None
+    finally:
+        onednn._library.cache_clear()
