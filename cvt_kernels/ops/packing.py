@@ -28,7 +28,7 @@ class _Copy(NamedTuple):
     """
 
     weight: weakref.ref[Tensor]
-    stamps: tuple[Any, ...]
+    stamps: list[Any]
     storages: list[Any]
     made: Any
 
@@ -51,7 +51,7 @@ def packed(
         others: What else goes into it, and is watched alike; it should live as long as the weight.
     """
     try:
-        stamps = tuple([_stamp(tensor) for tensor in (weight, *others)])
+        stamps = [None if t is None else (t._version, t.data_ptr(), t.stride()) for t in (weight, *others)]
     except RuntimeError:  # of inference mode
         return make()
     copy = _known.get((id(weight), key))
@@ -65,10 +65,6 @@ def packed(
             storages = [t.untyped_storage() for t in (weight, *others) if t is not None]
             copy = _known[place] = _Copy(reference, stamps, storages, make())
         return copy.made
-
-
-def _stamp(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor._version, tensor.data_ptr(), tensor.stride())
 
 
 def _forget(place: tuple[int, Hashable], dead: weakref.ref[Tensor]) -> None:
