@@ -236,6 +236,19 @@ def conv_linear(stage: str, setting: Setting) -> Call:
     return Call("conv_linear", bind, [x, weight, bias], douts)
 
 
+def transformer_block(stage: str, setting: Setting) -> Call:
+    """Returns a block, in evaluation."""
+    from . import test_fused
+
+    leaves, call = test_fused.transformer_block(stage, setting.dtype, setting.images)
+    dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
+
+    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(call, function)
+
+    return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
+
+
 def conv_embedding(stage: str, setting: Setting) -> Call:
     """Returns the token embedding that begins a stage."""
     grid, channels, class_tokens = suites.stages()[stage]
@@ -267,7 +280,15 @@ def _norm(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 #: Makers of the calls of operators on several layers.
-FUSED = (linear_gelu, linear_add, linear_add_layer_norm, layer_norm_mlp, conv_linear, conv_embedding)
+FUSED = (
+    linear_gelu,
+    linear_add,
+    linear_add_layer_norm,
+    layer_norm_mlp,
+    conv_linear,
+    conv_embedding,
+    transformer_block,
+)
 
 
 # Measuring ------------------------------------------------------------------------------------------------

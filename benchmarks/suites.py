@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt.commands.bench import breakdown
 from cvt_kernels import accuracy, backends, checks, machine, measure
 
 CUDA = torch.cuda.is_available()
@@ -240,9 +241,13 @@ def _rounds(call) -> int:
 
 
 def peak_memory(call) -> int:
-    """Returns the most bytes of tensors that a call after the first holds at once, beyond those before it."""
+    """Returns the most bytes that a call after the first holds at once, and what our kernels keep after it.
+
+    These are tensors beyond those before the call, and the workspace that it needs by itself.
+    """
     call()
-    return measure.peak_bytes(call, DEVICE)
+    breakdown.release_workspace()
+    return measure.peak_bytes(call, DEVICE) + breakdown.workspace_bytes()
 
 
 # Ceilings -------------------------------------------------------------------------------------------------

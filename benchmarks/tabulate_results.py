@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt.commands.bench import contenders as bench_contenders
 from cvt.commands.bench import results as bench_results
 from cvt.files import replacing
 from cvt_kernels.tables import markdown
@@ -42,11 +43,7 @@ OURS = (
     "native",
     "triton",
     "composed",
-    "cvt",
-    "cvt-compile",
-    "accelerate",
-    "cvt-graphed",
-    "accelerate-graphed",
+    *bench_contenders.OURS,
 )
 INTRODUCTION = """\
 # Results
@@ -60,8 +57,9 @@ per second by the wall clock and, in parentheses, the most memory that tensors t
 The last column sets our fastest against the fastest of the others.
 
 "Beside Hugging Face's model" is what `cvt bench` measured: all contenders in turns, with the same weights, on
-real photographs; `hf` is Hugging Face's model as it is. In parentheses stand the quartiles.
-[How to read `cvt bench`](report.md) says more.
+real photographs; `hf` is Hugging Face's model as it is, `compile` the same under `torch.compile` (on a CPU in
+inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In parentheses stand the
+quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
@@ -185,20 +183,34 @@ def beside_pytorch(auto: dict[str, Any]) -> str:
 
 def beside_huggingface(results: bench_results.Results) -> str:
     """Returns a table of one run of ``cvt bench``, with a row for each batch size and contender."""
-    table_rows = [["batch", "contender", "images/s", "× hf", "memory, of hf's"]]
-    for batch in results["batches"]:
-        size, rows = batch["batch_size"], {row["contender"]: row for row in batch["rows"]}
-        hf = rows["hf"]
+    batches = [(batch, {row["contender"]: row for row in batch["rows"]}) for batch in results["batches"]]
+    peers = ["hf", *(["compile"] if any("compile" in rows for _, rows in batches) else [])]
+    lines = bench_results.products(results)
+    heads = ["batch", "contender", "images/s", *(f"× {peer}" for peer in peers)]
+    table_rows = [[*heads, *(["% of product"] if lines else []), "memory, of hf's"]]
+    for batch, rows in batches:
+        size = batch["batch_size"]
         for name, row in rows.items():
-            rate = number(size / statistics.median(row["seconds"]))
-            ratio = "1" if name == "hf" else str(bench_results.ratio(row["seconds"], hf["seconds"]))
-            table_rows.append([str(size), f"`{name}`", rate, ratio, share_of_memory(rows, name)])
-    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(markdown(table_rows))])
+            cells = [str(size), f"`{name}`", number(size / statistics.median(row["seconds"]))]
+            cells += [beside(rows, name, peer) for peer in peers]
+            cells += [f"{100 * bench_results.share_of_product(batch, row):.0f}"] if lines else []
+            table_rows.append([*cells, share_of_memory(rows, name)])
+    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(markdown(table_rows)), *lines])
+
+
+def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
+    """Returns the speed of a contender as a multiple of a peer's, with its quartiles."""
+    if name == peer or peer not in rows:
+        return "1" if name == peer else "–"
+    return str(bench_results.ratio(rows[name]["seconds"], rows[peer]["seconds"]))
 
 
 def readme_table(run: Run) -> str:
     """Returns the README's table: every result of ``cvt bench`` on a device, beside Hugging Face's."""
     contenders = {"compile": "`torch.compile`", "accelerate": "accelerated", "cvt": "`cvt`"}
+    measured = {row["contender"] for r in run.benches for batch in r["batches"] for row in batch["rows"]}
+    if "accelerate-frozen" in measured:
+        contenders["accelerate-frozen"] = "accelerated and frozen"
     table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory of `cvt`"]]
     for results in run.benches:
         config = results["config"]
@@ -267,7 +279,9 @@ def cell(row: dict[str, Any]) -> str:
     if row["suite"] == "model":
         return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
     if row["suite"] == "host":
-        return number(1e6 * row["seconds"])
+        count, microseconds = row.get("operators"), 1e6 * row["seconds"]
+        each = f" ({count} operators, {number(microseconds / count)} each)" if count else ""
+        return number(microseconds) + each
     return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
 
 

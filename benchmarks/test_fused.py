@@ -66,6 +66,40 @@ def conv_linear(stage, dtype, images):
     return (x, weight, bias, taps, variance), call
 
 
+@functools.lru_cache(maxsize=1)  # kernels may keep packed copies for a block that they have seen
+def block_of(x_channels, taps, variance, weight, bias, fc1_weight, fc1_bias, fc2_weight):
+    """Returns the parameters of a block, in which some layers have the same ones."""
+    norm = ck.reference.Norm(bias, bias, 1e-5)
+    linear = ck.reference.Linear(weight, bias)
+    return ck.reference.TransformerBlock(
+        norm1=norm,
+        convs=tuple(
+            ck.ConvBatchNorm(taps, bias, bias, bias, variance, stride=stride, padding=1)
+            for stride in (1, 2, 2)
+        ),
+        linears=(linear,) * 3,
+        num_heads=x_channels // 64,
+        scale=x_channels**-0.5,
+        proj=linear,
+        norm2=norm,
+        fc1=ck.reference.Linear(fc1_weight, fc1_bias),
+        approximate="quick",
+        fc2=ck.reference.Linear(fc2_weight, bias),
+    )
+
+
+def transformer_block(stage, dtype, images):
+    grid, _, _ = suites.stages()[stage]
+    (x, weight, bias, taps, variance), _ = conv_linear(stage, dtype, images)
+    _, *fc1, _ = linear_layer(stage, dtype, images, 1, 4)
+    _, fc2_weight, *_ = linear_layer(stage, dtype, images, 4, 1)
+
+    def call(function, x, *parameters):
+        return function(x, grid, block_of(x.shape[2], *parameters), inplace=False)
+
+    return (x, taps, variance, weight, bias, *fc1, fc2_weight), call
+
+
 def conv_embedding(stage, dtype, images):
     (height, width), channels, _ = suites.stages()[stage]
     inputs, kernel_size, stride, padding = EMBEDDINGS[list(suites.stages()).index(stage) + 1]
@@ -82,9 +116,27 @@ def _call_by_keyword(function, *tensors, **settings):
     return function(*tensors, **settings)
 
 
-CASES = [conv_embedding, conv_linear, linear_add_layer_norm, linear_gelu, linear_add, layer_norm_mlp]
+CASES = [
+    conv_embedding,
+    conv_linear,
+    linear_add_layer_norm,
+    linear_gelu,
+    linear_add,
+    layer_norm_mlp,
+    transformer_block,
+]
 #: What a composition may take for its parts.
 PARTS = ("composed", "triton", "native", "reference")
+
+
+def operations_of(operator, stage):
+    """Returns the operations of a block's products; None for operators whose memory is what counts."""
+    if operator != "transformer_block":
+        return None
+    (height, width), channels, class_tokens = suites.stages()[stage]
+    queries, keys = height * width + class_tokens, -(-height // 2) * -(-width // 2) + class_tokens
+    products = queries * 10 * channels**2 + keys * 2 * channels**2 + 2 * queries * keys * channels
+    return 2 * suites.batch() * products
 
 
 def contender(operator, name):
@@ -124,4 +176,5 @@ def test_fused(benchmark, stage, dtype, make, name):
             "batch": suites.batch(),
         },
         moved=sum(t.nbytes for t in (*leaves, *outputs)),
+        operations=operations_of(operator, stage),
     )

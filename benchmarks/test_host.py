@@ -1,5 +1,10 @@
 """Host time of a call: what Python and Triton do from the public function to the driver.
 
+On a CPU, the host time of a whole model is the processor's time for a forward with CvT-13's modules and
+operators, one image and one thread, but with so few channels and pixels that arithmetic takes next to
+nothing: what is left is Python, the choice of backends, and what PyTorch's operators and our kernels take to
+begin. The models take our native kernels wherever there are any.
+
 On a GPU these are calls with one image, which the GPU serves faster than the host issues them; nobody waits
 for it in between. Without a GPU every part but the driver runs, on CPU tensors: Triton compiles for an sm_90
 and binds the arguments of its kernels, and its launcher, from which C calls the driver, does nothing. The
@@ -9,7 +14,9 @@ LayerNorm has no Triton kernel; without a GPU it is the CPU's, of few tokens.
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -18,13 +25,87 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt import PRESETS
+from cvt.commands.bench.contenders import HUGGINGFACE, build_contender, build_huggingface, build_ours
+from cvt.evaluation import cost
+from cvt_kernels import backends, machine, measure
 from cvt_kernels.ops.conv_projection import modules
 
 from . import suites
 
 #: Calls between two looks at the clock, which would cost as much as some of them.
 CALLS = 100
+
+
+#: CvT-13 with so few channels, and the pixels of its image, that arithmetic takes next to nothing.
+SMALL = dataclasses.replace(PRESETS["cvt_13"], embed_dims=(8, 24, 48), num_classes=8)
+PIXELS = 16
+#: The models whose host time is measured on a CPU.
+MODELS = ("hf", "accelerate", "cvt", "accelerate-frozen", "cvt-frozen")
+
+
+# Whole models on a CPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels_serve():
+    """Lets the native kernels serve under ``auto`` without a verdict, wherever there are any, on one thread.
+
+    Where there are none, it is the composition, or else PyTorch's own operator.
+    """
+
+    def serving(operator, backend, implementation):
+        if backend != "reference":  # it needs no verdict where it is the only one
+            return dataclasses.replace(implementation, why_unavailable=lambda _: "is not measured")
+        for better in ("native", "composed"):
+            with contextlib.suppress(KeyError):
+                found = backends.registered(operator, better)
+                return dataclasses.replace(found, devices=None, why_unavailable=None)
+        return implementation
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with backends.replaced(serving), ck.use_backend("auto"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.benchmark(timer=time.process_time)  # which no other program on the machine adds to
+@pytest.mark.skipif(suites.CUDA, reason="is about CPUs")
+@pytest.mark.skipif(machine.why_native_unavailable("cpu") is not None, reason="has no native kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=suites.short)
+@pytest.mark.parametrize("name", MODELS)
+def test_model(benchmark, kernels_serve, name, dtype):
+    """A forward of a whole model: below a millisecond and a half a frozen one hardly waits for the host."""
+    if name in HUGGINGFACE and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    _, ours = build_ours(SMALL)
+    theirs = build_huggingface(ours) if name in HUGGINGFACE else ours
+    model = build_contender(name, theirs.to(dtype).eval(), theirs.eval()).model
+    image = suites.randn(1, 3, PIXELS, PIXELS, dtype=dtype, seed=0)
+
+    def call():
+        return getattr(model(image), "logits", None)
+
+    with torch.inference_mode():
+        call()
+        if benchmark.disabled:
+            benchmark.pedantic(call)
+            return
+        events = measure.profiled(call, "cpu").events() or ()
+        benchmark.group = "host time of a forward on a CPU"
+        benchmark.pedantic(call, rounds=300, warmup_rounds=20)
+    operators = sum(event.cpu_parent is None for event in events)
+    record(benchmark, f"forward of {name}", dtype, "process, with little arithmetic")
+    benchmark.extra_info |= {
+        "operators": operators,
+        "multiply_adds": cost(SMALL, PIXELS).multiply_adds,
+    }
+
+
+# Calls of a GPU's kernels ---------------------------------------------------------------------------------
 
 
 class StubbedDriver:
@@ -108,14 +189,19 @@ def clock(benchmark, case: str, call, stub: StubbedDriver | None, launched: int 
             return
         benchmark.group = f"host time of a call, {suites.DEVICE}"
         benchmark.pedantic(call, rounds=50, iterations=CALLS, warmup_rounds=5)
+    record(benchmark, case, torch.bfloat16, "wall" if suites.CUDA else "wall, without the driver")
+
+
+def record(benchmark, case: str, dtype: torch.dtype, clock: str) -> None:
+    """Notes the median of what has been measured."""
     seconds = benchmark.stats.stats.median
     benchmark.extra_info |= {
         "suite": "host",
         "case": case,
         "contender": "auto",
-        "dtype": "bfloat16",
+        "dtype": suites.short(dtype),
         "batch": 1,
-        "clock": "wall" if suites.CUDA else "wall, without the driver",
+        "clock": clock,
         "seconds": seconds,
         "images_per_second": 1 / seconds,
     }

@@ -19,6 +19,7 @@ import cvt_kernels as ck
 from cvt import CvTConfig
 from cvt.commands.bench.contenders import (
     COMPILED,
+    FROZEN,
     GRAPHED,
     HUGGINGFACE,
     OURS,
@@ -73,11 +74,14 @@ def names(training):
     theirs = importlib.util.find_spec("transformers") is not None
     plain = ["hf", "accelerate"] if theirs else ["eager"]
     plain.append("cvt")
-    if suites.CUDA and not training:
-        plain += [name for name in GRAPHED if theirs or name not in HUGGINGFACE]
+    if not training:
+        served = [name for name in FROZEN if name not in COMPILED and (name in GRAPHED) == suites.CUDA]
+        plain += [name for name in served if theirs or name not in HUGGINGFACE]
     if suites.TINY:
         return plain
     compiled = ["compile", "cvt-compile"] if theirs else ["cvt-compile"]
+    if theirs and not suites.CUDA:  # where minutes are fewer
+        compiled += ["accelerate-compile", *([] if training else ["accelerate-frozen-compile"])]
     if suites.CUDA and theirs and not training:
         compiled.append("compile-max")
     return plain + compiled

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import machine
 
 #: Every backend. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of this package one after the
-#: other; from ``sdpa`` on, they are PyTorch's own.
+#: other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other operators of this package).
 BACKENDS = ("triton", "native", "composed", "sdpa", "onednn", "convolution", "float32", "reference")
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
@@ -102,7 +102,8 @@ class Operator(NamedTuple):
             kernels and about the same economics.
         sample: Given a factor and a call's arguments, returns arguments of fewer images: with the factor 1 as
             few as suffice to check it on a CPU, with 32 about as many as change its speed there, and so on.
-        defaults: PyTorch's own backends, of which the first that can serves where there is no verdict.
+        defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
+            them ``composed``, if other operators are to serve then.
     """
 
     signature: Callable[..., tuple[Any, ...]]

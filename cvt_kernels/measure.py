@@ -303,23 +303,42 @@ def _copy_size(device: torch.device) -> int:
     return max(2**28, min(2**31, torch.cuda.get_device_properties(device).total_memory // 16))
 
 
-def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> float:
-    """Returns the operations per second of a product of two n × n matrices, a sum being an operation too.
+#: Rows and columns of the matrices whose product is a ceiling.
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 
-    On a CPU it is the faster of the two ways that PyTorch has: on AMD's CPUs MKL is slow in float32, and
-    oneDNN does the same product as a convolution of n pixels by 1×1.
 
-    Args:
-        device: The device to measure.
-        dtype: The dtype of the matrices.
-        n: Rows and columns; the default is 8192 on a GPU, else 1024.
+class Product:
+    """The product a·bᵀ of two large matrices, in each of the ways that PyTorch has for it.
+
+    On a CPU there are two: on AMD's CPUs MKL, which serves ``F.linear``, is slow in float32, and oneDNN does
+    the same product as a convolution of n pixels by 1×1.
+
+    Attributes:
+        n: Rows and columns.
+        operations: Of one product, a sum being an operation too.
+        ways: Functions without arguments that compute it.
     """
-    cuda = torch.device(device).type == "cuda"
-    n = n or (8192 if cuda else 1024)
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
-    ways: list[Callable[[], Any]] = [lambda: a @ b]
-    if not cuda:
-        pixels, weight = a.view(1, n, 1, n).permute(0, 3, 1, 2), b.T.contiguous().view(n, n, 1, 1)
-        ways.append(lambda: F.conv2d(pixels, weight))
-    return 2 * n**3 / min(fastest(way, device) for way in ways)
+
+    def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):
+        """Makes the matrices.
+
+        Args:
+            device: Where they are.
+            dtype: Their dtype.
+            n: Rows and columns; None for those of ``PRODUCT_SIZE``.
+        """
+        kind = torch.device(device).type
+        self.n = n = n or PRODUCT_SIZE["cuda" if kind == "cuda" else "cpu"]
+        self.operations = 2 * n**3
+        generator = torch.Generator(device).manual_seed(0)
+        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        self.ways: list[Callable[[], Any]] = [lambda: F.linear(a, b)]
+        if kind != "cuda":
+            pixels, weight = a.view(1, n, 1, n).permute(0, 3, 1, 2), b.view(n, n, 1, 1)
+            self.ways.append(lambda: F.conv2d(pixels, weight))
+
+
+def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> float:
+    """Returns the operations per second of a :class:`Product`, in the faster of its ways."""
+    product = Product(device, dtype, n)
+    return product.operations / min(fastest(way, device) for way in product.ways)

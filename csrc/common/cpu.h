@@ -9,14 +9,13 @@
 #endif
 
 #include <cstdlib>
-#include <memory>
-#include <new>
 #include <string>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "common/instruction_sets.h"
+#include "common/workspace.h"
 
 namespace cvt_kernels {
 
@@ -57,19 +56,13 @@ const Kernels& choose(const Kernels* const (&tables)[count]) {
   return *tables[static_cast<int>(find_instruction_set())];
 }
 
-constexpr std::align_val_t kCacheLine{64};
-
-struct FreeScratch {
-  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
-};
-
 // Calls f(begin, end, scratch) for parts of 0 to `size` in several threads, each part of at least `grain` and with
-// `bytes` of memory of its own, aligned to a line of the cache.
+// `bytes` of memory of its own.
 template <class F>
 void parallel_for_with_scratch(int64_t size, int64_t grain, int64_t bytes, const F& f) {
   torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<void, FreeScratch> scratch(::operator new(bytes, kCacheLine));
-    f(begin, end, scratch.get());
+    const Workspace scratch(bytes);
+    f(begin, end, scratch.data());
   });
 }
 

@@ -5,7 +5,6 @@
 #include <atomic>
 
 #include "common/cpu.h"
-#include "common/workspace.h"
 
 namespace cvt_kernels {
 

@@ -23,16 +23,24 @@ class WorkspacePool {
     return *pool;
   }
 
-  // A buffer of at least so many bytes, aligned to a page.
+  // A buffer of at least so many bytes, aligned to a page: the smallest that is large enough, or a new one in the place of
+  // the largest.
   Buffer take(int64_t bytes) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!free_.empty()) {
-        const Buffer last = free_.back();
-        free_.pop_back();
-        held_ -= last.bytes;
-        if (last.bytes >= bytes) return last;
-        release(last);
+      auto best = free_.end();
+      for (auto each = free_.begin(); each != free_.end(); ++each) {
+        const bool fits = each->bytes >= bytes;
+        if (best == free_.end() || (best->bytes >= bytes ? fits && each->bytes < best->bytes : each->bytes > best->bytes)) {
+          best = each;
+        }
+      }
+      if (best != free_.end()) {
+        const Buffer found = *best;
+        free_.erase(best);
+        held_ -= found.bytes;
+        if (found.bytes >= bytes) return found;
+        release(found);
       }
     }
     return {::operator new(bytes, kPage), bytes};

@@ -1,7 +1,7 @@
 """Packed copies of weights, made once for as long as a weight lives and is not changed.
 
-A weight is known by its identity, and a change of it by its version and its address. The storage is kept with
-the copy, so that the address of one that has been replaced is not that of another.
+A weight is known by its identity, and a change of it by its version, its address and its strides. The storage
+is kept with the copy, so that the address of one that has been replaced is not that of another.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class _Copy(NamedTuple):
 
     Attributes:
         weight: The weight.
-        stamps: Count of changes in place and address, of the weight and of the others that went into it.
+        stamps: Count of changes in place, address and strides of the weight, and of the others with it.
         storages: What holds their numbers.
         made: What was packed.
     """
 
     weight: weakref.ref[Tensor]
-    stamps: tuple[Any, ...]
+    stamps: list[Any]
     storages: list[Any]
     made: Any
 
@@ -51,7 +51,7 @@ def packed(
         others: What else goes into it, and is watched alike; it should live as long as the weight.
     """
     try:
-        stamps = tuple([None if t is None else (t._version, t.data_ptr()) for t in (weight, *others)])
+        stamps = [None if t is None else (t._version, t.data_ptr(), t.stride()) for t in (weight, *others)]
     except RuntimeError:  # of inference mode
         return make()
     copy = _known.get((id(weight), key))

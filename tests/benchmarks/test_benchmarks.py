@@ -329,7 +329,7 @@ def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, provin
 def test_all_calls_of_the_model_are_there():
     cases = [(make(auto.settings()[0]).operator, name) for name, make in auto.makers()]
     assert {operator for operator, _ in cases} == set(backends.OPERATORS)
-    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 3 + 6)
+    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 3 + 7)
     kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
     assert len(kinds) == 5
     assert {images for _, images, backward in kinds if not backward} == {1, suites.batch()}
@@ -476,6 +476,12 @@ def test_tables(tmp_path):
     assert "### Linear layers" not in text
 
 
+def test_host_time_is_told_per_operator():
+    facts = {"suite": "host", "seconds": 1.5e-3}
+    assert tabulate.cell(facts) == "1,500"
+    assert tabulate.cell(facts | {"operators": 30}) == "1,500 (30 operators, 50 each)"
+
+
 def test_table_of_auto(tmp_path):
     folder = write_results(tmp_path)
     row = {"operator": "linear", "dtype": "float32", "direction": "forward", "batch": 8}
@@ -561,6 +567,19 @@ def test_tables_of_cvt_bench(tmp_path, capsys):
         tabulate.END.strip(),
         "after",
     ]
+    bench = json.loads((folder / "bench.json").read_text())
+    rows, product = bench["batches"][0]["rows"], {"n": 8, "operations": 1024, "seconds": [1.0, 2.0, 3.0, 4.0]}
+    bench["batches"][0] |= {"operations": 512, "product": product}
+    rows += [{**rows[1], "contender": name} for name in ("compile", "accelerate-frozen")]
+    bench["contenders"] |= dict.fromkeys(("compile", "accelerate-frozen"), bench["contenders"]["cvt"])
+    (folder / "bench.json").write_text(json.dumps(bench))
+    (run,) = tabulate.load(tmp_path)
+    lines = tabulate.page([run]).splitlines()
+    assert "| batch | contender | images/s | × hf | × compile | % of product | memory, of hf's |" in lines
+    assert "| 8 | `hf` | 1.6 | 1 | 0.50 (0.50–0.50) | 25 | 1.00 |" in lines
+    assert "| 8 | `compile` | 3.2 | 2.00 (2.00–2.00) | 1 | 50 | 0.41 |" in lines
+    assert any(line.startswith("% of product: of the rate of a matrix product of 8×8×8") for line in lines)
+    assert " accelerated and frozen |" in tabulate.readme_table(run)
     alone = {"hf": {"seconds": [1.0], "peak_bytes": 1000}}  # another failed
     assert tabulate.share_of_memory(alone, "cvt") == tabulate.times_as_fast(alone, "cvt") == "–"
     readme.write_text("no marks\n")

@@ -185,7 +185,9 @@ def test_use_backend_as_statement_and_nested():
     assert backends.requested_backends() == ("triton",)
 
 
-EXPECTED = "expected auto alone or some of triton, native, composed, sdpa, convolution, float32, reference"
+EXPECTED = (
+    "expected auto alone or some of triton, native, composed, sdpa, onednn, convolution, float32, reference"
+)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +432,17 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         layers = randn(12, channels), optional(12), randn(channels, 12), optional(channels)
         norm = optional(channels), optional(channels)
         return Sample((x, *norm, *layers), {**eps, "approximate": "tanh"}, images * tokens**2)
+    if operator == "transformer_block":
+        norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
+        conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, **eps)
+        norm = ck.Norm(optional(channels), optional(channels), **eps)
+        layers = ck.Linear(randn(channels, channels), optional(channels))
+        fc1, fc2 = ck.Linear(randn(12, channels), optional(12)), ck.Linear(randn(channels, 12))
+        scale = 0.1 * variant or None
+        block = ck.TransformerBlock(
+            norm, (conv,) * 3, (layers,) * 3, 1, scale, layers, norm, fc1, "tanh", fc2
+        )
+        return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
     if operator == "gelu":
         return Sample((x,), {"approximate": "tanh"}, x.numel())
     if operator == "bias_gelu":

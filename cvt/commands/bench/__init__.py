@@ -38,7 +38,8 @@ def add_parser(commands: Any) -> None:
         type=lambda names: names.split(","),
         default=["hf"],
         metavar="NAMES",
-        help="of hf, compile, compile-max, eager, with commas between; hf is always measured (default: hf)",
+        help="of hf, compile, compile-max, eager, cvt-compile, accelerate-compile and "
+        "accelerate-frozen-compile, with commas between; hf is always measured (default: hf)",
     )
     bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
     bench.add_argument("--json", metavar="FILE", help="keep the results")

@@ -28,19 +28,43 @@ PEERS = {
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
 }
-#: What this project offers instead; always measured, graphs where there can be any.
+#: What this project offers instead, measured wherever it can run but for what ``COMPILED`` has.
 OURS = {
     "cvt": "the model of cvt",
     "accelerate": "Hugging Face's after cvt_kernels.accelerate",
+    "cvt-frozen": "the model of cvt after cvt_kernels.accelerate(freeze=True)",
+    "accelerate-frozen": "Hugging Face's after cvt_kernels.accelerate(freeze=True)",
+    "cvt-compile": "the model of cvt under torch.compile",
+    "accelerate-compile": "Hugging Face's after cvt_kernels.accelerate, under torch.compile",
+    "accelerate-frozen-compile": "Hugging Face's after accelerate(freeze=True), under torch.compile",
     "cvt-graphed": "the model of cvt, frozen, after cvt_kernels.graphed: replays of a CUDA graph",
     "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate(freeze=True) and graphed",
 }
 #: Contenders whose stages are frozen and that are replayed as CUDA graphs.
 GRAPHED = ("cvt-graphed", "accelerate-graphed")
-#: Contenders that torch.compile makes, and its mode. ``cvt-compile``, our model, is for benchmarks/ only.
-COMPILED = {"compile": None, "compile-max": "max-autotune", "cvt-compile": None}
+#: Contenders whose stages are frozen.
+FROZEN = ("cvt-frozen", "accelerate-frozen", "accelerate-frozen-compile", *GRAPHED)
+#: Contenders that torch.compile makes, which takes minutes, and its mode.
+COMPILED = {
+    "compile": None,
+    "compile-max": "max-autotune",
+    "cvt-compile": None,
+    "accelerate-compile": None,
+    "accelerate-frozen-compile": None,
+}
+#: What may be asked for.
+CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED))
 #: Contenders that are made of Hugging Face's model.
-HUGGINGFACE = ("hf", "compile", "compile-max", "accelerate", "accelerate-graphed")
+HUGGINGFACE = (
+    "hf",
+    "compile",
+    "compile-max",
+    "accelerate",
+    "accelerate-frozen",
+    "accelerate-compile",
+    "accelerate-frozen-compile",
+    "accelerate-graphed",
+)
 
 
 class Contender(NamedTuple):
@@ -50,7 +74,8 @@ class Contender(NamedTuple):
         key: Its name in ``--peers``, tables and files.
         model: Takes images (B, 3, H, W).
         backends: The backends that it asks for.
-        has_parts: Whether hooks can tell its parts apart; a graph has no place for them.
+        has_parts: Whether hooks can tell its parts apart; a graph has no place for them, and a frozen stage
+            would run its blocks one by one.
     """
 
     key: str
@@ -80,16 +105,22 @@ class Contender(NamedTuple):
 
 
 def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
-    """Lists the contenders of a measurement: some peers, and ours as far as they can run.
+    """Lists the contenders of a measurement: those that are asked for, and ours as far as they can run.
 
     Args:
-        peers: Keys of ``PEERS`` besides ``"hf"``.
-        device: The device; CUDA graphs are for NVIDIA GPUs.
-        train: Whether training steps are measured, for which no graph is captured.
+        peers: What is asked for besides ``"hf"``: some of ``CHOICES``.
+        device: The device. Frozen models are replayed as CUDA graphs on NVIDIA GPUs, and run as they are
+            elsewhere.
+        train: Whether training steps are measured, for which nothing is frozen.
     """
-    with_graphs = device.type == "cuda" and not train
-    ours = [key for key in OURS if with_graphs or key not in GRAPHED]
-    return [key for key in PEERS if key == "hf" or key in peers] + ours
+    with_graphs = device.type == "cuda"
+
+    def runs(key: str) -> bool:
+        if key in COMPILED or key in PEERS:
+            return (key == "hf" or key in peers) and not (train and key in FROZEN)
+        return key not in FROZEN or (not train and (key in GRAPHED) == with_graphs)
+
+    return [key for key in (*PEERS, *OURS) if runs(key)]
 
 
 class TrainingStep(NamedTuple):
@@ -178,20 +209,23 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contende
     """Makes a contender of models that are where, of the dtype and in the mode in which they are to run.
 
     Args:
-        key: One of ``PEERS``, ``OURS`` or ``COMPILED``.
+        key: One of ``PEERS`` or ``OURS``.
         hf: Hugging Face's model; None for contenders that are not in ``HUGGINGFACE``.
         ours: Our model.
     """
     requested = ("reference",) if key in PEERS else backends.requested_backends()
     model: Any = hf if key in HUGGINGFACE else ours
+    is_accelerated = key in FROZEN or key.startswith("accelerate")
+    if is_accelerated or key in COMPILED:
+        model = copy.deepcopy(model)
+    if is_accelerated:
+        accelerate(model, freeze=key in FROZEN)
+    if key in GRAPHED:
+        model = graphed(model)
     if key in COMPILED:
         # Every batch size gets code of its own, as the peer's users would have it.
-        model = torch.compile(copy.deepcopy(model), mode=COMPILED[key], dynamic=False)
-    elif key.startswith("accelerate"):
-        model = accelerate(copy.deepcopy(model))
-    if key in GRAPHED:
-        model = graphed(accelerate(copy.deepcopy(model), freeze=True))
-    return Contender(key, model, requested, has_parts=key not in (*COMPILED, *GRAPHED))
+        model = torch.compile(model, mode=COMPILED[key], dynamic=False)
+    return Contender(key, model, requested, has_parts=key not in (*COMPILED, *FROZEN))
 
 
 def freezing() -> tuple[Any, str]:

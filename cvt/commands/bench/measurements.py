@@ -1,7 +1,8 @@
 """The measurements of ``cvt bench``: the same weights in Hugging Face's CvT and in ours, on real photographs.
 
-Parity with float64 comes first, then speed in turns, then one step of each contender under the profiler, for
-its memory and for where its time goes. What :func:`run` returns is a file of ``results.py``.
+Parity with float64 comes first, then speed in turns, with a large matrix product among them, then one step of
+each contender under the profiler, for its memory and for where its time goes. What :func:`run` returns is a
+file of ``results.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from cvt_kernels import __version__, accuracy, machine, measure
 
 from ...checkpoints import save_huggingface
 from ...config import DTYPES, default_image_size
+from ...evaluation import cost
 from ...factory import SEED
 from ...images import load_images, sample_photos
 from . import breakdown
 from .contenders import (
+    CHOICES,
     COMPILED,
     OURS,
     PEERS,
@@ -74,7 +77,7 @@ def run(
         device: The device on which everything runs.
         dtype: The dtype of weights and images: a key of ``DTYPES``.
         train: Measure a training step, forward and backward, instead of a forward in evaluation.
-        peers: Keys of ``PEERS`` besides ``"hf"``, which is always measured.
+        peers: Some of ``CHOICES``; ``"hf"`` is always measured.
         save_weights: Directory in which to keep the weights, in Hugging Face's format.
 
     Returns:
@@ -87,8 +90,8 @@ def run(
     """
     device = torch.device(device)
     for peer in peers:
-        if peer not in PEERS:
-            raise ValueError(f"peers: got {peer!r}, expected {', '.join(PEERS)}")
+        if peer not in CHOICES:
+            raise ValueError(f"peers: got {peer!r}, expected {', '.join(CHOICES)}")
     huggingface_class()  # what is not installed fails before the long run
     photos = list(sample_photos() if images is None else images)
     name, original = build_ours(model, checkpoint)
@@ -101,13 +104,17 @@ def run(
     keys = chosen(peers, device, train=train)
     contenders = [build_contender(key, hf, ours) for key in keys]
     about, compiling = _about(keys, freeze=device.type == "cpu" and not train)
+    product = measure.Product(device, DTYPES[dtype])
+    # A backward has two products for each of the forward's.
+    operations = 2 * cost(ours.config, image_size).multiply_adds * (3 if train else 1)
     batches = []
-    steps = len(batch_sizes) * len(keys) * (rounds + 3)
+    steps = len(batch_sizes) * (len(keys) * (rounds + 3) + len(product.ways) * (rounds + 1))
     with compiling, tqdm(total=steps, leave=False, disable=None) as progress:
         for batch_size in batch_sizes:
-            rows = _measure(contenders, exact, inputs, batch_size, rounds, about, progress)
+            measured = _measure(contenders, exact, inputs, batch_size, rounds, product, about, progress)
             work = breakdown.work(ours.config, image_size, batch_size, DTYPES[dtype].itemsize)
-            batches.append({"batch_size": batch_size, "work": work, "rows": rows})
+            counts = {"batch_size": batch_size, "operations": batch_size * operations, "work": work}
+            batches.append({**counts, **measured})
     if save_weights is not None:
         save_huggingface(original, save_weights)
     return {
@@ -127,7 +134,9 @@ def run(
         },
         "ceilings": {
             "bytes_per_second": measure.copy_bandwidth(device),
-            "flops_per_second": measure.product_rate(device, DTYPES[dtype]),
+            "flops_per_second": max(
+                batch["product"]["operations"] / min(batch["product"]["seconds"]) for batch in batches
+            ),
         },
         "contenders": about,
         "batches": batches,
@@ -178,25 +187,36 @@ def _measure(
     photos: Tensor,
     batch_size: int,
     rounds: int,
+    product: measure.Product,
     about: dict[str, Any],
     progress: Any,
-) -> list[dict[str, Any]]:
-    """Returns a row per contender that works, in one batch size; ``about`` notes why another does not."""
+) -> dict[str, Any]:
+    """Measures one batch size; ``about`` notes why a contender does not work.
+
+    Returns:
+        ``product``, a large matrix product and its seconds in the same rounds, and ``rows``, one for each
+        contender that works.
+    """
     batches = _fill(photos, batch_size)
     rows: dict[str, dict[str, Any]] = {}
     for contender, parity in _parities(contenders, exact, photos, batches, about, progress):
         rows[contender.key] = {"contender": contender.key, "parity": parity}
     contenders = [contender for contender in contenders if contender.key in rows]
     seconds = measure.seconds_in_turns(
-        [functools.partial(contender.step, batches[0]) for contender in contenders],
+        [*(functools.partial(contender.step, batches[0]) for contender in contenders), *product.ways],
         rounds,
         photos.device,
         before_run=lambda i: _tick(progress, f"batch {batch_size}, {f'round {i}' if i else 'warm-up'}"),
     )
-    for contender, times in zip(contenders, seconds, strict=True):
+    of_steps, of_products = seconds[: len(contenders)], seconds[len(contenders) :]
+    for contender, times in zip(contenders, of_steps, strict=True):
         _tick(progress, f"batch {batch_size}, profile of {contender.key}")
         rows[contender.key] |= {"seconds": times, **breakdown.memory_and_time(contender, batches[0])}
-    return list(rows.values())
+    fastest = [min(ways) for ways in zip(*of_products, strict=True)]
+    return {
+        "product": {"n": product.n, "operations": product.operations, "seconds": fastest},
+        "rows": list(rows.values()),
+    }
 
 
 def _fill(photos: Tensor, batch_size: int) -> tuple[Tensor, ...]:

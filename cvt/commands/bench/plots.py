@@ -28,6 +28,7 @@ _KINDS = {
     "gelu": _Kind("GELU", "#E69F00", True),
     "copies": _Kind("copies", "#56B4E9", True),
     "compiled": _Kind("loops of torch.compile", "#F0E442", True),
+    "block": _Kind("whole blocks", "#000000", False),
     "other": _Kind("other", "#999999", True),
 }
 _OURS_COLOR, _PEER_COLOR = "#0072B2", "#999999"
@@ -203,6 +204,8 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
         if row["contender"] == "hf" or results["contenders"][row["contender"]]["ours"]
     ]
     work = {(each["part"], each["kind"]): each for each in batch["work"]}
+    # A contender without parts would have an empty panel.
+    rows = [row for row in rows if any((cell["part"], cell["kind"]) in work for cell in row["breakdown"])]
     flops, copied = (results["ceilings"][f"{name}_per_second"] for name in ("flops", "bytes"))
     figure = _new_figure(4.6 * len(rows), 5.6)
     knee = flops / copied

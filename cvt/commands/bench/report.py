@@ -10,7 +10,7 @@ from typing import Any
 
 from ...files import filling
 from .plots import draw, png
-from .results import MEMORY, Results, heading, meaning, parity_rows, speed_rows
+from .results import MEMORY, Results, heading, meaning, parity_rows, products, speed_rows
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -56,12 +56,13 @@ def _page(results: Results, sections: list[str]) -> str:
     facts |= {"photographs": results["config"]["photos"], "backends": results["config"]["backends"]}
     tables = [_html_table(speed_rows(results, batch)) for batch in results["batches"]]
     tables += [_html_table(parity_rows(batch)) for batch in results["batches"]]
+    explained = " ".join([*products(results), MEMORY])
     body = [
         "<h1>cvt bench</h1>",
         f"<p>{html.escape(heading(results))}</p>",
         _html_table([["contender", ""], *legend], "facts"),
         "<h2>Speed, memory, parity</h2>",
-        f"<p>× peer: times as fast as that peer, median (quartiles). {html.escape(MEMORY)}</p>",
+        f"<p>× peer: times as fast as that peer, median (quartiles). {html.escape(explained)}</p>",
         *tables,
         *sections,
         "<h2>Machine</h2>",

@@ -20,7 +20,10 @@ from ...files import replacing, write_json
 SCHEMA, VERSION = "cvt bench", 1
 
 #: What stands beside every figure of memory.
-MEMORY = "Memory: the most that PyTorch's allocator held at once during a step, beyond weights and images."
+MEMORY = (
+    "Memory: the most that PyTorch's allocator held at once during a step, beyond weights and images, and "
+    "the workspace that our kernels keep."
+)
 
 Results = dict[str, Any]
 _PathLike = str | os.PathLike[str]
@@ -88,6 +91,13 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Range:
     return quartiles([b / s for b, s in zip(baseline, seconds, strict=True)])
 
 
+def share_of_product(batch: dict[str, Any], row: dict[str, Any]) -> float:
+    """Returns what part of a large product's rate a contender reaches: the median of the rounds."""
+    product, operations = batch["product"], batch["operations"]
+    pairs = zip(row["seconds"], product["seconds"], strict=True)
+    return statistics.median(operations / s / (product["operations"] / p) for s, p in pairs)
+
+
 # Text -----------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +111,7 @@ def text(results: Results) -> str:
     lines += [
         "",
         "×: times as fast, median of the rounds' own ratios and their quartiles.",
+        *products(results),
         MEMORY,
     ]
     for batch in results["batches"]:
@@ -118,6 +129,23 @@ def heading(results: Results) -> str:
     )
 
 
+def products(results: Results) -> list[str]:
+    """Returns the line that says what the shares of a product's rate are; none for older results."""
+    batches = [batch for batch in results["batches"] if "product" in batch]
+    if not batches:
+        return []
+    per_image = batches[0]["operations"] / batches[0]["batch_size"] / 1e9
+    n = batches[0]["product"]["n"]
+    rates = [
+        batch["product"]["operations"] / statistics.median(batch["product"]["seconds"]) / 1e9
+        for batch in batches
+    ]
+    return [
+        f"% of product: of the rate of a matrix product of {n}×{n}×{n} in the same rounds "
+        f"({', '.join(f'{rate:,.0f}' for rate in rates)} GFLOP/s), at {per_image:.2f} GFLOP per image."
+    ]
+
+
 def meaning(about: dict[str, Any]) -> str:
     """Returns what a contender is and, if it was not measured, why."""
     return about["about"] if about["note"] is None else f"{about['about']}; not measured: {about['note']}"
@@ -128,12 +156,15 @@ def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
     rows = {row["contender"]: row for row in batch["rows"]}
     peers = [key for key in rows if not results["contenders"][key]["ours"]]
     table = [
-        [f"batch {batch['batch_size']}", "images/s", "slowest", "fastest", "memory MiB"]
-        + [f"× {peer}" for peer in peers]
+        [f"batch {batch['batch_size']}", "images/s", "slowest", "fastest"]
+        + (["% of product"] if "product" in batch else [])
+        + ["memory MiB", *(f"× {peer}" for peer in peers)]
     ]
     for key, row in rows.items():
         rates = [batch["batch_size"] / s for s in row["seconds"]]
         numbers = [f"{rate:.2f}" for rate in (statistics.median(rates), min(rates), max(rates))]
+        if "product" in batch:
+            numbers.append(f"{100 * share_of_product(batch, row):.0f}")
         memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
         ratios = [str(ratio(row["seconds"], rows[peer]["seconds"])) if peer != key else "" for peer in peers]
         table.append([key, *numbers, memory, *ratios])

@@ -165,9 +165,12 @@ class _Collector:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._record(operator, args, kwargs)
-            if "approximate" in kwargs:
-                for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
+            for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
+                if "approximate" in kwargs:
                     self._record(operator, args, {**kwargs, "approximate": approximate})
+                elif operator == "transformer_block":
+                    x, grid, block = args
+                    self._record(operator, (x, grid, block._replace(approximate=approximate)), kwargs)
             return function(*args, **kwargs)
 
         return dataclasses.replace(implementation, function=call, why_unsupported=None)

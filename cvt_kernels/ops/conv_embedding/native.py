@@ -78,13 +78,13 @@ def conv_embedding(
 
     def pack() -> _Packed:
         order = weight.permute(0, 2, 3, 1) if channels_last else weight
-        packed = _ops.pack_linear.default(order.detach().flatten(1))
-        zeros = torch.zeros(weight.shape[0])
-        vectors = [_wide(vector) for vector in (bias, norm_weight, norm_bias, class_token)]
-        ours = [zeros if vectors[0] is None else vectors[0]]
-        ours.append(zeros + 1 if vectors[1] is None else vectors[1])
-        ours.append(zeros if vectors[2] is None else vectors[2])
-        return _Packed(packed, *ours, vectors[3])
+        return _Packed(
+            packed=_ops.pack_linear.default(order.detach().flatten(1)),
+            bias=_vector(bias, weight, 0.0),
+            norm_weight=_vector(norm_weight, weight, 1.0),
+            norm_bias=_vector(norm_bias, weight, 0.0),
+            class_token=None if class_token is None else _vector(class_token, weight, 0.0),
+        )
 
     tensors = (bias, norm_weight, norm_bias, class_token)
     packed = packing.packed(weight, ("embedding", channels_last), pack, tensors)
@@ -93,5 +93,6 @@ def conv_embedding(
     )
 
 
-def _wide(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.detach().float().contiguous()
+def _vector(given: Tensor | None, weight: Tensor, absent: float) -> Tensor:
+    """Returns a parameter of the outputs of a weight in float32."""
+    return torch.full(weight.shape[:1], absent) if given is None else given.detach().float().contiguous()

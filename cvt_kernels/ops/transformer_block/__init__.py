@@ -204,8 +204,8 @@ def _signature(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *block.tensors())
-    scale = block.convs[0].bn_weight
-    mixed = scale is not None and scale.dtype != x.dtype
+    mean = block.convs[0].running_mean
+    mixed = mean is not None and mean.dtype != x.dtype
     widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
     settings = block.num_heads, block.approximate, inplace
     return gradient, x.shape, grid, x.is_contiguous(), mixed, geometry_of(block.convs), widths, settings
@@ -227,10 +227,9 @@ def _shape_class(
     pixels = grid[0] * grid[1]
     branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
     words = "exact" if approximate == "none" else approximate
-    words += f", {size_class(batch)} images of {size_class(pixels, 2)} pixels"
-    words += " and a class token" if tokens > pixels else ""
-    words += f", {channels} channels, {heads} heads of {attended // heads}, {hidden} hidden"
-    words += f", kernel/stride/padding/dilation {branches}"
+    words += f", {size_class(batch)} images, {channels} channels, kernel/stride/padding/dilation {branches}"
+    words += f", {size_class(pixels, 2)} pixels" + (" and a class token" if tokens > pixels else "")
+    words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += ", BatchNorm of another dtype" if mixed else ""
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 

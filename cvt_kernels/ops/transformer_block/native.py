@@ -9,13 +9,14 @@ every time, whatever the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import checks, machine
-from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from ... import checks, dispatch, machine
+from ...reference import ConvBatchNorm, Norm, TransformerBlock
 from .. import packing
 
 machine.load_extension()
@@ -57,16 +58,19 @@ class _Packed(NamedTuple):
     widths: list[int]
 
 
+@torch.inference_mode(False)  # in which the copies could not be used elsewhere
+@torch.no_grad()
 def _pack(block: TransformerBlock) -> _Packed:
-    convs = [_pack_convolution(conv) for conv in block.convs]
+    channels = block.fc2.weight.shape[0]
     linears = [*block.linears, block.proj, block.fc1, block.fc2]
-    packed = [_ops.pack_linear.default(linear.weight) for linear in linears]
-    vectors = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, block)]
-    geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
+    norms = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, channels)]
     return _Packed(
-        packed=convs + packed,
-        vectors=vectors + [_bias_of(linear) for linear in linears],
-        geometry=geometry,
+        packed=[
+            *map(_pack_convolution, block.convs),
+            *(_ops.pack_linear.default(linear.weight) for linear in linears),
+        ],
+        vectors=norms + [_vector(linear.bias, linear.weight.shape[0], 0.0) for linear in linears],
+        geometry=[n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)],
         widths=[block.linears[0].weight.shape[0], block.fc1.weight.shape[0], block.num_heads],
     )
 
@@ -81,21 +85,22 @@ def _pack_convolution(conv: ConvBatchNorm) -> Tensor:
     return _ops.pack_convolution.default(conv.weight.detach(), *norms, conv.eps)
 
 
-def _vectors_of(norm: Norm, block: TransformerBlock) -> list[Tensor]:
-    channels = block.fc2.weight.shape[0]
-    weight = torch.ones(channels) if norm.weight is None else norm.weight
-    bias = torch.zeros(channels) if norm.bias is None else norm.bias
-    return [_wide(weight), _wide(bias)]
+def _vectors_of(norm: Norm, channels: int) -> list[Tensor]:
+    return [_vector(norm.weight, channels, 1.0), _vector(norm.bias, channels, 0.0)]
 
 
-def _bias_of(linear: Linear) -> Tensor:
-    return torch.zeros(linear.weight.shape[0]) if linear.bias is None else _wide(linear.bias)
+def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
+    """Returns a parameter in float32."""
+    return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
-def _wide(vector: Tensor) -> Tensor:
-    return vector.detach().float().contiguous()
+def _prepare(
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+) -> Callable[[Tensor, TransformerBlock], Tensor]:
+    return lambda x, block: transformer_block(x, grid, block, inplace=inplace)
 
 
+@dispatch.prepared_by(_prepare)
 def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)

@@ -114,6 +114,30 @@ def test_tritons_kernels_serve_whole_stages(monkeypatch):
     assert_accurate(out, logits(own(x)), exact)
 
 
+@pytest.mark.parametrize("backend", ["composed", "onednn"])
+@pytest.mark.parametrize("make", MODELS)
+def test_a_block_is_one_operator_on_a_cpu(make, backend):
+    own = make().eval()
+    fused = frozen(own)
+    x = images(2)
+    exact = logits(in_float64(copy.deepcopy(own))(x.double()))
+    asked = []
+
+    def noting(operator, backend, implementation):
+        def call(*args, **kwargs):
+            asked.append((operator, backend))
+            return implementation.load().function(*args, **kwargs)
+
+        return dataclasses.replace(implementation, function=call)
+
+    with backends.replaced(noting), ck.use_backend(backend, "native", "sdpa"):
+        out, count = served(fused, x)
+    blocks = sum(len(parts.blocks) for parts in (folded.parts for folded, _ in calls))
+    assert count == 3
+    assert asked.count(("transformer_block", backend)) == blocks > 3
+    assert_accurate(out, logits(own(x)), exact, floor=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
 def test_dtypes(make, dtype):
@@ -202,6 +226,15 @@ def norm_bias_data(model):
     parameter.data = parameter.data + 1
 
 
+def weight_in_place(model):
+    stages_of(model)[1].get_parameter("blocks.0.attn.proj_k.weight").mul_(2)
+
+
+def weight_data(model):
+    parameter = stages_of(model)[2].get_parameter("blocks.0.mlp.fc1.weight")
+    parameter.data = parameter.data * 2
+
+
 def another_parameter(model):
     linear = stages_of(model)[1].get_submodule("blocks.0.mlp.fc1")
     linear.weight = nn.Parameter(linear.weight * 2)
@@ -254,6 +287,21 @@ def test_changed_weights_are_noticed(change):
     assert count == 3
     assert relative(before, logits(own(x))) > 1e-3
     assert relative(out, logits(own(x))) < 1e-5
+
+
+@pytest.mark.parametrize("change", [weight_in_place, weight_data, another_parameter, loaded])
+def test_changed_weights_are_packed_anew(change):
+    own = microsoft().eval()
+    fused = frozen(own)
+    x = images()
+    with ck.use_backend("onednn", "native"):
+        before = served(fused, x)[0]
+        change(fused)
+        out = served(fused, x)[0]
+    change(own)
+    expected = logits(own(x))
+    assert relative(before, expected) > 1e-3
+    assert relative(out, expected) < 1e-5
 
 
 def test_moving_to_another_dtype_is_noticed():

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from cvt import PRESETS, create_model
 from cvt import commands as cli
 from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
 from cvt.commands.bench import results as result_files
-from cvt_kernels import backends, coverage, graphs, measure, proofs
+from cvt.evaluation import cost
+from cvt_kernels import backends, coverage, graphs, machine, measure, proofs
 from tests.checks import not_built
 from tests.upstream import KERNELS_FIRST
 
@@ -36,6 +38,7 @@ def make_small(patch):
     """Lets cvt_13 be a small model, profiled once."""
     patch.setitem(PRESETS, "cvt_13", SMALL)
     patch.setattr(breakdown, "_PROFILES", 1)
+    patch.setitem(measure.PRODUCT_SIZE, "cpu", 64)
 
 
 @pytest.fixture
@@ -72,7 +75,10 @@ def results():
         patch.setattr(torch, "compile", compile_quickly)
         with ck.use_backend(*KERNELS_FIRST):
             return measurements.run(
-                image_size=64, batch_sizes=BATCHES, rounds=ROUNDS, peers=("compile", "compile-max", "eager")
+                image_size=64,
+                batch_sizes=BATCHES,
+                rounds=ROUNDS,
+                peers=("compile", "compile-max", "eager", "accelerate-compile"),
             )
 
 
@@ -84,7 +90,8 @@ def rows_of(results):
 
 def test_samples_and_facts(results):
     rows = rows_of(results)
-    contenders = ["hf", "compile", "eager", "cvt", "accelerate"]
+    ours = ["cvt", "accelerate", "cvt-frozen", "accelerate-frozen", "accelerate-compile"]
+    contenders = ["hf", "compile", "eager", *ours]
     assert list(rows) == [(size, key) for size in BATCHES for key in contenders]
     for row in rows.values():
         assert len(row["seconds"]) == ROUNDS
@@ -97,18 +104,23 @@ def test_samples_and_facts(results):
         assert row["parity"]["gradient_error"] is None
     assert results["contenders"]["compile-max"]["note"] == "fails: RuntimeError: no C++ compiler"
     assert results["contenders"]["compile"]["about"].endswith("with freezing")
-    assert [key for key, about in results["contenders"].items() if about["ours"]] == ["cvt", "accelerate"]
+    assert results["contenders"]["accelerate-compile"]["about"].endswith("torch.compile, with freezing")
+    assert [key for key, about in results["contenders"].items() if about["ours"]] == ours
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
     assert min(results["ceilings"].values()) > 1e7
 
 
-def test_graphs_are_measured_on_a_gpu_in_inference():
+def test_frozen_models_are_measured_in_inference_and_on_a_gpu_as_graphs():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     plain = ["hf", "eager", "cvt", "accelerate"]
     assert contenders.chosen(["eager"], gpu, train=False) == [*plain, *contenders.GRAPHED]
     assert contenders.chosen(["eager"], gpu, train=True) == plain
-    assert contenders.chosen(["eager"], cpu, train=False) == plain
+    assert contenders.chosen(["eager"], cpu, train=True) == plain
+    assert contenders.chosen(["eager"], cpu, train=False) == [*plain, "cvt-frozen", "accelerate-frozen"]
+    asked = ["compile", "cvt-compile", "accelerate-compile", "accelerate-frozen-compile"]
+    assert contenders.chosen(asked, cpu, train=True) == ["hf", asked[0], *plain[2:], *asked[1:3]]
+    assert contenders.chosen(asked, cpu, train=False)[-3:] == asked[1:]
 
 
 def test_what_is_not_replayed_is_not_measured_as_a_graph(small):
@@ -150,21 +162,20 @@ def test_results_tell_what_served(results):
     depth = sum(SMALL.depths)
     for (_, key), row in rows_of(results).items():
         served = row["backends"]
-        if key in ("hf", "compile"):
+        if key in ("hf", "compile", "accelerate-compile"):  # nothing is labeled in what was compiled
             assert served == {}
         elif key == "eager":
             assert {name for by_backend in served.values() for name in by_backend} == {"reference"}
+        elif key in contenders.FROZEN:
+            assert sum(served["transformer_block"].values()) == depth
         else:
             assert served["conv_projection"] == {native: depth}
             assert served["layer_norm"].keys() == {native}
-    assert results["config"]["backends"] == {
-        "layer_norm": native,
-        "conv_projection": native,
-        "linear": "reference",
-        "attention": "sdpa" if not_built() else "native",
-        "add_layer_norm": native,
-        "gelu" if not_built() else "bias_gelu": native,
-    }
+    served = results["config"]["backends"]
+    assert served["attention"] == ("sdpa" if not_built() else "native")
+    names = "layer_norm", "conv_projection", "add_layer_norm", "gelu" if not_built() else "bias_gelu"
+    assert {served[name] for name in names} == {native}
+    assert "transformer_block" in served
 
 
 @pytest.mark.usefixtures("small", "proving")
@@ -207,7 +218,7 @@ def test_breakdown_finds_parts_and_kinds(results):
         for cell in row["breakdown"]:
             seconds[cell["part"], cell["kind"]] += cell["seconds"]
         assert 0.1 < sum(seconds.values()) / min(row["seconds"]) < 20
-        if key == "compile":
+        if key in contenders.COMPILED or key in contenders.FROZEN:
             assert {part for part, _ in seconds} == {"rest"}
             continue
         for stage in (1, 2, 3):
@@ -249,6 +260,27 @@ def test_peak_of_memory_is_exact():
 def test_memory_of_native_operators_is_seen():
     x = torch.randn(1000, 384)
     assert 4 * x.numel() <= peak(Normalizing(), x, "native") < 1.1 * 4 * x.numel()
+
+
+def test_workspace_of_the_extension_counts_as_memory(monkeypatch):
+    """A contender's own counts; what others left is given back before."""
+    kept = [7]
+
+    class Engine(nn.Module):
+        def forward(self, x):
+            kept.append(1000)
+            return x + x
+
+    extension = SimpleNamespace(workspace_bytes=lambda: sum(kept), release_workspace=kept.clear)
+    monkeypatch.setattr(machine, "why_native_unavailable", lambda device_type: None)
+    monkeypatch.setattr(machine, "load_extension", lambda: extension)
+    monkeypatch.setattr(breakdown, "_PROFILES", 1)
+    x = torch.zeros(500)
+    measured = breakdown.memory_and_time(contender(Engine(), "reference"), x)
+    assert (measured["peak_bytes"], measured["workspace_bytes"]) == (x.nbytes + 1000, 1000)
+    monkeypatch.setattr(machine, "load_extension", SimpleNamespace)  # one that keeps nothing
+    breakdown.release_workspace()
+    assert breakdown.workspace_bytes() == 0
 
 
 @pytest.mark.parametrize("backend", ["reference", "convolution", "float32"])
@@ -410,6 +442,32 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_share_of_the_rate_of_a_product():
+    """The share is of each round by itself, so that the machine's pace cancels."""
+    row, product = {"seconds": [1.0, 2.0, 4.0]}, {"operations": 100, "seconds": [0.5, 1.0, 2.0]}
+    batch = {"product": product, "operations": 60}
+    assert result_files.share_of_product(batch, row) == pytest.approx(60 / 200)
+
+
+def test_operations_and_product_of_a_run(results):
+    per_image = 2 * cost(SMALL, 64).multiply_adds
+    for batch in results["batches"]:
+        assert batch["operations"] == batch["batch_size"] * per_image
+        assert (batch["product"]["n"], batch["product"]["operations"]) == (64, 2 * 64**3)
+        assert len(batch["product"]["seconds"]) == ROUNDS
+        assert all(0 < result_files.share_of_product(batch, row) < 100 for row in batch["rows"])
+    (line,) = result_files.products(results)
+    assert line.startswith("% of product: of the rate of a matrix product of 64×64×64 in the same rounds (")
+    assert line.endswith(f" GFLOP/s), at {per_image / 1e9:.2f} GFLOP per image.")
+
+
+def test_results_from_before_products_were_measured(results):
+    old = copy.deepcopy(results)
+    for batch in old["batches"]:
+        del batch["product"]
+    assert "of product" not in result_files.text(old)
+
+
 def test_quartiles_and_ratios():
     assert result_files.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
     assert result_files.quartiles([7]) == (7, 7, 7)
@@ -459,10 +517,11 @@ def test_table(results):
     lines = result_files.text(results).splitlines()
     assert lines[0].startswith("cvt_13, random weights (seed 0), 64×64, float32 on cpu, ")
     start = lines.index(next(line for line in lines if line.startswith("batch 1")))
-    header, *table = lines[start : start + 6]
+    header, *table = lines[start : start + len(results["batches"][0]["rows"]) + 1]
     assert header.split("  ")[-1].strip() == "× eager"
-    assert [line.split()[0] for line in table] == ["hf", "compile", "eager", "cvt", "accelerate"]
-    for column in ("images/s", "slowest", "fastest", "memory MiB"):
+    names = [row["contender"] for row in results["batches"][0]["rows"]]
+    assert [line.split()[0] for line in table] == names
+    for column in ("images/s", "slowest", "fastest", "% of product", "memory MiB"):
         end = header.index(column) + len(column)
         assert all(line[end - 1].isdigit() and line[end : end + 2] == "  " for line in table)
     _, rate, slowest, fastest, *_ = table[3].split()

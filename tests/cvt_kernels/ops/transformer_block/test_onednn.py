@@ -48,6 +48,15 @@ def scale_data_twice(weight):
         weight.data = weight.data * 2**0.125
 
 
+def test_a_weight_that_is_turned_is_packed_anew():
+    x, grid, block = make()
+    ck.transformer_block(x, grid, block)
+    block.proj.weight.data = block.proj.weight.data.t()
+    torch.testing.assert_close(
+        ck.transformer_block(x, grid, block), reference.transformer_block(x, grid, block)
+    )
+
+
 @pytest.mark.parametrize("change", [scale_in_place, scale_data, scale_data_twice])
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("approximate", ["none", "quick"])

@@ -18,6 +18,7 @@ BACKENDS = {
     "reference": ("reference",),
     "composed": ("composed", "native"),
     "onednn": ("onednn", "native"),
+    "native": ("native",),
 }
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 GRID = (4, 5)
@@ -207,8 +208,8 @@ def test_kinds_of_calls():
     }
     assert len(set(questions.values())) == 2 * len(kinds)
     assert questions["plain", True] == (
-        "transformer_block, forward, float32, exact, 1+ images of 16+ pixels, 24 channels, 3 heads of 8, "
-        "72 hidden, kernel/stride/padding/dilation 3x3/1/1/1 3x3/2/1/1 3x3/2/1/1, in place"
+        "transformer_block, forward, float32, exact, 1+ images, 24 channels, kernel/stride/padding/dilation "
+        "3x3/1/1/1 3x3/2/1/1 3x3/2/1/1, 16+ pixels, 3 heads of 8, 72 hidden, in place"
     )
 
 
