@@ -38,7 +38,9 @@ NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
-# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run.
+# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run; but for AMX only
+# those with products of matrices.
+PRODUCTS = CSRC / "common/product.h"
 INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     AVX2 = "-mavx2 -mfma -mf16c"
@@ -103,6 +105,8 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
     for source in sorted(CSRC.glob("*/cpu_loops.cpp")):
         for name, flags in INSTRUCTION_SETS.items():
+            if name == "amx_bf16" and PRODUCTS not in headers_of(source):
+                continue
             options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
             objects.append(compiled(source, options, name))
     if toolkit is not None:

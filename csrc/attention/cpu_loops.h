@@ -36,6 +36,6 @@ struct Kernels {
   int64_t (*scratch_bytes)(DType, const Forward&);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_PRODUCT_TABLES;
 
 }  // namespace cvt_kernels::attention

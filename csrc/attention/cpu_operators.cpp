@@ -33,7 +33,7 @@ void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t toke
 }
 
 Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
-  static const Kernels& loops = choose(KERNEL_TABLES);
+  static const Kernels& loops = choose(PRODUCT_TABLES);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.size(1) > 0, "q and k: expected (batch, tokens, heads, head_dim)");
   STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q: expected up to ", kMaxHeadDim, " channels per head");
   check("k", k, q, k.size(1));

@@ -8,6 +8,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 
@@ -50,10 +51,10 @@ inline InstructionSet find_instruction_set() {
   return InstructionSet::plain;
 }
 
-// The table for this CPU among KERNEL_TABLES.
+// The table for this CPU among KERNEL_TABLES or PRODUCT_TABLES: the last one where there is none for its latest set.
 template <class Kernels, int count>
 const Kernels& choose(const Kernels* const (&tables)[count]) {
-  return *tables[static_cast<int>(find_instruction_set())];
+  return *tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
 }
 
 // Calls f(begin, end, scratch) for parts of 0 to `size` in several threads, each part of at least `grain` and with

@@ -7,14 +7,20 @@ namespace cvt_kernels {
 enum class InstructionSet { plain, avx2, avx512, avx512_bf16, amx_bf16 };
 
 // DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
-// InstructionSet. Where there is no x86-64, there is only the first.
+// InstructionSet. Where there is no x86-64, there is only the first. AMX serves products of matrices (product.h) only:
+// families that have them take PRODUCT_TABLES, the others are not compiled for it.
 #ifdef __x86_64__
-#define DECLARE_KERNEL_TABLES \
-  extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx_bf16
-#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
+#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
+#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}
+#define DECLARE_PRODUCT_TABLES \
+  DECLARE_KERNEL_TABLES;       \
+  extern const Kernels kernels_amx_bf16
+#define PRODUCT_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
 #else
 #define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain
 #define KERNEL_TABLES {&kernels_plain}
+#define DECLARE_PRODUCT_TABLES DECLARE_KERNEL_TABLES
+#define PRODUCT_TABLES KERNEL_TABLES
 #endif
 
 }  // namespace cvt_kernels

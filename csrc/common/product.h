@@ -138,11 +138,11 @@ void multiply_tiles(const Pair* a, int64_t a_stride, int64_t second, const Pair*
 // that would serve it better are configured. Returns whether tiles 5 and 7 are as deep as the others.
 inline bool shape_tiles(int64_t rows, int64_t depth) {
   constexpr int64_t few = 4 * kTileSide;
-  const TileUse::Shape now = TileUse::current;
+  const TileUse::Shape& now = TileUse::current;
   const int height = rows < kTileSide ? static_cast<int>(rows) : kTileSide, rest = static_cast<int>(depth % kTileSide);
   const bool serves = rest > 0 ? now.rest == rest : now.rest == kTileSide || depth <= few;
   if (now.rows != height || !serves) TileUse::configure({height, rest > 0 ? rest : kTileSide});
-  return TileUse::current.rest == kTileSide;
+  return now.rest == kTileSide;
 }
 
 // The same for any number of rows, in groups of about the same size.

@@ -32,6 +32,6 @@ struct Kernels {
   void (*embed)(DType, const Embedding&, int64_t unit, void* scratch);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_PRODUCT_TABLES;
 
 }  // namespace cvt_kernels::conv_embedding

@@ -19,7 +19,7 @@ int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t paddin
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
                                 const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
                                 int64_t stride, int64_t padding, bool channels_last, double eps) {
-  static const Kernels& loops = choose(KERNEL_TABLES);
+  static const Kernels& loops = choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
   STD_TORCH_CHECK(image.dim() == 4 && kernel > 0 && stride > 0 && padding >= 0,
                   "image: expected (batch, channels, height, width), with a kernel, a stride and a padding");

@@ -16,6 +16,6 @@ struct Kernels {
   int64_t (*packed_bytes)(DType, int64_t outputs, int64_t inputs);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_PRODUCT_TABLES;
 
 }  // namespace cvt_kernels::linear

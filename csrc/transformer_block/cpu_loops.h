@@ -77,6 +77,6 @@ struct Kernels {
   void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_PRODUCT_TABLES;
 
 }  // namespace cvt_kernels::transformer_block

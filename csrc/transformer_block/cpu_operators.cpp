@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kProjectedBytes = 16 << 20;  // of queries, keys and values between the steps, if images are small
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose(KERNEL_TABLES);
+  static const Kernels& chosen = choose(PRODUCT_TABLES);
   return chosen;
 }
 

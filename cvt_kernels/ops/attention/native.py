@@ -1,9 +1,10 @@
 """Attention on a CPU by the compiled extension (csrc), forward only.
 
-K and V of a head are packed once into the panels that the products read; tiles of up to 32 queries then pass
-through up to 224 keys at a time with a running maximum, so that a tile's scores never leave the first level of
-cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16 where the
-CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same bits always.
+K and V of a head are packed once into the panels that the products read; tiles of up to 32 queries then
+pass through up to 224 keys at a time with a running maximum, so that a tile's scores never leave the first
+level of cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16
+where the CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same
+bits always.
 """
 
 from __future__ import annotations
