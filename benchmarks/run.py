@@ -168,7 +168,7 @@ def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
     # torch.compile takes a minute or more for each batch size: too much for the nine of a run on a GPU.
-    peers = "hf" if tiny or cuda else "compile"
+    peers = "hf" if tiny or cuda else "compile,eager"
     smaller = ["--image-size", "64", "--rounds", "4"] if tiny else []
 
     def bench(name: str, *options: str) -> Part:

@@ -239,7 +239,7 @@ def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def fill_readme(text: str, runs: list[Run]) -> str:
-    """Puts the table of the last device that has one between the marks of the README.
+    """Puts the table of the newest run that has one between the marks of the README.
 
     Raises:
         ValueError: The marks are not there.
@@ -251,7 +251,8 @@ def fill_readme(text: str, runs: list[Run]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md: has no {BEGIN.strip()} and {END.strip()}")
-    return before + begin + readme_table(measured[-1]) + "\n" + end + after
+    newest = max(measured, key=lambda run: run.summary["date"])
+    return before + begin + readme_table(newest) + "\n" + end + after
 
 
 def ceiling(name: str, rate: float) -> str:

@@ -103,10 +103,27 @@ def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_exporting():  # for whatever machine, and for sizes that may not be asked for
         return _first_able(operator, description.defaults, x, *args, **kwargs)
     signature = description.signature(x, *args, **kwargs)
+    if not signature[0] and _is_left_to_compiler(operator, x.device.type):
+        return _first_able(operator, description.defaults, x, *args, **kwargs)
     shape_class = description.shape_class(*signature)
     backend = _remembered_backend(operator, x.dtype, x.device, signature[0], shape_class)
     names = description.defaults if backend is None else (backend, *description.defaults)
     return _first_able(operator, names, x, *args, **kwargs)
+
+
+#: The operators that torch.compile's own code for a CPU computes together with what is around them: sums,
+#: LayerNorm, and GELU behind packed linear layers. An operator of ours would stand between.
+_LEFT_TO_COMPILER = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
+
+
+def _is_left_to_compiler(operator: str, device_type: str) -> bool:
+    """Says whether ``auto`` takes PyTorch's own where torch.compile traces a call without gradients."""
+    if device_type != "cpu" or operator not in _LEFT_TO_COMPILER:
+        return False
+    for backend in OURS:
+        if why_unavailable(operator, backend, device_type) is None:
+            backends.note_fallback(operator, backend, "torch.compile fuses such calls with others on a CPU")
+    return True
 
 
 def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -584,10 +601,17 @@ def _may_serve(operator: str, backend: str, device_type: str, gradient: bool | N
     return not (gradient and backends.implementations[operator][backend].forward_only)
 
 
-def may_be_ours(operator: str, device_type: str) -> bool:
-    """Says whether kernels of this project may serve an operator on a type of device."""
+def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bool:
+    """Says whether kernels of this project may serve calls of an operator on a type of device.
+
+    Whether they want a gradient matters where torch.compile traces them.
+    """
     if backends.is_auto():
-        return not torch.compiler.is_exporting() and _auto_may_take_ours(operator, device_type)
+        if torch.compiler.is_exporting():
+            return False
+        if not gradient and torch.compiler.is_compiling() and _is_left_to_compiler(operator, device_type):
+            return False
+        return _auto_may_take_ours(operator, device_type)
     names = (name for name in backends.requested_backends() if name in OURS)
     return any(why_unavailable(operator, name, device_type) is None for name in names)
 
@@ -601,5 +625,6 @@ def _auto_may_take_ours(operator: str, device_type: str) -> bool:
 
 
 # A verdict does not change under a compiled graph; see the end of backends.py.
+_is_left_to_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _remembered_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _auto_may_take_ours._dynamo_marked_constant = True  # type: ignore[attr-defined]

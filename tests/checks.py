@@ -97,9 +97,9 @@ def not_built() -> bool:
 
 def operators_asked_on_a_cpu() -> set[str]:
     """Returns the operators of whose calls there are questions when models run on a CPU."""
-    after_fc1 = "gelu" if not_built() else "bias_gelu"
-    parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", after_fc1, "linear"}
-    return {*parts, "transformer_block"}
+    of_extension = {"gelu"} if not_built() else {"bias_gelu", "conv_embedding"}
+    parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", "linear"}
+    return {*parts, *of_extension, "transformer_block"}
 
 
 def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **conditions: Any) -> None:

@@ -6,8 +6,8 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The parts, each on those before it: ``fused`` (operations on submodules), ``entries`` (of the
 table), ``stages`` (whole stages for serving), ``ours``, ``huggingface`` and ``microsoft`` (forwards and
-entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), this file (the
-swap of classes), ``coverage`` and ``verify``.
+entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), ``compiling``
+(frozen stages under torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..graphs import cached, change_class, ungraphed
+from .compiling import (
+    give_number,
+    members_of_numbered,
+    take_number,
+    try_to_trace_as_one,
+    without_number,
+)
 from .freezing import STAGES, find_stages, graph_key, try_to_serve, why_not_freezable
 from .matching import (
     TABLE,
@@ -47,7 +55,7 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches.
     Changed weights are noticed, and folded again, unless they were changed through ``.data`` in place, which
     PyTorch does not count. A frozen model does not train: in training mode it raises. Where gradients are
-    recorded, under autocast, ``torch.compile`` and export, its blocks run one by one.
+    recorded, under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
 
     Args:
         model: Any module; wrappers are looked into.
@@ -76,6 +84,7 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     for stage, key in stages:
         if not is_fused(stage):
             change_class(stage, functools.partial(_frozen_class, key=key))
+            give_number(stage)
     return model
 
 
@@ -119,6 +128,7 @@ def restore(model: _Model) -> _Model:
     for module in model.modules():
         if is_fused(module):
             module.__class__ = original_class(type(module))
+            take_number(module)
     return model
 
 
@@ -144,13 +154,15 @@ def _frozen_class(original: Any, key: str) -> Any:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         images = (*args, *kwargs.values())
-        result = try_to_serve(self, entry, images[0]) if len(images) == 1 else None
+        serve = try_to_trace_as_one if torch.compiler.is_compiling() else try_to_serve
+        result = serve(self, entry, images[0]) if len(images) == 1 else None
         return original.forward(self, *args, **kwargs) if result is None else result
 
     def _cvt_kernels_graph_key(self: nn.Module) -> Any:
         return graph_key(self, entry)
 
-    return _derived(original, key, forward=forward, _cvt_kernels_graph_key=_cvt_kernels_graph_key)
+    members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
+    return _derived(original, key, **members, **members_of_numbered(entry))
 
 
 def _derived(original: Any, key: str, **members: Any) -> Any:
@@ -158,7 +170,7 @@ def _derived(original: Any, key: str, **members: Any) -> Any:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, (original, key), object.__reduce_ex__(self, 2)[2]
+        return _new_module, (original, key), without_number(object.__reduce_ex__(self, 2)[2])
 
     members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original}
     for name in ("__module__", "__qualname__", "__doc__"):
@@ -169,4 +181,7 @@ def _derived(original: Any, key: str, **members: Any) -> Any:
 def _new_module(original: type[nn.Module], key: str) -> nn.Module:
     """Returns an accelerated block or a frozen stage without state, for pickle and ``copy``."""
     fused = _frozen_class(original, key) if key in STAGES else _fused_class(original, key)
-    return fused.__new__(fused)
+    module: nn.Module = fused.__new__(fused)
+    if key in STAGES:
+        give_number(module)
+    return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .stages import StageParts
@@ -67,13 +68,17 @@ class StageEntry(NamedTuple):
         block: Describes the class as if it were a block; its forward and parts do not matter.
         classes: Names of the classes that its submodules may have besides those of ``torch.nn``.
         parts: Returns the modules of a stage, whose structure is as upstream has it.
+        embedding: Returns the convolution of its embedding and its class token, those of ``parts``.
         result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
+        tokens: Returns the tokens of what the stage's forward has returned.
     """
 
     block: BlockEntry
     classes: frozenset[str]
     parts: Callable[[Any], StageParts]
+    embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]]
     result: Callable[[Tensor, tuple[int, int]], Any]
+    tokens: Callable[[Any], Tensor]
 
     @property
     def key(self) -> str:
@@ -86,6 +91,13 @@ def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, 
     class_tokens = tokens.shape[1] - grid[0] * grid[1]
     class_token, spatial = tokens.split([class_tokens, tokens.shape[1] - class_tokens], dim=1)
     return spatial.transpose(1, 2).unflatten(2, grid), class_token if class_tokens else None
+
+
+def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Returns the tokens of which :func:`map_and_class_token` has made a result."""
+    spatial, class_token = result
+    tokens = spatial.flatten(2).transpose(1, 2)
+    return tokens if class_token is None else torch.cat((class_token, tokens), dim=1)
 
 
 def by_name(*entries: BlockEntry) -> dict[str, BlockEntry]:

@@ -248,14 +248,10 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
     Raises:
         RuntimeError: The stage is in training mode.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what traces sees the model's own modules
+    if torch.jit.is_tracing():  # what traces sees the model's own modules
         return None
-    if stage.training:
-        raise RuntimeError(
-            f"{type(stage).__name__} is frozen for serving and cannot train: call "
-            "cvt_kernels.restore(model) first, or model.eval() to serve"
-        )
-    if _has_gradient(stage, image):
+    refuse_to_train(stage)
+    if has_gradient(stage, image):
         warnings.warn(
             "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks run one "
             "by one; call it within torch.inference_mode() or torch.no_grad()",
@@ -263,6 +259,23 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
             stacklevel=stacklevel_of_caller(),
         )
         return None
+    served = tokens_served(stage, entry, image)
+    return None if served is None else entry.result(*served)
+
+
+def refuse_to_train(stage: nn.Module) -> None:
+    """Raises RuntimeError for a stage in training mode."""
+    if stage.training:
+        raise RuntimeError(
+            f"{type(stage).__name__} is frozen for serving and cannot train: call "
+            "cvt_kernels.restore(model) first, or model.eval() to serve"
+        )
+
+
+def tokens_served(
+    stage: nn.Module, entry: StageEntry, image: Tensor
+) -> tuple[Tensor, tuple[int, int]] | None:
+    """Computes the tokens of a frozen stage and their grid; None where its own forward has to."""
     if torch_module._has_any_global_hook() or checks.autocast_enabled(image):
         return None
     found = _frozen_or_why_not(stage, entry)
@@ -272,10 +285,11 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
     differs = image.dtype != weight.dtype or image.device != weight.device
     if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
-    return entry.result(*serve(found.folded, image))
+    return serve(found.folded, image)
 
 
-def _has_gradient(stage: nn.Module, image: Tensor) -> bool:
+def has_gradient(stage: nn.Module, image: Tensor) -> bool:
+    """Says whether autograd has to record a call of a stage."""
     if checks.forward_mode_enabled():
         return True
     if not torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from .entries import (
     by_name,
     bypassed,
     map_and_class_token,
+    tokens_of_map,
     why_convolutions_unsupported,
     why_dropout_active,
     why_norms_unsupported,
@@ -157,13 +158,17 @@ ENTRIES = by_name(
 # Stages ---------------------------------------------------------------------------------------------------
 
 
+def _embedding_parts(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
+    return self.embedding.convolution_embeddings.projection, getattr(self, "cls_token", None)
+
+
 def _stage_parts(self: Any) -> StageParts:
-    embedding = self.embedding.convolution_embeddings
+    conv, class_token = _embedding_parts(self)
     return StageParts(
-        conv=embedding.projection,
+        conv=conv,
         batch_norm=None,
-        norm=embedding.normalization,
-        class_token=getattr(self, "cls_token", None),
+        norm=self.embedding.convolution_embeddings.normalization,
+        class_token=class_token,
         blocks=[_block_parts(layer) for layer in self.layers],
     )
 
@@ -203,7 +208,9 @@ STAGE = StageEntry(
         "CvtSelfAttentionLinearProjection",
     },
     parts=_stage_parts,
+    embedding=_embedding_parts,
     result=map_and_class_token,
+    tokens=tokens_of_map,
 )
 
 

@@ -16,6 +16,7 @@ from .entries import (
     by_name,
     bypassed,
     map_and_class_token,
+    tokens_of_map,
     why_convolutions_unsupported,
     why_dropout_active,
     why_norms_unsupported,
@@ -144,12 +145,17 @@ ENTRIES = by_name(
 # Stages ---------------------------------------------------------------------------------------------------
 
 
+def _embedding_parts(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
+    return self.patch_embed.proj, self.cls_token
+
+
 def _stage_parts(self: Any) -> StageParts:
+    conv, class_token = _embedding_parts(self)
     return StageParts(
-        conv=self.patch_embed.proj,
+        conv=conv,
         batch_norm=None,
         norm=self.patch_embed.norm,
-        class_token=self.cls_token,
+        class_token=class_token,
         blocks=[_block_parts(block) for block in self.blocks],
     )
 
@@ -181,7 +187,9 @@ STAGE = StageEntry(
     ),
     classes=frozenset(ENTRIES) | {"DropPath", "LayerNorm", "QuickGELU", "Rearrange"},
     parts=_stage_parts,
+    embedding=_embedding_parts,
     result=map_and_class_token,
+    tokens=tokens_of_map,
 )
 
 # Recognition ----------------------------------------------------------------------------------------------

@@ -27,13 +27,18 @@ ENTRIES = by_name(
 )
 
 
+def _embedding_parts(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
+    return self.patch_embed.proj, self.cls_token
+
+
 def _stage_parts(self: Any) -> StageParts:
-    embedding = self.patch_embed
+    conv, class_token = _embedding_parts(self)
+    batch_norm = self.patch_embed.bn
     return StageParts(
-        conv=embedding.proj,
-        batch_norm=embedding.bn if isinstance(embedding.bn, nn.BatchNorm2d) else None,
-        norm=embedding.norm,
-        class_token=self.cls_token,
+        conv=conv,
+        batch_norm=batch_norm if isinstance(batch_norm, nn.BatchNorm2d) else None,
+        norm=self.patch_embed.norm,
+        class_token=class_token,
         blocks=[_block_parts(block) for block in self.blocks],
     )
 
@@ -64,6 +69,10 @@ def _tokens_and_grid(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, tup
     return tokens, grid
 
 
+def _tokens(result: tuple[Tensor, tuple[int, int]]) -> Tensor:
+    return result[0]
+
+
 STAGE = StageEntry(
     block=BlockEntry(
         upstream=UPSTREAM,
@@ -74,7 +83,9 @@ STAGE = StageEntry(
     ),
     classes=frozenset(ENTRIES) | {"ConvProjection", "DropPath", "LayerNorm", "LayerScale", "Linear"},
     parts=_stage_parts,
+    embedding=_embedding_parts,
     result=_tokens_and_grid,
+    tokens=_tokens,
 )
 
 

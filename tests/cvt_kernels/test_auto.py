@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -491,16 +492,15 @@ def test_deterministic_algorithms_take_pytorchs_own_where_nothing_can_be_remembe
 def test_compiled_code_holds_the_remembered_choice(proven, backend):
     def compiled():
         torch.compiler.reset()
-        return torch.compile(lambda x: 2 * ck.gelu(x), fullgraph=True, backend=backend, dynamic=False)
+        return torch.compile(lambda q: 2 * ck.attention(q, q, q), fullgraph=True, backend=backend)
 
-    register(lambda x, **_: x + 10)
-    x = torch.randn(5, 16)
-    torch.testing.assert_close(compiled()(x), 2 * reference.gelu(x))
-    assert (
-        ck.fallbacks()["gelu", "native"] == "has no verdict, and nothing is proven while torch.compile traces"
-    )
-    remember_verdict("native", "gelu", x, approximate="none")
-    assert torch.equal(compiled()(x), 2 * (x + 10))
+    register(lambda q, k, v, **_: q + 10, operator="attention")
+    q = torch.randn(1, 5, 2, 16)
+    torch.testing.assert_close(compiled()(q), 2 * reference.attention(q, q, q))
+    reason = "has no verdict, and nothing is proven while torch.compile traces"
+    assert ck.fallbacks()["attention", "native"] == reason
+    remember_verdict("native", "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
+    assert torch.equal(compiled()(q), 2 * (q + 10))
     assert proven == []
 
 
@@ -512,11 +512,38 @@ def test_compiled_code_with_dynamic_sizes_is_compiled_once_per_class(proven):
         return graph.forward
 
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: 2 * ck.gelu(x), fullgraph=True, backend=noted, dynamic=True)
-    for rows, count in ((5, 1), (6, 1), (15, 1), (17, 2), (60, 2), (5, 2)):
-        x = torch.randn(rows, 16)
-        torch.testing.assert_close(compiled(x), 2 * reference.gelu(x))
-        assert len(compilations) == count, rows
+    compiled = torch.compile(lambda q: 2 * ck.attention(q, q, q), fullgraph=True, backend=noted, dynamic=True)
+    for images, count in ((5, 1), (6, 1), (15, 1), (17, 2), (60, 2), (5, 2)):
+        q = torch.randn(images, 3, 1, 16)
+        torch.testing.assert_close(compiled(q), 2 * reference.attention(q, q, q))
+        assert len(compilations) == count, images
+    assert proven == []
+
+
+def test_on_a_cpu_gelu_and_layer_norm_are_left_to_torch_compile(proven):
+    calls = [register(lambda x, *_, **__: x + 10, operator=name) for name in ("gelu", "bias_gelu")]
+    x, weight, bias = torch.randn(5, 16), torch.randn(16, 16), torch.randn(16)
+    for operator, args in (("gelu", (x,)), ("bias_gelu", (x, bias))):
+        remember_verdict("native", operator, *args, approximate="none")
+        assert torch.equal(getattr(ck, operator)(*args), x + 10)
+    targets = []
+
+    def noted(graph, inputs):
+        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(ck.linear_gelu, fullgraph=True, backend=noted)
+    out = compiled(x, weight, bias)
+    torch.testing.assert_close(out, reference.linear_gelu(x, weight, bias, approximate="none"))
+    assert targets == [F.linear, F.gelu]
+    remember_verdict("native", "gelu", x.requires_grad_(), approximate="none")
+    assert torch.equal(torch.compile(ck.gelu, fullgraph=True, backend=noted)(x), x + 10)  # with gradients
+    x = x.detach()
+    assert ck.fallbacks()["gelu", "native"] == "torch.compile fuses such calls with others on a CPU"
+    with ck.use_backend("native", "reference"):  # who asks for a backend gets it
+        torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight) + 10)
+    assert list(map(len, calls)) == [2, 2]
     assert proven == []
 
 

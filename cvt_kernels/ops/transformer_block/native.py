@@ -111,4 +111,6 @@ def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock,
     packed = packing.packed(block.fc1.weight, "native", lambda: _pack(block), block.tensors())
     if out.numel():
         _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
     return out

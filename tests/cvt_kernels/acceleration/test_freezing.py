@@ -603,12 +603,3 @@ def test_verify_finds_a_wrong_frozen_stage(monkeypatch):
     failures = ck.verify(model, images(), rounds=1).failures
     assert any(failure.startswith("stage0, evaluation") for failure in failures)
     assert not any("training" in failure for failure in failures)
-
-
-def test_torch_compile_sees_the_blocks():
-    own = ours().eval()
-    fused = frozen(own)
-    x = images()
-    out = torch.compile(fused.stage0, fullgraph=True, backend="eager")(x)[0]
-    assert calls == []
-    assert relative(out, own.stage0(x)[0]) < 1e-5
