@@ -38,8 +38,8 @@ NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
-# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run; but for AMX only
-# those with products of matrices.
+# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run,
+# but for AMX only those with products of matrices.
 PRODUCTS = CSRC / "common/product.h"
 INSTRUCTION_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):

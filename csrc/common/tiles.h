@@ -163,7 +163,7 @@ class TileUse {
     int rows, rest;
   };
 
-  // Takes tens to hundreds of cycles.
+  // Makes all tiles zero.
   static void configure(Shape shape) {
     TileConfig config{};
     config.palette = 1;
