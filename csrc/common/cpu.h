@@ -29,6 +29,10 @@ inline bool has_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+// Whether products in tiles are right here. It is tried once, in a process of its own, which a tile that the CPU refuses
+// would end. Defined in linear/cpu_operators.cpp.
+bool tiles_work();
 #endif
 
 // The latest instruction set that this CPU has, or the one that CVT_KERNELS_CPU asks for.
@@ -41,7 +45,8 @@ inline InstructionSet find_instruction_set() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && (name.empty() || name == "amx_bf16") && has_tiles()) return InstructionSet::amx_bf16;
+  const bool wants_tiles = bf16 && (name.empty() || name == "amx_bf16");
+  if (wants_tiles && has_tiles() && (!name.empty() || tiles_work())) return InstructionSet::amx_bf16;
   if (bf16 && (name.empty() || name == "avx512_bf16")) return InstructionSet::avx512_bf16;
   if (avx512 && (name.empty() || name == "avx512")) return InstructionSet::avx512;
   if (avx2 && (name.empty() || name == "avx2")) return InstructionSet::avx2;

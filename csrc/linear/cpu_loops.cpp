@@ -47,8 +47,50 @@ int64_t packed_bytes(DType dtype, int64_t outputs, int64_t inputs) {
   return bytes;
 }
 
+// Whether the products of a shape are those of integers, which are exact. Memory is static: this runs after a fork.
+template <int vectors>
+bool tiles_are_right(int64_t rows, int64_t depth) {
+  constexpr int64_t most_rows = 33, most_depth = 70, columns = vectors * kTileSide;
+  static BFloat16 a[most_rows * most_depth * 2], b[most_depth * columns * 2];
+  static float c[most_rows * columns];
+  const auto left = [](int64_t row, int64_t k) { return static_cast<float>((3 * row + k) % 7 - 3); };
+  const auto right = [](int64_t k, int64_t column) { return static_cast<float>((k + 5 * column) % 9 - 4); };
+  for (int64_t k = 0; k < 2 * depth; k++) {
+    for (int64_t row = 0; row < rows; row++) store(&a[row * 2 * depth + k], left(row, k));
+    for (int64_t column = 0; column < columns; column++) {
+      store(&b[(k / 2 * columns + column) * 2 + k % 2], right(k, column));
+    }
+  }
+  bool right_so_far = true;
+  for (int times = 1; times <= 2; times++) {  // set, then added to
+    multiply<vectors>(reinterpret_cast<const Pair*>(a), depth, rows, reinterpret_cast<const Pair*>(b), depth, c, columns,
+                      times == 2);
+    for (int64_t row = 0; row < rows; row++) {
+      for (int64_t column = 0; column < columns; column++) {
+        float sum = 0;
+        for (int64_t k = 0; k < 2 * depth; k++) sum += left(row, k) * right(k, column);
+        right_so_far = right_so_far && c[row * columns + column] == static_cast<float>(times) * sum;
+      }
+    }
+  }
+  return right_so_far;
+}
+
+bool products_are_right() {
+  bool all = true;
+  if constexpr (kTiles) {
+    const TileUse tile_use;
+    for (const int64_t rows : {1, 15, 16, 17, 32, 33}) {
+      for (const int64_t depth : {1, 15, 16, 17, 32, 33, 64, 65, 70}) {
+        all = all && tiles_are_right<1>(rows, depth) && tiles_are_right<2>(rows, depth);
+      }
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
-const Kernels KERNELS{pack, packed_bytes};
+const Kernels KERNELS{pack, packed_bytes, products_are_right};
 
 }  // namespace cvt_kernels::linear

@@ -14,6 +14,8 @@ struct Kernels {
   // Packs a weight (outputs, inputs), whose rows lie `stride` apart, into packed_bytes(outputs, inputs).
   void (*pack)(DType, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, void* out);
   int64_t (*packed_bytes)(DType, int64_t outputs, int64_t inputs);
+  // Says whether products in tiles (common/tiles.h) are right in all shapes of tiles; true where there are none.
+  bool (*products_are_right)();
 };
 
 DECLARE_PRODUCT_TABLES;

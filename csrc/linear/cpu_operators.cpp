@@ -1,8 +1,40 @@
 // The packing of weights on the CPU: tensors and the choice of instruction set around the loops.
 
+#ifdef __x86_64__
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#endif
+
 #include <torch/csrc/stable/library.h>
 
 #include "linear/packed.h"
+
+#ifdef __x86_64__
+namespace cvt_kernels {
+
+bool tiles_work() {
+  static const bool work = [] {
+    const pid_t child = fork();
+    if (child == 0) {
+      for (const int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) std::signal(number, SIG_DFL);
+      _exit(linear::kernels_amx_bf16.products_are_right() ? 0 : 1);
+    }
+    int status = 0;
+    pid_t ended = child;
+    if (child > 0) {
+      do ended = waitpid(child, &status, 0);
+      while (ended < 0 && errno == EINTR);
+    }
+    return child > 0 && ended == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }();
+  return work;
+}
+
+}  // namespace cvt_kernels
+#endif
 
 namespace cvt_kernels::linear {
 namespace {

@@ -143,5 +143,6 @@ int main() {
       }
     }
   }
+  expect("products in tiles", linear::KERNELS.products_are_right());
   std::printf("done\n");
 }
