@@ -18,6 +18,8 @@ namespace cvt_kernels::conv_projection {
 namespace {
 
 constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave room in L1 for weights and outputs
+constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are read more often from main memory than rows
+constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
 int64_t output_size(int64_t size, const Branch& branch) {
@@ -31,8 +33,8 @@ const Kernels& loops() {
   return chosen;
 }
 
-// Cuts the work into units, for accumulators of `bytes`.
-void plan(Projection& call, int64_t bytes) {
+// Cuts the work into at least so many units if possible, for accumulators of `bytes` and rows of `row_bytes`.
+void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_t units = 1) {
   call.margin = 0;
   call.held = 1;
   for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
@@ -42,7 +44,8 @@ void plan(Projection& call, int64_t bytes) {
   call.held = std::min(call.held, call.height);
   const int64_t channel = call.held * (call.width + 2 * call.margin) * bytes;
   const int64_t whole = (call.channels + kChannelStep - 1) / kChannelStep;
-  const int64_t blocks = (whole * kChannelStep * channel + kRowBytes - 1) / kRowBytes;
+  const int64_t fitting = (whole * kChannelStep * channel + row_bytes - 1) / row_bytes;
+  const int64_t blocks = std::max(fitting, std::min(whole, units / std::max<int64_t>(1, call.batch)));
   call.block = std::max<int64_t>(1, (whole + blocks - 1) / blocks) * kChannelStep;
   call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
 }
@@ -228,7 +231,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
   STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
   arguments.add_branches(weights, geometry);
   Projection& call = arguments.call;
-  plan(call, accumulator_bytes(x));
+  plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   const int64_t quantities = 2 * call.count;
   const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, loops().statistics);
   std::vector<Tensor> means, variances;
@@ -333,7 +336,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
                         dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
                     "douts: expected the shape of the output, in the dtype of x");
   }
-  plan(arguments.call, accumulator_bytes(x));
+  plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   const Gradients result = accumulator == ScalarType::Double
                                ? compute_gradients<double>(arguments, douts, norms, constant)
                                : compute_gradients<float>(arguments, douts, norms, constant);

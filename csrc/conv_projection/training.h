@@ -46,6 +46,14 @@ VECTOR_INLINE void for_channels(int64_t size, F f) {
   if (c < size) f(c, Part{size - c});
 }
 
+// Asks for a row of tokens, which the convolution of its row of output leaves the memory time for.
+template <class T>
+void prefetch_row(const T* row, int64_t width, int64_t pitch, int64_t size) {
+  for (int64_t column = 0; column < width; column++, row += pitch) {
+    for (int64_t c = 0; c < size; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
+  }
+}
+
 // Goes down an image. Calls enter(row) for each row of x that has come into the ring, output(branch, packed, quantity, to)
 // for each row of output whose rows are all there, quantity being the first of the branch, and leave(row) for each row of
 // x that no later output reads.
@@ -153,10 +161,11 @@ void sums_of(const Unit<T, A>& unit) {
   constexpr int L = F::lanes;
   const auto none = [](int64_t) {};
   walk<T>(unit, two, none, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
-    const A* rows[kMaxKernel];
-    convolve_row<T>(unit, b, packed, to, rows);
     const int64_t width = unit.forward().branches[b].width, padded = unit.padded(), pitch = unit.forward().channels;
     const T* dout = unit.dout(b, to);
+    prefetch_row(dout, width, pitch, unit.size());
+    const A* rows[kMaxKernel];
+    convolve_row<T>(unit, b, packed, to, rows);
     for_channels<T>(unit.size(), [&](int64_t c, auto lanes) LAMBDA_INLINE {
       A* sums = unit.sums + c * unit.call.quantities + quantity * L;
       F products[2] = {0, 0};
@@ -292,23 +301,23 @@ void gradients_of(const Unit<T, A>& unit) {
   walk<T>(unit, taps_of, enter, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
     const Branch& branch = call.branches[b];
     const BranchGradient& gradient = unit.call.gradients[b];
+    const T* dout = unit.dout(b, to);
+    prefetch_row(dout, branch.width, pitch, size);
     const A* rows[kMaxKernel];
     A* drows[kMaxKernel];
     convolve_row<T>(unit, b, packed, to, rows);
     rows_under<T, A*>(call, branch, to, unit.dring, nullptr, drows);
-    const T* dout = unit.dout(b, to);
-    for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
-      const auto vector = [&](const void* values) LAMBDA_INLINE {
-        return load(static_cast<const A*>(values) + unit.first + c, lanes);
-      };
-      const auto mean = vector(gradient.mean_dout), product = vector(gradient.mean_product);
-      const auto factor = vector(gradient.factor);
-      for (int64_t column = 0; column < branch.width; column++) {
-        A* normal = unit.row + column * padded + c;
-        const auto d = load(dout + column * pitch + c, lanes) - mean - load(normal, Whole{}) * product;
-        store(normal, d * factor, Whole{});
-      }
-    });
+    const auto vector = [&](const void* values) { return static_cast<const A*>(values) + unit.first; };
+    const A* mean = vector(gradient.mean_dout);
+    const A* product = vector(gradient.mean_product);
+    const A* factor = vector(gradient.factor);
+    for (int64_t column = 0; column < branch.width; column++, dout += pitch) {
+      A* row = unit.row + column * padded;
+      for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
+        const auto d = load(dout + c, lanes) - load(mean + c, lanes) - load(row + c, Whole{}) * load(product + c, lanes);
+        store(row + c, d * load(factor + c, lanes), Whole{});
+      });
+    }
     with_shape(branch, [&](auto shape) { spread_row<T>(shape, unit, branch, rows, drows, packed, quantity); });
   }, leave);
 }

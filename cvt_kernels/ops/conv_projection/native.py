@@ -48,6 +48,14 @@ class _Settings(NamedTuple):
             constant=[int(not _takes_statistics(conv, training)) for conv in convs],
         )
 
+    def part(self, branches: Sequence[int]) -> _Settings:
+        """Returns those of some branches."""
+        return self._replace(
+            geometry=[n for i in branches for n in self.geometry[3 * i : 3 * i + 3]],
+            eps=[self.eps[i] for i in branches],
+            constant=[self.constant[i] for i in branches],
+        )
+
 
 def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
     """Says whether a branch normalizes by the statistics of the batch."""
@@ -61,27 +69,31 @@ class _ConvProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, settings: _Settings, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        count = len(settings.eps)
-        weights, norms = tensors[:count], tensors[count:]
+    def forward(ctx: Any, x: Tensor, settings: _Settings, *tensors: Any) -> tuple[Tensor, ...]:
         ctx.settings = settings
         ctx.save_for_backward(x, *tensors)
-        return tuple(_infer(x, settings, weights, norms))
+        ctx.set_materialize_grads(False)  # a branch that is not used costs nothing
+        count = len(settings.eps)
+        return tuple(_infer(x, settings, tensors[:count], tensors[count:]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        height, width, geometry, eps, constant = ctx.settings
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
-        weights, norms = tensors[: len(eps)], tensors[len(eps) :]
-        operands = [t for i in range(0, len(norms), 4) for t in (norms[i], norms[i + 2], norms[i + 3])]
-        dx, dweights, dscales, dshifts = _ops.conv_projection_gradients.default(
-            douts, x, height, width, weights, operands, geometry, eps, constant
-        )
-        dnorms: list[Tensor | None] = []
-        for i, pair in enumerate(zip(dscales, dshifts, strict=True)):
-            dnorms += (None if norms[4 * i + j] is None else pair[j] for j in range(2))
-            dnorms += (None, None)
+        count = len(douts)
+        weights, norms = tensors[:count], [tensors[i : i + 4] for i in range(count, 5 * count, 4)]
+        used = [i for i, dout in enumerate(douts) if dout is not None]
+        height, width, geometry, eps, constant = ctx.settings.part(used)
+        dx, *gradients = _ops.conv_projection_gradients.default(
+            [douts[i] for i in used], x, height, width, [weights[i] for i in used],
+            [t for i in used for t in (norms[i][0], *norms[i][2:])], geometry, eps, constant,
+        )  # fmt: skip
+        dweights: list[Tensor | None] = [None] * count
+        dnorms: list[Tensor | None] = [None] * (4 * count)
+        for i, dweight, dscale, dshift in zip(used, *gradients, strict=True):
+            scale, shift = norms[i][:2]
+            dweights[i] = dweight
+            dnorms[4 * i : 4 * i + 2] = None if scale is None else dscale, None if shift is None else dshift
         return dx, None, *dweights, *dnorms
 
 
@@ -152,7 +164,9 @@ def why_unsupported(
 
 
 def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
-    return checks.wants_gradient(x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)))
+    return checks.wants_gradient(
+        x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))
+    )
 
 
 def conv_projection(
@@ -187,15 +201,17 @@ def _norms(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm]
 ) -> list[Tensor | None]:
     """Returns the scale, shift, mean and variance of each branch, in the dtype of accumulators."""
-    height, width, geometry, _, constant = settings
-    taking = [i for i, each in enumerate(constant) if not each]
+    taking = [i for i, constant in enumerate(settings.constant) if not constant]
     statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     if taking:
         with torch.no_grad():
             means, variances = _ops.conv_projection_moments.default(
-                x, height, width, [weights[i] for i in taking],
-                [n for i in taking for n in geometry[3 * i : 3 * i + 3]],
-            )  # fmt: skip
+                x,
+                settings.height,
+                settings.width,
+                [weights[i] for i in taking],
+                settings.part(taking).geometry,
+            )
         statistics = dict(zip(taking, zip(means, variances, strict=True), strict=True))
     norms: list[Tensor | None] = []
     for i, conv in enumerate(convs):
@@ -219,9 +235,10 @@ def _update_running_statistics(
                 momentum = 1.0 / conv.num_batches_tracked.item()
         height, width = conv.output_grid(grid)
         values = x.shape[0] * height * width
-        mean, variance = norms[4 * i + 2 : 4 * i + 4]
-        for running, batch in (
-            (conv.running_mean, mean),
-            (conv.running_var, variance * (values / (values - 1))),
-        ):
-            running.copy_(torch.lerp(running.to(batch.dtype), batch, momentum or 0.0))
+        _move(conv.running_mean, norms[4 * i + 2], momentum or 0.0)
+        _move(conv.running_var, norms[4 * i + 3], momentum or 0.0, values / (values - 1))
+
+
+def _move(running: Tensor, batch: Tensor | None, momentum: float, correction: float = 1.0) -> None:
+    assert batch is not None
+    running.copy_(torch.lerp(running.to(batch.dtype), batch * correction, momentum))
