@@ -1,4 +1,4 @@
-"""What the autograd functions of the operators share."""
+"""A decorator that the autograd functions of the operators share."""
 
 from __future__ import annotations
 

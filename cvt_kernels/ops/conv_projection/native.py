@@ -30,7 +30,7 @@ _MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
 
 
 class _Settings(NamedTuple):
-    """What the operators take beside tensors: three numbers of a geometry and one of the rest per branch."""
+    """The numbers that the operators take: a geometry of three for each branch, and one of the others."""
 
     height: int
     width: int

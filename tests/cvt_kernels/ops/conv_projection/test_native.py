@@ -214,7 +214,7 @@ def test_the_extension_does_the_work_in_one_call():
 
 
 class Results(NamedTuple):
-    """What a call gives for one pattern of output gradients."""
+    """The results of a call, for one pattern of output gradients."""
 
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor]
