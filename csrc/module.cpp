@@ -46,6 +46,17 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
       "float[] eps) -> Tensor[]");
 
+  // Mean and variance (biased) of each branch's convolution over the batch, in accumulators. The gradients of the above:
+  // `norms` are the scale, mean and variance of each branch, in accumulators as are the gradients of scale and shift;
+  // `constant` says whether mean and variance are constants, as in evaluation, or those of the batch.
+  m.def(
+      "conv_projection_moments(Tensor x, int height, int width, Tensor[] weights, int[] geometry) -> "
+      "(Tensor[] means, Tensor[] variances)");
+  m.def(
+      "conv_projection_gradients(Tensor[] douts, Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, "
+      "int[] geometry, float[] eps, int[] constant) -> "
+      "(Tensor dx, Tensor[] dweights, Tensor[] dscales, Tensor[] dshifts)");
+
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 

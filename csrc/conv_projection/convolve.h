@@ -130,5 +130,57 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
   advance(std::integral_constant<int, 1>{});
 }
 
+// Calls f with the shape of a branch.
+template <class F>
+void with_shape(const Branch& branch, F f) {
+  const bool adjacent = branch.kernel == 3 && branch.dilation == 1;
+  if (adjacent && branch.stride == 1) f(Shape<3, 1>{});
+  else if (adjacent && branch.stride == 2) f(Shape<3, 2>{});
+  else f(Shape<0, 0>{});
+}
+
+// The number of channels of the block that begins at `first`.
+[[maybe_unused]] inline int64_t block_size(const Projection& call, int64_t first) {
+  return call.channels - first < call.block ? call.channels - first : call.block;
+}
+
+// An image's first token in x, from the channel `first` on.
+template <class T>
+const T* pixels_of(const Projection& call, int64_t first, int64_t image) {
+  return static_cast<const T*>(call.x) + image * call.batch_stride + first;
+}
+
+// Lays down a row of x in its place in the ring.
+template <class T, class A = Accumulator<T>>
+void read_row(const Projection& call, int64_t first, int64_t image, int64_t row, A* ring) {
+  const int64_t size = block_size(call, first), plane = (call.width + 2 * call.margin) * kLanes<T>;
+  const T* pixel = pixels_of<T>(call, first, image) + (call.class_tokens + row * call.width) * call.token_stride;
+  A* to = ring + row % call.held * row_size(call) + call.margin * kLanes<T>;
+  for (int64_t column = 0; column < call.width; column++, pixel += call.token_stride, to += kLanes<T>) {
+    int64_t c = 0;
+    A* lane = to;
+    for (; c + kLanes<T> <= size; c += kLanes<T>, lane += plane) store(lane, load(pixel + c, Whole{}), Whole{});
+    if (c < size) store(lane, load(pixel + c, Part{size - c}), Whole{});
+  }
+}
+
+// The row of output whose last row of x is `row`; -1 if there is none.
+[[maybe_unused]] inline int64_t output_row(const Branch& branch, int64_t row) {
+  const int64_t place = row - branch.dilation * (branch.kernel - 1) + branch.padding;
+  if (place < 0 || place % branch.stride != 0) return -1;
+  return place / branch.stride < branch.height ? place / branch.stride : -1;
+}
+
+// Finds the rows of a ring that a row of output reads, from its first column on; `outside` stands for those beyond.
+template <class T, class P>
+void rows_under(const Projection& call, const Branch& branch, int64_t to, P ring, P outside, P* rows) {
+  const int64_t shift = (call.margin - branch.padding) * kLanes<T>;
+  for (int64_t y = 0; y < branch.kernel; y++) {
+    const int64_t from = to * branch.stride - branch.padding + y * branch.dilation;
+    const bool inside = from >= 0 && from < call.height;
+    rows[y] = inside ? ring + from % call.held * row_size(call) + shift : outside == nullptr ? nullptr : outside + shift;
+  }
+}
+
 }  // namespace
 }  // namespace cvt_kernels::conv_projection

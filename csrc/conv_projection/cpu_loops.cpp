@@ -6,14 +6,10 @@
 // rows are the padding. As soon as a row is there, each branch makes the output row of which it is the last.
 
 #include "conv_projection/convolve.h"
+#include "conv_projection/training.h"
 
 namespace cvt_kernels::conv_projection {
 namespace {
-
-// The number of channels of the block that begins at `first`.
-int64_t block_size(const Projection& call, int64_t first) {
-  return call.channels - first < call.block ? call.channels - first : call.block;
-}
 
 // Serves one unit: reads the rows of x from the first to the last that its outputs need, and computes the outputs on the
 // way.
@@ -21,7 +17,7 @@ template <class T, class A = Accumulator<T>>
 void project_band(const Projection& call, int64_t first, int64_t image, int64_t band, A* zeros, const A* packed) {
   const int64_t size = block_size(call, first), plane = (call.width + 2 * call.margin) * kLanes<T>;
   A* ring = zeros + row_size(call);
-  const T* x = static_cast<const T*>(call.x) + image * call.batch_stride + first;
+  const T* x = pixels_of<T>(call, first, image);
   const auto rows_of = [&](const Branch& branch, int64_t part) { return branch.height * part / call.bands; };
   const auto out_of = [&](const Branch& branch, int64_t token) {
     const int64_t tokens = call.class_tokens + branch.height * branch.width;
@@ -40,37 +36,17 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
   }
 
   for (int64_t row = begin; row < end; row++) {
-    if (row >= 0 && row < call.height) {
-      const T* pixel = x + (call.class_tokens + row * call.width) * call.token_stride;
-      A* to = ring + row % call.held * row_size(call) + call.margin * kLanes<T>;
-      for (int64_t column = 0; column < call.width; column++, pixel += call.token_stride, to += kLanes<T>) {
-        int64_t c = 0;
-        A* lane = to;
-        for (; c + kLanes<T> <= size; c += kLanes<T>, lane += plane) store(lane, load(pixel + c, Whole{}), Whole{});
-        if (c < size) store(lane, load(pixel + c, Part{size - c}), Whole{});
-      }
-    }
+    if (row >= 0 && row < call.height) read_row<T>(call, first, image, row, ring);
     const A* weights = packed;
     for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
       const A* own = weights;
       weights += packed_size(call, *b);
-      const int64_t start = row - b->dilation * (b->kernel - 1);  // the first row under the kernel
-      const int64_t place = start + b->padding;
-      if (place < 0 || place % b->stride != 0) continue;
-      const int64_t to = place / b->stride;
+      const int64_t to = output_row(*b, row);
       if (to < rows_of(*b, band) || to >= rows_of(*b, band + 1)) continue;
       const A* rows[kMaxKernel];
-      for (int64_t y = 0; y < b->kernel; y++) {
-        const int64_t from = start + y * b->dilation;
-        const bool inside = from >= 0 && from < call.height;
-        rows[y] = (inside ? ring + from % call.held * row_size(call) : zeros) +
-                  (call.margin - b->padding) * kLanes<T>;
-      }
+      rows_under<T, const A*>(call, *b, to, ring, zeros, rows);
       T* out = out_of(*b, call.class_tokens + to * b->width);
-      const bool adjacent = b->kernel == 3 && b->dilation == 1;
-      if (adjacent && b->stride == 1) convolve(Shape<3, 1>{}, *b, rows, plane, own, size, out, call.channels);
-      else if (adjacent && b->stride == 2) convolve(Shape<3, 2>{}, *b, rows, plane, own, size, out, call.channels);
-      else convolve(Shape<0, 0>{}, *b, rows, plane, own, size, out, call.channels);
+      with_shape(*b, [&](auto shape) { convolve(shape, *b, rows, plane, own, size, out, call.channels); });
     }
   }
 }
@@ -104,6 +80,6 @@ void project(DType dtype, const Projection& call, int64_t begin, int64_t end, vo
 
 }  // namespace
 
-const Kernels KERNELS{project};
+const Kernels KERNELS{project, statistics, sums, gradients};
 
 }  // namespace cvt_kernels::conv_projection

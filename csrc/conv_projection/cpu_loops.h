@@ -46,10 +46,47 @@ KERNEL_INLINE int64_t packed_size(const Projection& call, const Branch& branch) 
   return (branch.kernel * branch.kernel + 3) * call.block;
 }
 
+// The gradient of a branch. Its vectors are accumulators (channels): with n = (convolution − mean) / sqrt(variance + eps),
+// the gradient of the convolution is (dout − mean_dout − n · mean_product) · factor.
+struct BranchGradient {
+  const void* dout;  // as Branch::out
+  const void* mean_dout;
+  const void* mean_product;
+  const void* factor;
+};
+
+// Training. Its units are blocks(channels) · batch, of whole images; a branch's scale and shift are null.
+struct Training {
+  Projection forward;
+  const BranchGradient* gradients;  // or null for the statistics
+  void* dx;                         // (batch, tokens, channels), or null but for the gradients
+  // What a unit sums, (batch, quantities, channels), where a branch has as many quantities as the loops say.
+  void* sums;
+  int64_t quantities;
+};
+
+// The elements of accumulators that training has room for besides its sums: two rings of rows, the packed branches, and a
+// row of output.
+KERNEL_INLINE int64_t training_size(const Projection& call) {
+  int64_t size = (2 * call.held + 1) * row_size(call), widest = 0;
+  for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
+    size += packed_size(call, *branch);
+    widest = branch->width > widest ? branch->width : widest;
+  }
+  return size + widest * call.block;
+}
+
 // The loops, compiled for one instruction set; they serve the units from `begin` to `end`.
 struct Kernels {
   // `scratch` has room for the rows held and one more of row_size(), and for the packed_size() of every branch.
   void (*project)(DType, const Projection&, int64_t begin, int64_t end, void* scratch);
+  // For training. `scratch` has room for quantities · block of what is summed, then for training_size().
+  // A branch's two quantities are double: the mean of the convolution and the sum of its squared deviations.
+  void (*statistics)(DType, const Training&, int64_t begin, int64_t end, void* scratch);
+  // The two are accumulators: the sums of dout and of dout · n.
+  void (*sums)(DType, const Training&, int64_t begin, int64_t end, void* scratch);
+  // Kernel² accumulators: the gradients of the taps. Writes dx.
+  void (*gradients)(DType, const Training&, int64_t begin, int64_t end, void* scratch);
 };
 
 DECLARE_KERNEL_TABLES;

@@ -1,8 +1,11 @@
-// The operator conv_projection_inference on the CPU: tensors, threads and the choice of instruction set around the loops.
+// The operators of conv_projection on the CPU: tensors, threads and the choice of instruction set around the loops.
 //
-// Results do not depend on the number of threads: every output is a sum of its own, in one order.
+// Results do not depend on the number of threads: every output is a sum of its own, in one order, and the sums over a batch
+// are those of its images, added in their order.
 
 #include <algorithm>
+#include <cmath>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -15,6 +18,8 @@ namespace cvt_kernels::conv_projection {
 namespace {
 
 constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave room in L1 for weights and outputs
+constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are read more often from main memory than rows
+constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
 int64_t output_size(int64_t size, const Branch& branch) {
@@ -23,8 +28,13 @@ int64_t output_size(int64_t size, const Branch& branch) {
   return slack / branch.stride + 1;
 }
 
-// Cuts the work into units, for accumulators of `bytes`.
-void plan(Projection& call, int64_t bytes) {
+const Kernels& loops() {
+  static const Kernels& chosen = choose(KERNEL_TABLES);
+  return chosen;
+}
+
+// Cuts the work into at least so many units if possible, for accumulators of `bytes` and rows of `row_bytes`.
+void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_t units = 1) {
   call.margin = 0;
   call.held = 1;
   for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
@@ -34,129 +44,311 @@ void plan(Projection& call, int64_t bytes) {
   call.held = std::min(call.held, call.height);
   const int64_t channel = call.held * (call.width + 2 * call.margin) * bytes;
   const int64_t whole = (call.channels + kChannelStep - 1) / kChannelStep;
-  const int64_t blocks = (whole * kChannelStep * channel + kRowBytes - 1) / kRowBytes;
+  const int64_t fitting = (whole * kChannelStep * channel + row_bytes - 1) / row_bytes;
+  const int64_t blocks = std::max(fitting, std::min(whole, units / std::max<int64_t>(1, call.batch)));
   call.block = std::max<int64_t>(1, (whole + blocks - 1) / blocks) * kChannelStep;
   call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
 }
 
-// The arguments of one branch.
-struct BranchArguments {
-  const Tensor& weight;
-  const std::optional<Tensor>& scale;
-  const std::optional<Tensor>& shift;
-  const std::optional<Tensor>& mean;
-  const std::optional<Tensor>& variance;
-  int64_t stride, padding, dilation;
-  double eps;
-};
+Tensor with_adjacent_channels(const Tensor& x) {
+  return x.dim() == 3 && x.stride(2) != 1 && x.size(2) != 1 ? torch::stable::contiguous(x) : x;
+}
 
-// Makes a branch and its output, which is appended to `outs`. All else that it points to is kept in `alive`.
-Branch make_branch(const Projection& call, const Tensor& x, const BranchArguments& arguments,
-                   std::vector<Tensor>& outs, std::vector<Tensor>& alive) {
-  const Tensor& weight = arguments.weight;
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
-                      weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
-                  "weights: expected (channels, 1, k, k) in the dtype of x");
-  const int64_t kernel = weight.size(3);
-  STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
-  STD_TORCH_CHECK(arguments.mean.has_value() && arguments.variance.has_value(), "norms: expected a mean and a variance");
-  const auto keep = [&](const Tensor& tensor) {
-    STD_TORCH_CHECK(same_device(tensor, x), "weights, norms: expected the device of x");
+// A call on x (batch, tokens, channels), and all that it points to.
+struct Arguments {
+  Arguments(const Tensor& input, int64_t height, int64_t width) : x(with_adjacent_channels(input)), dtype(dtype_of(x)) {
+    STD_TORCH_CHECK(x.dim() == 3 && height > 0 && width > 0, "x: expected (batch, tokens, channels) and its grid");
+    const int64_t class_tokens = x.size(1) - height * width;
+    STD_TORCH_CHECK(class_tokens == 0 || class_tokens == 1, "x: expected height · width tokens, or one more");
+    call = {
+        .x = x.const_data_ptr(),
+        .batch_stride = x.stride(0),
+        .token_stride = x.stride(1),
+        .batch = x.size(0),
+        .class_tokens = class_tokens,
+        .height = height,
+        .width = width,
+        .channels = channels_of(x),
+        .branches = nullptr,
+        .count = 0,
+        .block = 0,
+        .bands = 0,
+        .margin = 0,
+        .held = 0,
+    };
+  }
+
+  // Appends a branch without BatchNorm for each weight.
+  void add_branches(const std::vector<Tensor>& weights, const std::vector<int64_t>& geometry) {
+    for (size_t i = 0; i < weights.size(); i++) {
+      branches.push_back(make_branch(weights[i], &geometry[3 * i]));
+    }
+    call.branches = branches.data();
+    call.count = static_cast<int64_t>(branches.size());
+  }
+
+  const void* keep(const char* name, const Tensor& tensor) {
+    STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
     return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
-  };
-  const auto norm = [&](const char* name, const std::optional<Tensor>& tensor) -> const void* {
+  }
+
+  // The data of a parameter of the channels, in a dtype; null if there is none.
+  const void* keep_parameter(const char* name, const std::optional<Tensor>& tensor, ScalarType type, const char* meaning) {
     if (!tensor.has_value()) return nullptr;
     check_parameter(name, *tensor, x);
-    STD_TORCH_CHECK(tensor->scalar_type() == arguments.mean->scalar_type(),
-                    "norms: expected one dtype for each of the weights");
-    return keep(*tensor);
-  };
-  Branch branch{
-      .weight = keep(weight),
-      .scale = norm("scale", arguments.scale),
-      .shift = norm("shift", arguments.shift),
-      .mean = norm("mean", arguments.mean),
-      .variance = norm("variance", arguments.variance),
-      .norm = dtype_of(*arguments.mean),
-      .eps = arguments.eps,
-      .kernel = kernel,
-      .stride = arguments.stride,
-      .padding = arguments.padding,
-      .dilation = arguments.dilation,
-      .height = 0,
-      .width = 0,
-      .out = nullptr,
-  };
-  STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
-                  "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
-  branch.height = output_size(call.height, branch);
-  branch.width = output_size(call.width, branch);
-  const int64_t tokens = call.class_tokens + branch.height * branch.width;
-  branch.out = outs.emplace_back(empty({call.batch, tokens, call.channels}, x.scalar_type(), x)).mutable_data_ptr();
-  return branch;
-}
+    STD_TORCH_CHECK(tensor->scalar_type() == type, name, meaning);
+    return keep(name, *tensor);
+  }
+
+  int64_t tokens_of(const Branch& branch) const { return call.class_tokens + branch.height * branch.width; }
+  int64_t blocks() const { return (call.channels + call.block - 1) / call.block; }
+
+  const Tensor x;
+  const DType dtype;
+  Projection call;
+  std::vector<Branch> branches;
+  std::vector<Tensor> alive;
+
+ private:
+  Branch make_branch(const Tensor& weight, const int64_t* geometry) {
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
+                        weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
+                    "weights: expected (channels, 1, k, k) in the dtype of x");
+    const int64_t kernel = weight.size(3);
+    STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
+    Branch branch{
+        .weight = keep("weights", weight),
+        .scale = nullptr,
+        .shift = nullptr,
+        .mean = nullptr,
+        .variance = nullptr,
+        .norm = dtype == DType::float64 ? DType::float64 : DType::float32,
+        .eps = 0,
+        .kernel = kernel,
+        .stride = geometry[0],
+        .padding = geometry[1],
+        .dilation = geometry[2],
+        .height = 0,
+        .width = 0,
+        .out = nullptr,
+    };
+    STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
+                    "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
+    branch.height = output_size(call.height, branch);
+    branch.width = output_size(call.width, branch);
+    return branch;
+  }
+};
 
 std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
                                               const std::vector<Tensor>& weights,
                                               const std::vector<std::optional<Tensor>>& norms,
                                               const std::vector<int64_t>& geometry, const std::vector<double>& eps) {
-  static const Kernels& loops = choose(KERNEL_TABLES);
-  const DType dtype = dtype_of(input);
-  STD_TORCH_CHECK(input.dim() == 3 && height > 0 && width > 0, "x: expected (batch, tokens, channels) and its grid");
-  const int64_t class_tokens = input.size(1) - height * width;
-  STD_TORCH_CHECK(class_tokens == 0 || class_tokens == 1, "x: expected height · width tokens, or one more");
-  const int64_t channels = channels_of(input);
   const size_t count = weights.size();
   STD_TORCH_CHECK(norms.size() == 4 * count && geometry.size() == 3 * count && eps.size() == count,
                   "norms, geometry, eps: expected 4, 3 and 1 for each of the weights");
-  const Tensor x = input.stride(2) == 1 || channels == 1 ? input : torch::stable::contiguous(input);
-  Projection call{
-      .x = x.const_data_ptr(),
-      .batch_stride = x.stride(0),
-      .token_stride = x.stride(1),
-      .batch = x.size(0),
-      .class_tokens = class_tokens,
-      .height = height,
-      .width = width,
-      .channels = channels,
-      .branches = nullptr,
-      .count = static_cast<int64_t>(count),
-      .block = 0,
-      .bands = 0,
-      .margin = 0,
-      .held = 0,
-  };
-  std::vector<Tensor> outs, alive;
-  std::vector<Branch> branches;
+  Arguments arguments(input, height, width);
+  arguments.add_branches(weights, geometry);
+  Projection& call = arguments.call;
+  std::vector<Tensor> outs;
   for (size_t i = 0; i < count; i++) {
-    const BranchArguments arguments{
-        .weight = weights[i],
-        .scale = norms[4 * i],
-        .shift = norms[4 * i + 1],
-        .mean = norms[4 * i + 2],
-        .variance = norms[4 * i + 3],
-        .stride = geometry[3 * i],
-        .padding = geometry[3 * i + 1],
-        .dilation = geometry[3 * i + 2],
-        .eps = eps[i],
+    Branch& branch = arguments.branches[i];
+    const std::optional<Tensor>*const norm = &norms[4 * i], &mean = norm[2];
+    STD_TORCH_CHECK(mean.has_value() && norm[3].has_value(), "norms: expected a mean and a variance");
+    const auto parameter = [&](const char* name, const std::optional<Tensor>& tensor) {
+      return arguments.keep_parameter(name, tensor, mean->scalar_type(), ": expected one dtype for each of the weights");
     };
-    branches.push_back(make_branch(call, x, arguments, outs, alive));
+    branch.scale = parameter("scale", norm[0]);
+    branch.shift = parameter("shift", norm[1]);
+    branch.mean = parameter("mean", mean);
+    branch.variance = parameter("variance", norm[3]);
+    branch.norm = dtype_of(*mean);
+    branch.eps = eps[i];
+    const int64_t tokens = arguments.tokens_of(branch);
+    outs.push_back(empty({call.batch, tokens, call.channels}, arguments.x.scalar_type(), arguments.x));
+    branch.out = outs.back().mutable_data_ptr();
   }
-  call.branches = branches.data();
-  const int64_t bytes = accumulator_bytes(x);
+  const int64_t bytes = accumulator_bytes(arguments.x);
   plan(call, bytes);
   int64_t size = (call.held + 1) * row_size(call);
-  for (const Branch& branch : branches) size += packed_size(call, branch);
-  const int64_t units = (channels + call.block - 1) / call.block * call.batch * call.bands;
-  parallel_for_with_scratch(units, 1, size * bytes, [&](int64_t begin, int64_t end, void* scratch) {
-    loops.project(dtype, call, begin, end, scratch);
+  for (const Branch& branch : arguments.branches) size += packed_size(call, branch);
+  parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, size * bytes,
+                            [&](int64_t begin, int64_t end, void* scratch) {
+    loops().project(arguments.dtype, call, begin, end, scratch);
   });
   return outs;
+}
+
+// Training ---------------------------------------------------------------------------------------------------
+
+// Runs loops of training, which sum `quantities` of the type Q per channel. Returns what each image gives.
+template <class Q, class Loops>
+std::vector<Q> sum_images(const Arguments& arguments, Training call, int64_t quantities, Loops serve) {
+  std::vector<Q> sums(arguments.call.batch * quantities * arguments.call.channels);
+  call.forward = arguments.call;
+  call.sums = sums.data();
+  call.quantities = quantities;
+  const int64_t bytes =
+      quantities * call.forward.block * static_cast<int64_t>(sizeof(Q)) +
+      training_size(call.forward) * accumulator_bytes(arguments.x);
+  parallel_for_with_scratch(arguments.blocks() * call.forward.batch, 1, bytes,
+                            [&](int64_t begin, int64_t end, void* scratch) {
+    serve(arguments.dtype, call, begin, end, scratch);
+  });
+  return sums;
+}
+
+// The same, of sums that are accumulators A. Returns the totals over the images.
+template <class A, class Loops>
+std::vector<double> total(const Arguments& arguments, const Training& call, int64_t quantities, Loops serve) {
+  const std::vector<A> sums = sum_images<A>(arguments, call, quantities, serve);
+  const int64_t size = quantities * arguments.call.channels;
+  std::vector<double> totals(size);
+  for (int64_t image = 0; image < arguments.call.batch; image++) {
+    for (int64_t i = 0; i < size; i++) totals[i] += sums[image * size + i];
+  }
+  return totals;
+}
+
+// A new tensor of numbers that f(i) gives.
+template <class F>
+Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& x, F f) {
+  const Tensor result = empty(sizes, type, x);
+  with_type(dtype_of(result), [&](auto stored) {
+    using T = decltype(stored);
+    T* out = static_cast<T*>(result.mutable_data_ptr());
+    for (int64_t i = 0, size = result.numel(); i < size; i++) store(out + i, static_cast<Accumulator<T>>(f(i)));
+  });
+  return result;
+}
+
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
+    const Tensor& input, int64_t height, int64_t width, const std::vector<Tensor>& weights,
+    const std::vector<int64_t>& geometry) {
+  STD_TORCH_CHECK(geometry.size() == 3 * weights.size(), "geometry: expected 3 for each of the weights");
+  Arguments arguments(input, height, width);
+  const Tensor& x = arguments.x;
+  STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
+  arguments.add_branches(weights, geometry);
+  Projection& call = arguments.call;
+  plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
+  const int64_t quantities = 2 * call.count;
+  const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, loops().statistics);
+  std::vector<Tensor> means, variances;
+  for (int64_t b = 0; b < call.count; b++) {
+    const double images = static_cast<double>(call.batch);
+    const double pixels = static_cast<double>(call.branches[b].height * call.branches[b].width);
+    const auto of_image = [&](int64_t image, int64_t quantity, int64_t c) {
+      return of_images[(image * quantities + 2 * b + quantity) * call.channels + c];
+    };
+    std::vector<double> mean(call.channels), variance(call.channels);
+    for (int64_t c = 0; c < call.channels; c++) {
+      for (int64_t image = 0; image < call.batch; image++) mean[c] += of_image(image, 0, c) / images;
+      for (int64_t image = 0; image < call.batch; image++) {
+        const double delta = of_image(image, 0, c) - mean[c];
+        variance[c] += (of_image(image, 1, c) / pixels + delta * delta) / images;
+      }
+    }
+    means.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return mean[c]; }));
+    variances.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return variance[c]; }));
+  }
+  return {means, variances};
+}
+
+struct Gradients {
+  Tensor dx;
+  std::vector<Tensor> dweights, dscales, dshifts;
+};
+
+template <class A>
+Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& douts,
+                            const std::vector<std::optional<Tensor>>& norms, const std::vector<int64_t>& constant) {
+  const Projection& call = arguments.call;
+  const Tensor& x = arguments.x;
+  const int64_t channels = call.channels;
+  std::vector<BranchGradient> gradients(call.count);
+  Training training{.forward = {}, .gradients = gradients.data(), .dx = nullptr, .sums = nullptr, .quantities = 0};
+  for (int64_t b = 0; b < call.count; b++) gradients[b].dout = arguments.keep("douts", douts[b]);
+  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, loops().sums);
+
+  Gradients result;
+  std::vector<A> vectors(3 * call.count * channels);
+  int64_t taps = 0;
+  for (int64_t b = 0; b < call.count; b++) {
+    const Branch& branch = call.branches[b];
+    const double* sum = &sums[2 * b * channels];
+    A* mean = &vectors[3 * b * channels];
+    const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x), ": expected an accumulator");
+    const double share = constant[b] ? 0 : 1 / static_cast<double>(call.batch * branch.height * branch.width);
+    for (int64_t c = 0; c < channels; c++) {
+      mean[c] = static_cast<A>(sum[c] * share);
+      mean[channels + c] = static_cast<A>(sum[channels + c] * share);
+      mean[2 * channels + c] = (scale == nullptr ? 1 : static_cast<const A*>(scale)[c]) /
+                               std::sqrt(static_cast<const A*>(branch.variance)[c] + static_cast<A>(branch.eps));
+    }
+    gradients[b].mean_dout = mean;
+    gradients[b].mean_product = mean + channels;
+    gradients[b].factor = mean + 2 * channels;
+    const auto gradient = [&](int64_t quantity) {
+      return tensor_of({channels}, accumulator_of(x), x, [&](int64_t c) { return sum[quantity * channels + c]; });
+    };
+    result.dshifts.push_back(gradient(0));
+    result.dscales.push_back(gradient(1));
+    taps += branch.kernel * branch.kernel;
+  }
+
+  result.dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
+  training.dx = result.dx.mutable_data_ptr();
+  const std::vector<double> dtaps = total<A>(arguments, training, taps, loops().gradients);
+  const double* first = dtaps.data();
+  for (const Branch& branch : arguments.branches) {
+    const int64_t kernel = branch.kernel, size = kernel * kernel;
+    result.dweights.push_back(tensor_of({channels, 1, kernel, kernel}, x.scalar_type(), x, [&](int64_t i) {
+      return first[i % size * channels + i / size];
+    }));
+    first += size * channels;
+  }
+  return result;
+}
+
+std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> conv_projection_gradients(
+    const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
+    const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& norms,
+    const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant) {
+  const size_t count = weights.size();
+  STD_TORCH_CHECK(douts.size() == count && norms.size() == 3 * count && geometry.size() == 3 * count &&
+                      eps.size() == count && constant.size() == count,
+                  "douts, norms, geometry, eps, constant: expected 1, 3, 3, 1 and 1 for each of the weights");
+  Arguments arguments(input, height, width);
+  const Tensor& x = arguments.x;
+  STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
+  arguments.add_branches(weights, geometry);
+  const ScalarType accumulator = accumulator_of(x);
+  for (size_t i = 0; i < count; i++) {
+    Branch& branch = arguments.branches[i];
+    const std::optional<Tensor>*const norm = &norms[3 * i];
+    STD_TORCH_CHECK(norm[1].has_value() && norm[2].has_value(), "norms: expected a mean and a variance");
+    branch.mean = arguments.keep_parameter("mean", norm[1], accumulator, ": expected an accumulator");
+    branch.variance = arguments.keep_parameter("variance", norm[2], accumulator, ": expected an accumulator");
+    branch.eps = eps[i];
+    const Tensor& dout = douts[i];
+    STD_TORCH_CHECK(dout.dim() == 3 && dout.size(0) == x.size(0) && dout.size(1) == arguments.tokens_of(branch) &&
+                        dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
+                    "douts: expected the shape of the output, in the dtype of x");
+  }
+  plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
+  const Gradients result = accumulator == ScalarType::Double
+                               ? compute_gradients<double>(arguments, douts, norms, constant)
+                               : compute_gradients<float>(arguments, douts, norms, constant);
+  return {result.dx, result.dweights, result.dscales, result.dshifts};
 }
 
 }  // namespace
 }  // namespace cvt_kernels::conv_projection
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("conv_projection_inference", TORCH_BOX(&cvt_kernels::conv_projection::conv_projection_inference));
+  using namespace cvt_kernels::conv_projection;
+  m.impl("conv_projection_inference", TORCH_BOX(&conv_projection_inference));
+  m.impl("conv_projection_moments", TORCH_BOX(&conv_projection_moments));
+  m.impl("conv_projection_gradients", TORCH_BOX(&conv_projection_gradients));
 }

@@ -25,6 +25,46 @@ std::vector<T> buffer(int64_t size, float value) {
 }
 
 template <class T>
+void check(const std::vector<T>& values) {
+  for (const T& value : values) {
+    if (std::isnan(load(&value))) {
+      std::printf("a value was not written, or read where there is none\n");
+      std::exit(1);
+    }
+  }
+}
+
+// Runs the loops of training; the outputs serve as their gradients.
+template <class T>
+void train(DType dtype, Projection forward, int64_t tokens) {
+  using A = Accumulator<T>;
+  const int64_t units = (forward.channels + forward.block - 1) / forward.block * forward.batch;
+  const auto vectors = buffer<A>(forward.channels, 0.5f);
+  std::vector<BranchGradient> gradients;
+  int64_t taps = 0;
+  for (const Branch* branch = forward.branches; branch < forward.branches + forward.count; branch++) {
+    gradients.push_back({branch->out, vectors.data(), vectors.data(), vectors.data()});
+    taps += branch->kernel * branch->kernel;
+  }
+  auto dx = buffer<T>(forward.batch * tokens * forward.channels, NAN);
+  const auto serve = [&](auto kind, int64_t quantities, auto loops) {
+    using Q = decltype(kind);
+    auto sums = buffer<Q>(forward.batch * quantities * forward.channels, NAN);
+    const Training call{forward, gradients.data(), dx.data(), sums.data(), quantities};
+    for (int64_t unit = 0; unit < units; unit += 3) {
+      const int64_t own = quantities * forward.block * sizeof(Q) / sizeof(A);
+      std::vector<A> scratch(own + training_size(forward), std::nanf(""));
+      loops(dtype, call, unit, std::min(units, unit + 3), scratch.data());
+    }
+    check(sums);
+  };
+  serve(double{}, 2 * forward.count, KERNELS.statistics);
+  serve(A{}, 2 * forward.count, KERNELS.sums);
+  serve(A{}, taps, KERNELS.gradients);
+  check(dx);
+}
+
+template <class T>
 void run(DType dtype, int64_t height, int64_t width, int64_t channels, int64_t class_tokens, int64_t block, int64_t bands,
          const std::vector<Geometry>& geometries) {
   using A = Accumulator<T>;
@@ -57,14 +97,8 @@ void run(DType dtype, int64_t height, int64_t width, int64_t channels, int64_t c
     std::vector<A> scratch(size, std::nanf(""));
     KERNELS.project(dtype, call, unit, std::min(units, unit + 3), scratch.data());
   }
-  for (const auto& out : outs) {
-    for (const T& value : out) {
-      if (std::isnan(load(&value))) {
-        std::printf("a value was not written, or read where there is none\n");
-        std::exit(1);
-      }
-    }
-  }
+  for (const auto& out : outs) check(out);
+  train<T>(dtype, call, tokens);
 }
 
 int main() {

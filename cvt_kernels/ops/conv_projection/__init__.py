@@ -69,7 +69,7 @@ def _sample(
 
 
 register_triton("conv_projection", __name__)
-register_native("conv_projection", __name__, forward_only=True)
+register_native("conv_projection", __name__)
 register_reference("conv_projection")
 backends.describe("conv_projection", backends.Operator(_signature, shape_class, _sample))
 

@@ -1,24 +1,107 @@
-"""Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc): evaluation only.
+"""Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc).
 
-All branches are made in one pass over x. With the running statistics,
-``y = (conv(x) − mean) · γ / sqrt(variance + eps) + β``, in float32 (float64 for float64) until y is rounded.
-The same bits every time, whatever the number of threads.
+All branches are made in one pass over x. With the statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and
+``rstd = 1 / sqrt(variance + eps)``, in float32 (float64 for float64) until y is rounded. In training a pass
+before takes the statistics of the batch. Nothing is saved but x, the parameters and the statistics.
+
+Backward computes the convolution again in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
+``dβ = Σ dy`` and ``dγ = Σ dy · n``, the second ``dconv = γ · rstd · (dy − mean(dy) − n · mean(dy · n))``, or
+``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights.
+
+Sums are taken image by image in a fixed order: the same bits every time, whatever the number of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import checks, machine
 from ...reference import ConvBatchNorm
+from ..autograd import once_differentiable
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
 
 _MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
+
+
+class _Settings(NamedTuple):
+    """The numbers that the operators take: a geometry of three for each branch, and one of the others."""
+
+    height: int
+    width: int
+    geometry: list[int]
+    eps: list[float]
+    constant: list[int]  # whether the statistics are constants
+
+    @classmethod
+    def of(cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> _Settings:
+        """Collects those of a call."""
+        return cls(
+            *grid,
+            geometry=[n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)],
+            eps=[conv.eps for conv in convs],
+            constant=[int(not _takes_statistics(conv, training)) for conv in convs],
+        )
+
+    def part(self, branches: Sequence[int]) -> _Settings:
+        """Returns those of some branches."""
+        return self._replace(
+            geometry=[n for i in branches for n in self.geometry[3 * i : 3 * i + 3]],
+            eps=[self.eps[i] for i in branches],
+            constant=[self.constant[i] for i in branches],
+        )
+
+
+def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
+    """Says whether a branch normalizes by the statistics of the batch."""
+    return training or conv.running_mean is None
+
+
+class _ConvProjection(torch.autograd.Function):
+    """The projection by given statistics, which follow scale and shift of each branch in ``norms``.
+
+    Where they are not constants, they are those of the batch, and the gradients are of them too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, settings: _Settings, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.settings = settings
+        ctx.save_for_backward(x, *tensors)
+        ctx.set_materialize_grads(False)  # a branch that is not used costs nothing
+        count = len(settings.eps)
+        return tuple(_infer(x, settings, tensors[:count], tensors[count:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        count = len(douts)
+        weights, norms = tensors[:count], [tensors[i : i + 4] for i in range(count, 5 * count, 4)]
+        used = [i for i, dout in enumerate(douts) if dout is not None]
+        height, width, geometry, eps, constant = ctx.settings.part(used)
+        dx, *gradients = _ops.conv_projection_gradients.default(
+            [douts[i] for i in used], x, height, width, [weights[i] for i in used],
+            [t for i in used for t in (norms[i][0], *norms[i][2:])], geometry, eps, constant,
+        )  # fmt: skip
+        dweights: list[Tensor | None] = [None] * count
+        dnorms: list[Tensor | None] = [None] * (4 * count)
+        for i, dweight, dscale, dshift in zip(used, *gradients, strict=True):
+            scale, shift = norms[i][:2]
+            dweights[i] = dweight
+            dnorms[4 * i : 4 * i + 2] = None if scale is None else dscale, None if shift is None else dshift
+        return dx, None, *dweights, *dnorms
+
+
+def _infer(
+    x: Tensor, settings: _Settings, weights: Sequence[Tensor], norms: Sequence[Tensor | None]
+) -> list[Tensor]:
+    height, width, geometry, eps, _ = settings
+    return _ops.conv_projection_inference.default(x, height, width, weights, norms, geometry, eps)
 
 
 # Shapes for torch.compile
@@ -40,18 +123,50 @@ def _(
     return outs
 
 
+@torch.library.register_fake("cvt_kernels::conv_projection_moments")
+def _(
+    x: Tensor, height: int, width: int, weights: list[Tensor], geometry: list[int]
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    dtype = _accumulator(x)
+    means, variances = ([x.new_empty(x.shape[2], dtype=dtype) for _ in weights] for _ in range(2))
+    return means, variances
+
+
+@torch.library.register_fake("cvt_kernels::conv_projection_gradients")
+def _(
+    douts: list[Tensor], x: Tensor, height: int, width: int, weights: list[Tensor],
+    norms: list[Tensor | None], geometry: list[int], eps: list[float], constant: list[int],
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    dweights = [weight.new_empty(weight.shape) for weight in weights]
+    dscales, dshifts = ([x.new_empty(x.shape[2], dtype=_accumulator(x)) for _ in weights] for _ in range(2))
+    return x.new_empty(x.shape), dweights, dscales, dshifts
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
 def why_unsupported(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
-    if training or any(conv.running_mean is None for conv in convs):
-        return "normalizes by running statistics only, not by those of the batch"
-    if checks.wants_gradient(x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))):
-        return "has no gradients on a CPU; call it under torch.no_grad() for inference"
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
+    if training and any(conv.process_group is not None for conv in convs):
+        return "does not take the statistics of a batch over processes"
+    if x.shape[0] == 0 and (_wants_gradient(x, convs) or any(_takes_statistics(c, training) for c in convs)):
+        return "the batch is empty"
     return None
+
+
+def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
+    return checks.wants_gradient(
+        x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))
+    )
 
 
 def conv_projection(
@@ -62,14 +177,68 @@ def conv_projection(
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
+    wants_gradient = _wants_gradient(x, convs)
+    settings = _Settings.of(grid, convs, training)
     weights = [conv.weight for conv in convs]
     if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    norms = [
-        tensor
-        for conv in convs
-        for tensor in (conv.bn_weight, conv.bn_bias, conv.running_mean, conv.running_var)
-    ]
-    geometry = [n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)]
-    eps = [conv.eps for conv in convs]
-    return tuple(_ops.conv_projection_inference.default(x, *grid, weights, norms, geometry, eps))
+    if not wants_gradient and all(settings.constant):
+        norms = [
+            tensor
+            for conv in convs
+            for tensor in (conv.bn_weight, conv.bn_bias, conv.running_mean, conv.running_var)
+        ]
+        return tuple(_infer(x, settings, weights, norms))
+    norms = _norms(x, settings, weights, convs)
+    if training:
+        _update_running_statistics(x, grid, convs, norms)
+    if wants_gradient:
+        return _ConvProjection.apply(x, settings, *weights, *norms)
+    return tuple(_infer(x, settings, weights, norms))
+
+
+def _norms(
+    x: Tensor, settings: _Settings, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm]
+) -> list[Tensor | None]:
+    """Returns the scale, shift, mean and variance of each branch, in the dtype of accumulators."""
+    taking = [i for i, constant in enumerate(settings.constant) if not constant]
+    statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    if taking:
+        with torch.no_grad():
+            means, variances = _ops.conv_projection_moments.default(
+                x,
+                settings.height,
+                settings.width,
+                [weights[i] for i in taking],
+                settings.part(taking).geometry,
+            )
+        statistics = dict(zip(taking, zip(means, variances, strict=True), strict=True))
+    norms: list[Tensor | None] = []
+    for i, conv in enumerate(convs):
+        mean, variance = statistics.get(i, (conv.running_mean, conv.running_var))
+        norms += (conv.bn_weight, conv.bn_bias, mean, variance)
+    return [None if tensor is None else tensor.to(_accumulator(x)) for tensor in norms]
+
+
+@torch.no_grad()
+def _update_running_statistics(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], norms: Sequence[Tensor | None]
+) -> None:
+    """Moves the running statistics towards those of the batch, as BatchNorm does."""
+    for i, conv in enumerate(convs):
+        if conv.running_mean is None or conv.running_var is None:
+            continue
+        momentum = conv.momentum
+        if conv.num_batches_tracked is not None:
+            conv.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / conv.num_batches_tracked.item()
+        height, width = conv.output_grid(grid)
+        values = x.shape[0] * height * width
+        _move(conv.running_mean, norms[4 * i + 2], momentum or 0.0)
+        _move(conv.running_var, norms[4 * i + 3], momentum or 0.0, values / (values - 1))
+
+
+def _move(running: Tensor, batch: Tensor | None, momentum: float, correction: float = 1.0) -> None:
+    assert batch is not None
+    running.copy_(torch.lerp(running.to(batch.dtype), batch * correction, momentum))

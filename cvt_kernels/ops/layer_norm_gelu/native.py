@@ -15,32 +15,16 @@ that are not contiguous are copied first; results are contiguous.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import checks, machine
+from ..autograd import once_differentiable
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
-
-
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies PyTorch's decorator of the name only where a graph of the gradients is asked for.
-
-    Elsewhere its cost, which small calls feel, is saved.
-    """
-    checked = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def choose(*args: Any) -> Any:
-        return checked(*args) if torch.is_grad_enabled() else backward(*args)
-
-    return choose
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -60,7 +44,7 @@ class _LayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dx, _, dweight, dbias = _gradients(ctx, dout, None)
         return dx, dweight, dbias, None, None, None
@@ -85,7 +69,7 @@ class _AddLayerNorm(torch.autograd.Function):
         return h, out
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
@@ -103,7 +87,7 @@ class _Gelu(torch.autograd.Function):
         return _ops.gelu.default(x, bias, approximate)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         dx, dbias = _ops.gelu_backward.default(dout, x, bias, ctx.approximate)

@@ -1,12 +1,13 @@
 """The CPU kernels of conv_projection against the reference."""
 
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
@@ -209,6 +210,211 @@ def test_the_extension_does_the_work_in_one_call():
     assert called == ["cvt_kernels.conv_projection_inference.default"]
 
 
+# Training ---------------------------------------------------------------------------------------------------
+
+
+class Results(NamedTuple):
+    """The results of a call, for one pattern of output gradients."""
+
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    statistics: list[torch.Tensor]
+    counts: list[torch.Tensor | None]
+
+
+def live(branch, dtype=None):
+    """Returns a copy of a branch whose parameters want gradients."""
+    tensors = {f: t.clone() for f in branch._fields[:6] if (t := getattr(branch, f)) is not None}
+    if dtype is not None:
+        tensors = {f: t.to(dtype) if t.is_floating_point() else t for f, t in tensors.items()}
+    parameters = {f: tensors[f].requires_grad_() for f in branch._fields[:3] if f in tensors}
+    return branch._replace(**{**tensors, **parameters})
+
+
+def train(function, x, grid, branches, *, training=True, dtype=None):
+    x = x.to(dtype or x.dtype).detach().requires_grad_()
+    branches = [live(branch, dtype) for branch in branches]
+    with torch.enable_grad():
+        outs = function(x, grid, branches, training=training)
+        patterns = [(torch.arange(out.numel()) % 17 - 7.0).view_as(out).to(out.dtype) for out in outs]
+        leaves = [x, *(t for branch in branches for t in branch[:3] if t is not None)]
+        gradients = torch.autograd.grad(outs, leaves, patterns)
+    statistics = [t for branch in branches for t in branch[3:5] if t is not None]
+    counts = [branch.num_batches_tracked for branch in branches]
+    return Results([out.detach() for out in outs], list(gradients), statistics, counts)
+
+
+def assert_trains(x, grid, branches, **how):
+    ours, theirs = (train(f.conv_projection, x, grid, branches, **how) for f in (ck, reference))
+    if x.dtype == torch.float64:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        return
+    exact = train(reference.conv_projection, x, grid, branches, dtype=torch.float64, **how)
+    assert_results(ours, theirs, exact)
+
+
+def assert_results(ours, theirs, exact):
+    assert ours.counts == theirs.counts
+    for factor, results in zip((2, 3, 2), zip(ours[:3], theirs[:3], exact[:3], strict=True), strict=True):
+        for got, same_dtype, expected in zip(*results, strict=True):
+            assert got.dtype == same_dtype.dtype
+            assert_accurate(got, same_dtype, expected, factor=factor, floor=4)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("grid", "channels", "class_token", "batch", "geometries"),
+    [
+        ((14, 13), 100, True, 3, CVT),
+        ((28, 9), 37, False, 1, CVT),
+        ((5, 6), 20, True, 2, ((5, 3, 4, 2), (2, 1, 0, 1), (1, 1, 3, 1), (4, 2, 6, 1), (3, 1, 2, 2))),
+        ((1, 3), 5, False, 2, CVT[:1]),
+    ],
+    ids=str,
+)
+def test_training(dtype, training, grid, channels, class_token, batch, geometries):
+    norm = torch.promote_types(dtype, torch.float32)
+    branches = [make_branch(channels, geometry, dtype, norm) for geometry in geometries]
+    branches[0] = branches[0]._replace(momentum=None, num_batches_tracked=torch.tensor(3))
+    branches[-1] = branches[-1]._replace(bn_weight=None, running_mean=None, running_var=None)
+    x = make_x(grid, channels, class_token=class_token, batch=batch, dtype=dtype)
+    assert_trains(x, grid, branches, training=training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_gradcheck(training):
+    x, branches = (
+        make_x((4, 3), 3, class_token=True),
+        [live(make_branch(3, geometry)) for geometry in CVT[:2]],
+    )
+    leaves = [x, *(t for branch in branches for t in branch[:3])]
+
+    def function(x, *parameters):
+        own = [
+            branch._replace(weight=w, bn_weight=scale, bn_bias=shift, momentum=0.0)
+            for branch, w, scale, shift in zip(
+                branches, parameters[::3], parameters[1::3], parameters[2::3], strict=True
+            )
+        ]
+        return ck.conv_projection(x, (4, 3), own, training=training)
+
+    with torch.enable_grad():
+        assert gradcheck(function, [t.requires_grad_() for t in leaves], fast_mode=True)
+
+
+def test_training_on_a_mean_of_many_deviations():
+    """Without padding, so that the mean of every output is large; sums of squares would lose all digits."""
+    branches = [make_branch(20, (3, stride, 0, 1), torch.float32) for stride in (1, 2)]
+    branches = [branch._replace(weight=branch.weight.abs()) for branch in branches]
+    assert_trains(make_x((16, 16), 20, dtype=torch.float32) + 1e3, (16, 16), branches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
+    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
+    x = make_x((9, 11), 65, class_token=True, batch=7, dtype=dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(train(ck.conv_projection, x, (9, 11), branches))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [{"x"}, {"weight"}, {"bn_bias"}, {"x", "bn_weight"}], ids=str)
+def test_gradients_where_only_some_are_wanted(wanted):
+    """The others are frozen; gradients of the outputs lie in another order, and one is absent."""
+    x, branches = make_x((4, 5), 6), [make_branch(6, geometry) for geometry in CVT]
+    found = []
+    for function in (ck.conv_projection, reference.conv_projection):
+        leaf = x.clone().requires_grad_("x" in wanted)
+        own = [live(branch) for branch in branches]
+        for tensor in (t for b in own for f, t in zip(b._fields[:3], b[:3], strict=True) if f not in wanted):
+            tensor.requires_grad_(False)
+        with torch.enable_grad():
+            q, _, v = function(leaf, (4, 5), own, training=True)
+            (q.mT * torch.linspace(0, 1, q.numel()).view_as(q.mT)).sum().backward(retain_graph=True)
+            v.backward(v.detach()[:1, :1].expand_as(v))
+        found.append([t.grad for t in (leaf, *(t for b in own for t in b[:3]))])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_training_under_autocast():
+    x = make_x((6, 6), 16, dtype=torch.float32)
+    branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (train(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
+    assert_results(ours, theirs, train(reference.conv_projection, x, (6, 6), branches, dtype=torch.float64))
+
+
+def test_compiled_training():
+    torch.compiler.reset()
+    branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
+    x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
+    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
+    eager, traced = (train(function, x, (5, 6), branches) for function in (ck.conv_projection, compiled))
+    torch.testing.assert_close(eager, traced, rtol=0, atol=0)
+
+
+def test_opcheck_of_training():
+    q, k = make_branch(6, CVT[0], torch.bfloat16), make_branch(6, (2, 3, 2, 1), torch.bfloat16)
+    x, weights = make_x((4, 5), 6, class_token=True, dtype=torch.bfloat16), [q.weight, k.weight]
+    geometry, eps = [1, 1, 1, 3, 2, 1], [1e-5, 1e-3]
+    ops = torch.ops.cvt_kernels
+    torch.library.opcheck(ops.conv_projection_moments.default, (x, 4, 5, weights, geometry))
+    douts = run(ck.conv_projection, x, (4, 5), [q, k._replace(stride=3, padding=2)])
+    norms = [t if t is None else t.float() for t in (q.bn_weight, *q[3:5], None, *k[3:5])]
+    arguments = (list(douts), x, 4, 5, weights, norms, geometry, eps, [0, 1])
+    torch.library.opcheck(ops.conv_projection_gradients.default, arguments)
+
+
+def test_the_extension_trains():
+    """The tests above would pass with a silent reference too."""
+    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
+    with recorded_operators() as called:
+        train(ck.conv_projection, x, (4, 4), branches)
+    assert "aten.convolution.default" not in called
+    names = [f"cvt_kernels.conv_projection_{name}.default" for name in ("moments", "inference", "gradients")]
+    assert [name for name in called if name.startswith("cvt_kernels.")] == names
+
+
+def test_operators_of_training_check_what_they_would_read():
+    x, branch = make_x((4, 5), 6, dtype=torch.float32), make_branch(6, CVT[0], torch.float32)
+    ops = torch.ops.cvt_kernels
+    norms = [branch.bn_weight, *branch[3:5]]
+
+    def call(dout=x, x=x, norms=norms, eps=(1e-5,), constant=(0,)):
+        return ops.conv_projection_gradients(
+            [dout], x, 4, 5, [branch.weight], norms, [1, 1, 1], list(eps), list(constant)
+        )
+
+    assert call()[0].shape == x.shape
+    for changes, message in (
+        ({"dout": x[:, 1:]}, "douts: expected the shape of the output"),
+        ({"dout": x.double()}, "in the dtype of x"),
+        ({"x": x[:0], "dout": x[:0]}, "x: expected at least one image"),
+        ({"norms": [None, branch.running_mean, None]}, "a mean and a variance"),
+        ({"norms": [norms[0].double(), *norms[1:]]}, "scale: expected an accumulator"),
+        ({"norms": [norms[0][:5], *norms[1:]]}, r"scale: expected \(channels,\)"),
+        ({"constant": ()}, "1, 3, 3, 1 and 1 for each"),
+        ({"eps": ()}, "1, 3, 3, 1 and 1 for each"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**changes)
+    with pytest.raises(RuntimeError, match="geometry: expected 3 for each"):
+        ops.conv_projection_moments(x, 4, 5, [branch.weight], [1, 1])
+    with pytest.raises(RuntimeError, match="x: expected at least one image"):
+        ops.conv_projection_moments(x[:0], 4, 5, [branch.weight], [1, 1, 1])
+
+
+# The backend ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("verdict", ["native", "reference"])
 def test_auto_takes_it_by_verdict(verdict):
     x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
@@ -227,35 +433,26 @@ def test_refusals():
             ck.conv_projection(x, (20, 20), [branch], training=training)
         assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
 
-    batch = "normalizes by running statistics only, not by those of the batch"
-    assert_unavailable(batch, branch, training=True)
-    assert_unavailable(batch, branch._replace(running_mean=None, running_var=None))
     assert_unavailable("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
-    gradients = "has no gradients on a CPU; call it under torch.no_grad() for inference"
+    assert_unavailable("the batch is empty", branch._replace(running_mean=None, running_var=None), x[:0])
     with torch.enable_grad():
-        assert_unavailable(gradients, branch, x.clone().requires_grad_())
-        for field in ("weight", "bn_weight", "bn_bias"):
-            assert_unavailable(
-                gradients, branch._replace(**{field: getattr(branch, field).clone().requires_grad_()})
-            )
-        ck.conv_projection(x, (20, 20), [branch], training=False)
+        assert_unavailable("the batch is empty", branch, x[:0].requires_grad_())
+    from cvt_kernels.ops.conv_projection import native
+
+    shared = [branch._replace(process_group=object())]
+    processes = "does not take the statistics of a batch over processes"
+    assert native.why_unsupported(x, (20, 20), shared, training=True) == processes
+    assert native.why_unsupported(x, (20, 20), shared, training=False) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
-def test_auto_leaves_gradients_to_the_reference():
+def test_auto_leaves_forward_mode_to_the_reference():
     """Even by a verdict that says otherwise."""
     x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
-    leaf = x.clone().requires_grad_()
-    for tokens, gradient in ((x, False), (leaf, True)):
-        with torch.set_grad_enabled(gradient):
-            remember_verdict("native", "conv_projection", tokens, (4, 4), [branch], training=False)
-    with ck.use_backend("auto"), torch.enable_grad():
-        (out,) = run(ck.conv_projection, leaf, (4, 4), [branch])
-        assert out.requires_grad
-        assert "no gradients" in ck.fallbacks()["conv_projection", "native"]
-        with forward_ad.dual_level():
-            (out,) = run(ck.conv_projection, forward_ad.make_dual(x, x), (4, 4), [branch])
-            assert forward_ad.unpack_dual(out).tangent is not None
+    remember_verdict("native", "conv_projection", x, (4, 4), [branch], training=False)
+    with ck.use_backend("auto"), torch.enable_grad(), forward_ad.dual_level():
+        (out,) = run(ck.conv_projection, forward_ad.make_dual(x, x), (4, 4), [branch])
+        assert forward_ad.unpack_dual(out).tangent is not None
 
 
 def test_operators_check_what_they_would_read():
@@ -298,6 +495,17 @@ with ck.use_backend("native"), torch.no_grad():
         for a, b in zip(got, expected):
             eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
             torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=128 * eps)
+        pair = []
+        for project, convs_of, kind in (
+            (ck.conv_projection, own, dtype), (ck.reference.conv_projection, exact, torch.float64)
+        ):
+            leaf = x.to(dtype).to(kind).requires_grad_()
+            with torch.enable_grad():
+                outs = project(leaf, (7, 21), convs_of, training=True)
+                patterns = [(torch.arange(out.numel()) % 17 - 7).view_as(out) for out in outs]
+                total = sum((out.double() * pattern).sum() for out, pattern in zip(outs, patterns))
+            pair.append(torch.autograd.grad(total, leaf)[0].double())
+        assert (pair[0] - pair[1]).norm() < max(4 * torch.finfo(dtype).eps, 16 * eps) * pair[1].norm()
 """
 
 

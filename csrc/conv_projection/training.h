@@ -1,0 +1,392 @@
+// The loops of training: the statistics of the convolutions, and the backward of the projection.
+//
+// As in evaluation, rows of x go through a ring in L1 and serve all branches; the convolution is computed again in every
+// pass rather than stored. Each unit sums over one image, in one order, and leaves its sums to the operator to add up.
+#pragma once
+
+#include "conv_projection/convolve.h"
+
+namespace cvt_kernels::conv_projection {
+namespace {
+
+// Where a unit works: a block of channels of one image, its part of the scratch memory, and its sums. Q is their type.
+template <class T, class Q>
+struct Unit {
+  using A = Accumulator<T>;
+
+  const Training& call;
+  int64_t first, image;
+  Q* sums;  // (quantities, block) of a unit; with vectors of channels outermost, (vectors, quantities, lanes)
+  A* zeros;
+  A* ring;
+  A* dring;   // as the ring, for dx
+  A* packed;  // branch after branch
+  A* row;     // of output, (width, padded)
+
+  const Projection& forward() const { return call.forward; }
+  int64_t size() const { return block_size(call.forward, first); }
+  // The channels in whole vectors.
+  int64_t padded() const { return (size() + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
+  int64_t plane() const { return (call.forward.width + 2 * call.forward.margin) * kLanes<T>; }
+
+  // The gradient of a row of output.
+  const T* dout(int64_t branch, int64_t to) const {
+    const Branch& own = call.forward.branches[branch];
+    const int64_t tokens = call.forward.class_tokens + own.height * own.width;
+    const int64_t token = image * tokens + call.forward.class_tokens + to * own.width;
+    return static_cast<const T*>(call.gradients[branch].dout) + token * call.forward.channels + first;
+  }
+};
+
+// Calls f(c, lanes) for every vector of channels of a block.
+template <class T, class F>
+VECTOR_INLINE void for_channels(int64_t size, F f) {
+  int64_t c = 0;
+  for (; c + kLanes<T> <= size; c += kLanes<T>) f(c, Whole{});
+  if (c < size) f(c, Part{size - c});
+}
+
+// Asks for a row of tokens, which the convolution of its row of output leaves the memory time for.
+template <class T>
+void prefetch_row(const T* row, int64_t width, int64_t pitch, int64_t size) {
+  for (int64_t column = 0; column < width; column++, row += pitch) {
+    for (int64_t c = 0; c < size; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
+  }
+}
+
+// Goes down an image. Calls enter(row) for each row of x that has come into the ring, output(branch, packed, quantity, to)
+// for each row of output whose rows are all there, quantity being the first of the branch, and leave(row) for each row of
+// x that no later output reads.
+template <class T, class Q, class Enter, class Output, class Leave>
+void walk(const Unit<T, Q>& unit, int64_t (*quantities)(const Branch&), Enter enter, Output output, Leave leave) {
+  const Projection& call = unit.forward();
+  int64_t begin = 0, end = call.height, reach = 1;
+  for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+    const int64_t own = b->dilation * (b->kernel - 1) + 1;
+    const int64_t last = (b->height - 1) * b->stride - b->padding + own;
+    begin = -b->padding < begin ? -b->padding : begin;
+    end = last > end ? last : end;
+    reach = own > reach ? own : reach;
+  }
+  end = call.height + reach - 1 > end ? call.height + reach - 1 : end;
+  for (int64_t row = begin; row < end; row++) {
+    if (row >= 0 && row < call.height) {
+      read_row<T>(call, unit.first, unit.image, row, unit.ring);
+      enter(row);
+    }
+    const Accumulator<T>* packed = unit.packed;
+    int64_t quantity = 0;
+    for (int64_t b = 0; b < call.count; b++) {
+      const Branch& branch = call.branches[b];
+      const int64_t to = output_row(branch, row);
+      if (to >= 0) output(b, packed, quantity, to);
+      packed += packed_size(call, branch);
+      quantity += quantities(branch);
+    }
+    const int64_t done = row - reach + 1;
+    if (done >= 0 && done < call.height) leave(done);
+  }
+}
+
+// Computes a row of output, (convolution − mean) · scale as packed, in whole vectors.
+template <class T, class Q, class A = Accumulator<T>>
+void convolve_row(const Unit<T, Q>& unit, int64_t b, const A* packed, int64_t to, const A** rows) {
+  const Branch& branch = unit.forward().branches[b];
+  rows_under<T, const A*>(unit.forward(), branch, to, unit.ring, unit.zeros, rows);
+  with_shape(branch, [&](auto shape) {
+    convolve<A>(shape, branch, rows, unit.plane(), packed, unit.padded(), unit.row, unit.padded());
+  });
+}
+
+int64_t two(const Branch&) { return 2; }
+int64_t taps_of(const Branch& branch) { return branch.kernel * branch.kernel; }
+
+// Adds f(column) over the columns of a row, in four sums: one addition after the other would be the longer wait.
+template <class F, class G>
+VECTOR_INLINE F over_columns(int64_t width, G f) {
+  F sums[4] = {0, 0, 0, 0};
+  int64_t column = 0;
+  for (; column + 4 <= width; column += 4) {
+    unroll<4>([&](auto i) LAMBDA_INLINE { sums[i] = sums[i] + f(column + i); });
+  }
+  for (; column < width; column++) sums[0] = sums[0] + f(column);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// Statistics -----------------------------------------------------------------------------------------------
+
+// Merges the moments of a row into those of the rows above it (Chan et al.): no digits are lost where the mean is many
+// deviations.
+template <class T>
+void statistics_of(const Unit<T, double>& unit) {
+  using A = Accumulator<T>;
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  const auto none = [](int64_t) {};
+  walk<T>(unit, two, none, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
+    const A* rows[kMaxKernel];
+    convolve_row<T>(unit, b, packed, to, rows);
+    const int64_t width = unit.forward().branches[b].width, padded = unit.padded();
+    const double n = static_cast<double>(width), above = n * static_cast<double>(to);
+    const double share = n / (above + n), weight = above * share;
+    for (int64_t c = 0; c < padded; c += L) {
+      const auto value = [&](int64_t column) LAMBDA_INLINE { return load(unit.row + column * padded + c, Whole{}); };
+      const F mean = over_columns<F>(width, value) / F(static_cast<A>(width));
+      const F rest = over_columns<F>(width, [&](int64_t i) LAMBDA_INLINE { return value(i) - mean; });
+      const F square = over_columns<F>(width, [&](int64_t i) LAMBDA_INLINE {
+        const F deviation = value(i) - mean;
+        return deviation * deviation;
+      });
+      A origin[L], rests[L], squares[L];
+      store(origin, mean, Whole{});
+      store(rests, rest, Whole{});
+      store(squares, square, Whole{});
+      double* means = unit.sums + c * unit.call.quantities + quantity * L;
+      double* deviations = means + L;
+      for (int lane = 0; lane < L; lane++) {
+        const double remainder = rests[lane] / n;
+        const double delta = origin[lane] + remainder - means[lane];
+        means[lane] += delta * share;
+        deviations[lane] += squares[lane] - rests[lane] * remainder + delta * delta * weight;
+      }
+    }
+  }, none);
+}
+
+// The sums of dout and of dout · n ---------------------------------------------------------------------------
+
+template <class T, class A = Accumulator<T>>
+void sums_of(const Unit<T, A>& unit) {
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  const auto none = [](int64_t) {};
+  walk<T>(unit, two, none, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
+    const int64_t width = unit.forward().branches[b].width, padded = unit.padded(), pitch = unit.forward().channels;
+    const T* dout = unit.dout(b, to);
+    prefetch_row(dout, width, pitch, unit.size());
+    const A* rows[kMaxKernel];
+    convolve_row<T>(unit, b, packed, to, rows);
+    for_channels<T>(unit.size(), [&](int64_t c, auto lanes) LAMBDA_INLINE {
+      A* sums = unit.sums + c * unit.call.quantities + quantity * L;
+      F products[2] = {0, 0};
+      const F plain = over_columns<F>(width, [&](int64_t column) LAMBDA_INLINE {
+        const F d = load(dout + column * pitch + c, lanes);
+        products[column % 2] = products[column % 2] + d * load(unit.row + column * padded + c, Whole{});
+        return d;
+      });
+      store(sums, load(sums, Whole{}) + plain, Whole{});
+      store(sums + L, load(sums + L, Whole{}) + (products[0] + products[1]), Whole{});
+    });
+  }, none);
+}
+
+// The gradients of x and of the taps ---------------------------------------------------------------------------
+
+// Spreads the gradients of n neighboring outputs over the rows of dx, and adds their products with x to the taps'.
+template <int n, class A, int kernel, int stride>
+VECTOR_INLINE void spread(Shape<kernel, stride>, const Branch&, const A* const* rows, A* const* drows, int64_t offset,
+                          const A* weights, const A* gradient, int64_t pitch, A* dtaps) {
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  F g[n];
+  unroll<n>([&](auto j) LAMBDA_INLINE { g[j] = load(gradient + j * pitch, Whole{}); });
+  unroll<kernel>([&](auto y) LAMBDA_INLINE {
+    if (drows[y] == nullptr) return;
+    F taps[kernel], sums[kernel];
+    unroll<kernel>([&](auto x) LAMBDA_INLINE {
+      taps[x] = load(weights + (y * kernel + x) * L, Whole{});
+      sums[x] = 0;
+    });
+    const A* row = rows[y] + offset;
+    A* drow = drows[y] + offset;
+    unroll<(n - 1) * stride + kernel>([&](auto i) LAMBDA_INLINE {
+      const F pixel = load(row + i * L, Whole{});
+      F d = load(drow + i * L, Whole{});
+      unroll<n>([&](auto j) LAMBDA_INLINE {
+        constexpr int tap = i - j * stride;
+        if constexpr (tap >= 0 && tap < kernel) {
+          d = d + taps[tap] * g[j];
+          sums[tap] = sums[tap] + pixel * g[j];
+        }
+      });
+      store(drow + i * L, d, Whole{});
+    });
+    unroll<kernel>([&](auto x) LAMBDA_INLINE {
+      A* to = dtaps + (y * kernel + x) * L;
+      store(to, load(to, Whole{}) + sums[x], Whole{});
+    });
+  });
+}
+
+template <int n, class A>
+VECTOR_INLINE void spread(Shape<0, 0>, const Branch& branch, const A* const* rows, A* const* drows, int64_t offset,
+                          const A* weights, const A* gradient, int64_t pitch, A* dtaps) {
+  using F = Vector<A>;
+  constexpr int L = F::lanes;
+  for (int64_t y = 0; y < branch.kernel; y++) {
+    if (drows[y] == nullptr) continue;
+    for (int64_t x = 0; x < branch.kernel; x++) {
+      const int64_t tap = (y * branch.kernel + x) * L, at = offset + x * branch.dilation * L;
+      const F weight = load(weights + tap, Whole{});
+      F sum = 0;
+      unroll<n>([&](auto j) LAMBDA_INLINE {
+        const F g = load(gradient + j * pitch, Whole{});
+        A* d = drows[y] + at + j * branch.stride * L;
+        store(d, load(d, Whole{}) + weight * g, Whole{});
+        sum = sum + load(rows[y] + at + j * branch.stride * L, Whole{}) * g;
+      });
+      store(dtaps + tap, load(dtaps + tap, Whole{}) + sum, Whole{});
+    }
+  }
+}
+
+// Spreads a row of the convolution's gradient. The first quantity of the branch is its first tap.
+template <class T, class S, class A = Accumulator<T>>
+void spread_row(S shape, const Unit<T, A>& unit, const Branch& branch, const A* const* rows, A* const* drows,
+                const A* packed, int64_t quantity) {
+  constexpr int L = kLanes<T>;
+  const int64_t padded = unit.padded(), step = branch.stride * L;
+  for (int64_t c = 0, offset = 0; c < padded; c += L, offset += unit.plane(), packed += (taps_of(branch) + 3) * L) {
+    A* dtaps = unit.sums + c * unit.call.quantities + quantity * L;
+    int64_t column = 0;
+    const auto advance = [&](auto n) LAMBDA_INLINE {
+      for (; column + n <= branch.width; column += n) {
+        spread<n>(shape, branch, rows, drows, offset + column * step, packed, unit.row + column * padded + c, padded,
+                  dtaps);
+      }
+    };
+#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
+    advance(std::integral_constant<int, 8>{});
+    advance(std::integral_constant<int, 4>{});
+#endif
+    advance(std::integral_constant<int, 2>{});
+    advance(std::integral_constant<int, 1>{});
+  }
+}
+
+// Writes the gradient of the class token, which went to every output.
+template <class T, class A = Accumulator<T>>
+void add_class_tokens(const Unit<T, A>& unit, T* dx) {
+  for_channels<T>(unit.size(), [&](int64_t c, auto lanes) LAMBDA_INLINE {
+    Vector<A> sum = 0;
+    for (int64_t b = 0; b < unit.forward().count; b++) {
+      sum = sum + load(unit.dout(b, 0) - unit.forward().channels + c, lanes);
+    }
+    store(dx + c, sum, lanes);
+  });
+}
+
+template <class T, class A = Accumulator<T>>
+void gradients_of(const Unit<T, A>& unit) {
+  const Projection& call = unit.forward();
+  const int64_t size = unit.size(), padded = unit.padded(), pitch = call.channels;
+  const int64_t tokens = call.class_tokens + call.height * call.width;
+  T* dx = static_cast<T*>(unit.call.dx) + unit.image * tokens * pitch + unit.first;
+  if (call.class_tokens) add_class_tokens<T>(unit, dx);
+  dx += call.class_tokens * pitch;
+
+  const auto place = [&](int64_t row) { return unit.dring + row % call.held * row_size(call); };
+  const auto enter = [&](int64_t row) { std::memset(place(row), 0, row_size(call) * sizeof(A)); };
+  const auto leave = [&](int64_t row) {
+    const A* from = place(row) + call.margin * kLanes<T>;
+    T* to = dx + row * call.width * pitch;
+    for (int64_t column = 0; column < call.width; column++, from += kLanes<T>, to += pitch) {
+      const A* lane = from;
+      for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
+        store(to + c, load(lane, Whole{}), lanes);
+        lane += unit.plane();
+      });
+    }
+  };
+  walk<T>(unit, taps_of, enter, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
+    const Branch& branch = call.branches[b];
+    const BranchGradient& gradient = unit.call.gradients[b];
+    const T* dout = unit.dout(b, to);
+    prefetch_row(dout, branch.width, pitch, size);
+    const A* rows[kMaxKernel];
+    A* drows[kMaxKernel];
+    convolve_row<T>(unit, b, packed, to, rows);
+    rows_under<T, A*>(call, branch, to, unit.dring, nullptr, drows);
+    const auto vector = [&](const void* values) { return static_cast<const A*>(values) + unit.first; };
+    const A* mean = vector(gradient.mean_dout);
+    const A* product = vector(gradient.mean_product);
+    const A* factor = vector(gradient.factor);
+    for (int64_t column = 0; column < branch.width; column++, dout += pitch) {
+      A* row = unit.row + column * padded;
+      for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
+        const auto d = load(dout + c, lanes) - load(mean + c, lanes) - load(row + c, Whole{}) * load(product + c, lanes);
+        store(row + c, d * load(factor + c, lanes), Whole{});
+      });
+    }
+    with_shape(branch, [&](auto shape) { spread_row<T>(shape, unit, branch, rows, drows, packed, quantity); });
+  }, leave);
+}
+
+// Units ------------------------------------------------------------------------------------------------------
+
+// Copies the sums of a unit to their place among those of all.
+template <class T, class Q>
+void write_sums(const Unit<T, Q>& unit) {
+  const int64_t channels = unit.forward().channels, quantities = unit.call.quantities;
+  Q* out = static_cast<Q*>(unit.call.sums) + unit.image * quantities * channels + unit.first;
+  for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
+    const int64_t lanes = unit.size() - c < kLanes<T> ? unit.size() - c : kLanes<T>;
+    for (int64_t quantity = 0; quantity < quantities; quantity++) {
+      const Q* from = unit.sums + c * quantities + quantity * kLanes<T>;
+      std::memcpy(out + quantity * channels + c, from, lanes * sizeof(Q));
+    }
+  }
+}
+
+// Serves units by f(unit), with the blocks of channels outermost: a block's weights serve all images.
+template <class T, class Q, class F>
+void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, F f) {
+  using A = Accumulator<T>;
+  const Projection& forward = call.forward;
+  Q* sums = static_cast<Q*>(scratch);
+  A* zeros = reinterpret_cast<A*>(sums + call.quantities * forward.block);
+  A* ring = zeros + row_size(forward);
+  A* dring = ring + forward.held * row_size(forward);
+  A* packed = dring + forward.held * row_size(forward);
+  std::memset(zeros, 0, (1 + forward.held) * row_size(forward) * sizeof(A));
+  A* row = packed;
+  for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) row += packed_size(forward, *b);
+  for (int64_t index = begin; index < end; index++) {
+    const Unit<T, Q> unit{call, index / forward.batch * forward.block, index % forward.batch, sums, zeros, ring, dring,
+                          packed, row};
+    if (index == begin || unit.image == 0) {
+      A* out = packed;
+      for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) {
+        pack<T>(*b, unit.first, unit.size(), out);
+        out += packed_size(forward, *b);
+      }
+    }
+    std::memset(sums, 0, call.quantities * forward.block * sizeof(Q));
+    f(unit);
+    write_sums(unit);
+  }
+}
+
+void statistics(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    serve_units<T, double>(call, begin, end, scratch, [](const auto& unit) { statistics_of<T>(unit); });
+  });
+}
+
+void sums(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { sums_of<T>(unit); });
+  });
+}
+
+void gradients(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { gradients_of<T>(unit); });
+  });
+}
+
+}  // namespace
+}  // namespace cvt_kernels::conv_projection

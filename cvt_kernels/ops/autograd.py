@@ -1,0 +1,24 @@
+"""A decorator that the autograd functions of the operators share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import function
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Applies PyTorch's decorator of the name only where a graph of the gradients is asked for.
+
+    Elsewhere its cost, which small calls feel, is saved.
+    """
+    checked = function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def choose(*args: Any) -> Any:
+        return checked(*args) if torch.is_grad_enabled() else backward(*args)
+
+    return choose
