@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import checks, machine
 from .. import packing
@@ -42,11 +42,16 @@ def why_unsupported(
     class_token: Tensor | None,
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    tensors = image, weight, bias, norm_weight, norm_bias, class_token
+    if torch.compiler.is_compiling():
+        return "is not for torch.compile, which cannot trace what keeps packed weights"
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors if tensor is not None):
+        return "packs plain tensors only"
     if image.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
     if checks.autocast_enabled(image):
         return "is not for autocast: convert the model to bfloat16 instead"
-    if checks.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
+    if checks.wants_gradient(*tensors):
         return "has no gradients"
     return None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import checks, dispatch, machine
 from ...reference import ConvBatchNorm, Norm, TransformerBlock
@@ -30,6 +30,12 @@ def why_unsupported(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    if torch.compiler.is_compiling():
+        return "is not for torch.compile, which cannot trace what keeps packed weights"
+    if any(
+        type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *block.tensors()) if tensor is not None
+    ):
+        return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
     if checks.autocast_enabled(x):

@@ -3,7 +3,10 @@
 import shutil
 
 import pytest
+import torch
 
+import cvt_kernels as ck
+from cvt_kernels import reference
 from tests.checks import (
     compiler,
     every_instruction_set,
@@ -39,3 +42,46 @@ def test_values(name):
 @pytest.mark.parametrize("flags", ["", "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"], ids=["plain", "tiles"])
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
     run_sanitized("conv_embedding", tmp_path, flags)
+
+
+def call(image, parameters, class_token=None):
+    return ck.conv_embedding(image, *parameters, stride=2, padding=1, class_token=class_token)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_every_changed_parameter_is_packed_anew():
+    image, token = torch.randn(2, 3, 9, 8), torch.randn(20)
+    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
+    with ck.use_backend("native"):
+        for tensor in (*parameters, token):
+            before = call(image, parameters, token)
+            tensor.mul_(1.5)
+            out = call(image, parameters, token)
+            expected = reference.conv_embedding(image, *parameters, stride=2, padding=1, class_token=token)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+            assert not torch.equal(out, before)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@pytest.mark.parametrize("absent", [(1,), (2,), (3,), (1, 2, 3)])
+@torch.no_grad()
+def test_images_of_other_strides_and_absent_parameters(absent):
+    image = torch.randn(2, 10, 13, 6).permute(0, 3, 1, 2)[:, ::2, 1:, ::2]  # neither layout
+    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
+    parameters = [None if i in absent else tensor for i, tensor in enumerate(parameters)]
+    for view in (image, image.transpose(2, 3), image.contiguous(memory_format=torch.channels_last)):
+        with ck.use_backend("native"):
+            out = call(view, parameters)
+        expected = reference.conv_embedding(view, *parameters, stride=2, padding=1)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_under_torch_compile_pytorch_serves():
+    image = torch.randn(2, 3, 9, 8)
+    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    expected = reference.conv_embedding(image, *parameters, stride=2, padding=1)
+    torch.testing.assert_close(compiled(image, parameters), expected)

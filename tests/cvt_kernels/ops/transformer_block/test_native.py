@@ -3,7 +3,10 @@
 import shutil
 
 import pytest
+import torch
 
+import cvt_kernels as ck
+from cvt_kernels import reference
 from tests.checks import (
     compiler,
     every_instruction_set,
@@ -11,6 +14,7 @@ from tests.checks import (
     run_on_instruction_set,
     run_sanitized,
 )
+from tests.cvt_kernels.ops.transformer_block.test_transformer_block import make
 
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
@@ -41,3 +45,73 @@ def test_values(name):
 @pytest.mark.parametrize("family", ["linear", "transformer_block"])
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
     run_sanitized(family, tmp_path, flags)
+
+
+def parameters(block):
+    """Returns every parameter and statistic of a block, by a name for each."""
+    named = {f"{name}.{field}": t for name in ("norm1", "norm2", "proj", "fc1", "fc2")
+             for field, t in zip(("weight", "bias"), getattr(block, name)[:2], strict=True)}  # fmt: skip
+    for i, conv in enumerate(block.convs):
+        named |= {f"convs[{i}].{field}": t for field, t in zip(conv._fields[:5], conv[:5], strict=True)}
+        named |= {
+            f"linears[{i}].weight": block.linears[i].weight,
+            f"linears[{i}].bias": block.linears[i].bias,
+        }
+    return named
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_every_changed_parameter_is_packed_anew():
+    x, grid, block = make()
+    with ck.use_backend("native"):
+        for name, tensor in parameters(block).items():
+            before = ck.transformer_block(x, grid, block)
+            tensor.add_(0.5)
+            out = ck.transformer_block(x, grid, block)
+            expected = reference.transformer_block(x, grid, block)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+            # A constant added to all scores of a query changes no probability.
+            assert name == "linears[1].bias" or not torch.equal(out, before), name
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_the_memory_that_it_works_in_is_kept_and_released():
+    from cvt_kernels import _C
+
+    x, grid, block = make()
+    with ck.use_backend("native"):
+        before = ck.transformer_block(x, grid, block)
+        assert 0 < _C.workspace_bytes() < 2**24
+        ck.release_memory()
+        assert _C.workspace_bytes() == 0
+        assert torch.equal(ck.transformer_block(x, grid, block), before)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_a_change_in_place_is_counted():
+    x, grid, block = make()
+    with ck.use_backend("native"):
+        version = x._version
+        assert ck.transformer_block(x, grid, block, inplace=True) is x
+        assert x._version > version
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
+def test_what_it_refuses():
+    x, grid, block = make()
+
+    class Subclass(torch.Tensor):
+        pass
+
+    compiled = torch.compile(ck.transformer_block, backend="eager")
+    with ck.use_backend("native"):
+        with pytest.raises(Exception, match=r"is not for torch\.compile"):
+            compiled(x, grid, block)
+        with pytest.raises(ck.BackendUnavailable, match="packs plain tensors only"):
+            ck.transformer_block(x.as_subclass(Subclass), grid, block)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
+            ck.transformer_block(x, grid, block)
