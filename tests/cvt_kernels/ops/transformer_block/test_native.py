@@ -16,6 +16,8 @@ from tests.checks import (
 )
 from tests.cvt_kernels.ops.transformer_block.test_transformer_block import make
 
+TILES = "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"
+
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 from torch.utils import _pytree as pytree
@@ -41,8 +43,9 @@ def test_values(name):
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("flags", ["", "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"], ids=["plain", "tiles"])
-@pytest.mark.parametrize("family", ["linear", "transformer_block"])
+@pytest.mark.parametrize(
+    ("family", "flags"), [("linear", TILES), ("transformer_block", ""), ("transformer_block", TILES)]
+)
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
     run_sanitized(family, tmp_path, flags)
 
