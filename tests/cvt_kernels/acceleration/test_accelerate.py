@@ -531,7 +531,7 @@ def test_coverage_tells_backends_and_reasons():
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
     built = "reference" if not_built() else "native"
     assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
-    assert rows[2].backends == {"conv_projection": "reference", "attention": "native"}
+    assert rows[2].backends == {"conv_projection": built, "attention": "native"}
     assert rows[3].backends == {"bias_gelu": "native"}
     assert ck.coverage(model.eval())[2].backends == {"conv_projection": built, "attention": "native"}
     with ck.use_backend("reference"):
@@ -557,8 +557,7 @@ def test_coverage_under_auto_tells_verdicts(proving):
     with ck.use_backend("auto"):
         evaluation, training = served()
         assert evaluation == {"conv_projection": built, "attention": "not proven yet"}
-        # Only PyTorch has its gradients on a CPU: there is nothing to prove.
-        assert training == {"conv_projection": "reference", "attention": "not proven yet"}
+        assert training == {"conv_projection": built, "attention": "not proven yet"}
         remember_attention("sdpa", 16)
         remember_attention("native", 64)
         remember_attention("native", 256)
@@ -573,7 +572,7 @@ def test_coverage_under_auto_tells_verdicts(proving):
     ("backend", "operator", "forward_only"),
     [
         ("native", "attention", True),
-        ("native", "conv_projection", True),
+        ("native", "conv_projection", False),
         ("native", "layer_norm", False),
         ("sdpa", "attention", False),
         ("float32", "linear", True),

@@ -178,7 +178,7 @@ def test_under_autocast():
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_backend_passes_its_proof(inplace):
     x, grid, block = make(class_tokens=1)
-    given = x.clone()
+    given, before = x.clone(), set(packing._known)
     with torch.no_grad(), proofs.undisturbed(x.device):
         proof = dispatch.proof_of("transformer_block", x, grid, block, inplace=inplace)
         standard = proofs.Standard.of(proof.reference, proof.sample)
@@ -187,7 +187,7 @@ def test_every_backend_passes_its_proof(inplace):
     assert set(trials) == set(BACKENDS)
     assert {name: trial.flaw for name, trial in timed.items()} == dict.fromkeys(BACKENDS)
     assert torch.equal(x, given)
-    assert not packing._known  # timed runs pack copies of the tensors, which are gone
+    assert set(packing._known) <= before  # timed runs pack copies of the tensors, which are gone
 
 
 def test_kinds_of_calls():
