@@ -1,8 +1,11 @@
-"""Tables as text, aligned for a terminal or in Markdown: the only printer of them in the project."""
+"""Tables as text, aligned for a terminal or in Markdown: the settings in which this project uses tabulate."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+
+# Cells are text already; tabulate would print "0.10" as 0.1.
+_AS_IT_IS = {"disable_numparse": True}
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
@@ -15,21 +18,29 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     Returns:
         One line per row.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [">" if i in right else "<" for i in range(len(widths))]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    from tabulate import tabulate  # what imports the package need not wait for it
+
+    sides = ["right" if i in right else "left" for i in range(len(rows[0]))]
+    return tabulate(rows, tablefmt="plain", colalign=sides, **_AS_IT_IS).split("\n")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table in Markdown.
+    """Returns the lines of a table in Markdown, unpadded, so that a new row changes no other line.
 
     Args:
         rows: Rows of equally many cells, the heading first.
     """
-    heading, *others = (f"| {' | '.join(row)} |" for row in rows)
-    return [heading, "|---" * len(rows[0]) + "|", *others]
+    from tabulate import DataRow, TableFormat, tabulate
+
+    row = DataRow("| ", " | ", " |")
+    style = TableFormat(
+        lineabove=None,
+        linebelowheader=lambda widths, sides: "|---" * len(widths) + "|",
+        linebetweenrows=None,
+        linebelow=None,
+        headerrow=row,
+        datarow=row,
+        padding=0,
+        with_header_hide=None,
+    )
+    return tabulate(rows, headers="firstrow", tablefmt=style, stralign=None, **_AS_IT_IS).split("\n")
