@@ -7,16 +7,19 @@ in proportion to how near it is, and what a key receives is shared among its tok
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
 import os
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 import cvt_kernels as ck
@@ -28,6 +31,7 @@ from .model import Attention, Block, CvT, Grid, Stage
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright
+_PANEL, _MARGIN = 448, 24  # pixels
 
 
 class BlockAttention(NamedTuple):
@@ -219,14 +223,14 @@ def photograph(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
-def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
-    """Lays a map over the photograph, in colors from its least to its greatest value.
+def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
+    """Draws a map in colors, from its least to its greatest value.
 
     A token lies where its embeddings are centered (for CvT-13, token i at pixel 16·i + 1), not in the middle
     of a 16×16 square.
 
     Args:
-        photo: As the model saw it.
+        size: (width, height) of the image that the model saw.
         heat: (H, W), on every ``stride``-th token of the last stage.
         config: Of the model.
         stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
@@ -238,12 +242,82 @@ def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1
     heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
     down, across = (
         _interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
-        for pixels, tokens in zip(reversed(photo.size), heat.shape, strict=True)
+        for pixels, tokens in zip(reversed(size), heat.shape, strict=True)
     )
-    pixels = (down @ heat @ across.T).cpu().numpy()
+    return _colored((down @ heat @ across.T).cpu().numpy())
+
+
+def _colored(values: NDArray[np.float32]) -> Image.Image:
+    """Returns the image of an array of values from 0 to 1."""
     levels = np.linspace(0, 1, len(_COLORS))
-    colors = np.stack([np.interp(pixels, levels, channel) for channel in zip(*_COLORS, strict=True)], axis=-1)
-    return Image.blend(photo, Image.fromarray(colors.round().astype(np.uint8)), 0.6)
+    colors = np.stack([np.interp(values, levels, channel) for channel in zip(*_COLORS, strict=True)], axis=-1)
+    return Image.fromarray(colors.round().astype(np.uint8))
+
+
+def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
+    """Lays :func:`heat_map` over the photograph ``photo`` as the model saw it."""
+    return Image.blend(photo, heat_map(photo.size, heat, config, stride), 0.6)
+
+
+def picture(
+    photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1, *, title: str, subtitle: str
+) -> Image.Image:
+    """Draws photograph, map and overlay side by side, each at least 448 pixels wide, and what colors mean.
+
+    Args:
+        photo: As the model saw it.
+        heat: As for :func:`heat_map`: parts of a whole.
+        config: Of the model.
+        stride: As for :func:`heat_map`.
+        title: The largest line, above all. This and the subtitle are ASCII, as is Pillow's font.
+        subtitle: What the map shows.
+    """
+    panels = {
+        "photograph, as the model saw it": photo,
+        "map": heat_map(photo.size, heat, config, stride),
+        "overlay: the map's colors over the photograph": overlay(photo, heat, config, stride),
+    }
+    zoom = max(1.0, _PANEL / photo.width)
+    width, height = round(zoom * photo.width), round(zoom * photo.height)
+    total, top = _MARGIN + 3 * (width + _MARGIN), 132
+    page = Image.new("RGB", (total, top + height + 76), "white")
+    draw = ImageDraw.Draw(page)
+    large, normal = ImageFont.load_default(30), ImageFont.load_default(18)
+    draw.text((_MARGIN, 14), _shortened(title, large, total - 2 * _MARGIN), "black", large)
+    draw.text((_MARGIN, 58), subtitle, "black", normal)
+    for i, (caption, panel) in enumerate(panels.items()):
+        left = _MARGIN + i * (width + _MARGIN)
+        draw.text((left, top - 8), caption, "black", normal, anchor="ls")
+        page.paste(panel.resize((width, height), Image.Resampling.BICUBIC), (left, top))
+    left, right, bar = 2 * _MARGIN + width, total - _MARGIN, top + height + 16
+    page.paste(_colored(np.tile(np.linspace(0, 1, right - left, dtype=np.float32), (18, 1))), (left, bar))
+    rows, columns = heat.shape
+    words = (
+        (left, "l", f"least: {heat.min():.2%}"),
+        ((left + right) // 2, "m", f"share of the attention, for each of {columns} x {rows} places"),
+        (right, "r", f"most: {heat.max():.2%}"),
+    )
+    for x, side, text in words:
+        draw.text((x, bar + 26), text, "black", normal, anchor=f"{side}a")
+    return page
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """Returns as much of a line as there is room for."""
+    if font.getlength(text) <= width:
+        return text
+    fitting = bisect.bisect_right(range(len(text)), width, key=lambda n: font.getlength(f"{text[:n]}..."))
+    return f"{text[: fitting - 1]}..."
+
+
+def class_title(index: int, label: str | None, probability: float) -> str:
+    """Returns a line of ASCII that says what the model takes an image for.
+
+    Accents are left out, and so is a name in another alphabet, which Pillow's font could not draw.
+    """
+    plain = "".join(c for c in unicodedata.normalize("NFKD", label or "") if not unicodedata.combining(c))
+    name = f"{plain} (class {index})" if plain.isascii() and plain else f"class {index}"
+    return f"{probability:.1%}  {name}"  # first what must not be cut off
 
 
 def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> dict[str, Any]:
@@ -268,26 +342,52 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
 
 
 def plot_heads(explanations: Sequence[Explanation], path: str | os.PathLike[str]) -> None:
-    """Writes a PNG of entropy and distance of every head over the blocks, mean over the images.
+    """Writes a PNG of entropy and distance of every head in every block, mean over the images.
 
     Raises:
         ModuleNotFoundError: The ``explain`` extra is not installed.
         OSError: The file cannot be written.
     """
-    figure = figure_class()(figsize=(9, 4), layout="constrained")
     blocks = explanations[0].blocks
-    left, right = figure.subplots(1, 2)
+    heads = max(block.entropy.shape[1] for block in blocks)
+    entropy, distance = np.full((2, heads, len(blocks)), np.nan)
     for i, block in enumerate(blocks):
-        entropy, distance = (
-            torch.cat([getattr(e.blocks[i], field) for e in explanations]).mean(0).tolist()
-            for field in ("entropy", "distance")
-        )
-        left.scatter([i] * len(entropy), [value / math.log(max(block.keys, 2)) for value in entropy], s=12)
-        right.scatter([i] * len(distance), distance, s=12)
-    for axes, title in ((left, "entropy / ln(keys)"), (right, "attention distance in pixels")):
-        axes.set(title=title, xlabel="stage.block", ylim=(0, None))
-        axes.set_xticks(range(len(blocks)), [f"{b.stage}.{b.block}" for b in blocks], rotation=90)
-    figure.savefig(path, format="png", dpi=120)
+        for table, field in ((entropy, "entropy"), (distance, "distance")):
+            values = torch.cat([getattr(e.blocks[i], field) for e in explanations]).mean(0).tolist()
+            table[: len(values), i] = values
+        entropy[:, i] /= math.log(max(block.keys, 2))
+    size = 3 + 0.5 * len(blocks), 3 + 0.7 * heads
+    figure = figure_class()(figsize=size, dpi=120, layout="constrained")
+    count = sum(len(explanation.logits) for explanation in explanations)
+    figure.suptitle(f"Heads of attention, mean over {count} photograph{'s' if count > 1 else ''}")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _draw_heads(
+        upper,
+        entropy,
+        1,
+        "{:.2f}",
+        "Entropy, as a part of the largest possible",
+        "0: one key, 1: all keys alike",
+    )
+    largest = max(np.nanmax(distance), 1)
+    _draw_heads(lower, distance, largest, "{:.0f}", "Mean distance from query to key", "pixels")
+    names = [f"stage {block.stage + 1}, block {block.block + 1}" for block in blocks]
+    lower.set_xticks(range(len(blocks)), names, rotation=90)
+    figure.savefig(path, format="png")
+
+
+def _draw_heads(
+    axes: Any, values: NDArray[np.float64], largest: float, number: str, title: str, unit: str
+) -> None:
+    """Draws a cell for every head (row) of every block (column); one that a stage does not have is empty."""
+    cells = axes.imshow(values, cmap="cividis", vmin=0, vmax=largest, aspect="auto")
+    axes.figure.colorbar(cells, ax=axes, label=unit)
+    axes.set_title(title)
+    axes.set_yticks(range(len(values)), [f"head {i}" for i in range(1, len(values) + 1)])
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            color = "black" if value > 0.5 * largest else "white"
+            axes.text(column, row, number.format(value), color=color, ha="center", va="center", fontsize=8)
 
 
 def figure_class() -> Any:

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     # Pillow, which --help need not wait for.
-    from ..explanation import as_json, explain, figure_class, overlay, photograph, plot_heads
+    from ..explanation import as_json, class_title, explain, figure_class, photograph, picture, plot_heads
 
     photos, output = arguments.photos, Path(arguments.output)
     names = [Path(photo).stem for photo in photos]
@@ -59,18 +59,38 @@ def _explain(arguments: argparse.Namespace) -> None:
     images = loaded.read(photos)
     progress = tqdm(images, unit="photo", leave=False, disable=None)
     explanations = [explain(model, image[None].to(device)) for image in progress]
+    content = [
+        {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
+        for photo, explanation in zip(photos, explanations, strict=True)
+    ]
+    reader = "the class token" if config.pool == "cls" else "the mean token"
     output.mkdir(parents=True, exist_ok=True)
     with filling(output) as scratch:
-        for name, image, explanation in zip(names, images, explanations, strict=True):
-            photo, heat = photograph(image), explanation.attention[0].mean(0)
-            overlay(photo, heat, config, config.stride_kv[-1]).save(scratch / f"{name}.attention.png")
-            overlay(photo, explanation.rollout[0], config).save(scratch / f"{name}.rollout.png")
+        for name, image, explanation, entry in zip(names, images, explanations, content, strict=True):
+            maps = {
+                "attention": (
+                    explanation.attention[0].mean(0),
+                    config.stride_kv[-1],
+                    f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
+                ),
+                "rollout": (
+                    explanation.rollout[0],
+                    1,
+                    f"What reaches {reader} through all blocks of the last stage (attention rollout)",
+                ),
+            }
+            for kind, (heat, stride, subtitle) in maps.items():
+                drawn = picture(
+                    photograph(image),
+                    heat,
+                    config,
+                    stride,
+                    title=class_title(**entry["classes"][0]),
+                    subtitle=subtitle,
+                )
+                drawn.save(scratch / f"{name}.{kind}.png")
         if arguments.plot:
             plot_heads(explanations, scratch / "heads.png")
-        content = [
-            {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
-            for photo, explanation in zip(photos, explanations, strict=True)
-        ]
         write_json(scratch / "explain.json", {"checkpoint": arguments.checkpoint, "photos": content})
         written = sorted(str(output / file.name) for file in scratch.iterdir())
     print_result(arguments, written, loaded.remarks)

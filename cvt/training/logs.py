@@ -41,14 +41,23 @@ class Logs:
     def close(self, history: list[dict[str, float]]) -> None:
         """Draws the learning curve of all epochs and closes the event files."""
         self._writer.close()
+        ticker = require("matplotlib.ticker", "train")
         figure = self._figure(figsize=(9, 4), layout="constrained")
+        losses, accuracies = figure.subplots(1, 2)
         epochs = [row["epoch"] for row in history]
-        for axis, names in zip(
-            figure.subplots(1, 2), (("train_loss", "val_loss"), ("top1", "top5")), strict=True
+        for axes, name, words, style in (
+            (losses, "train_loss", "training loss", "o-"),
+            (losses, "val_loss", "validation loss", "s--"),
+            (accuracies, "top1", "top-1 accuracy", "o-"),
+            (accuracies, "top5", "top-5 accuracy", "s--"),
         ):
-            for name in names:
-                axis.plot(epochs, [row[name] for row in history], marker=".", label=name)
-            axis.set_xlabel("epoch")
-            axis.legend()
+            axes.plot(epochs, [row[name] for row in history], style, markersize=4, label=words)
+        losses.set(title="Loss", xlabel="epoch", ylabel="mean over the images")
+        accuracies.set(title="Accuracy on the validation images", xlabel="epoch", ylabel="of the images")
+        accuracies.yaxis.set_major_formatter(ticker.PercentFormatter(1))
+        for axes in (losses, accuracies):
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
+            axes.grid(alpha=0.25)
+            axes.legend()
         with replacing(self._directory / "curves.png") as scratch:
             figure.savefig(scratch)

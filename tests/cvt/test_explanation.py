@@ -11,7 +11,18 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt.explanation import explain, overlay, photograph, plot_heads, rollout, spread_keys
+from cvt.explanation import (
+    class_title,
+    explain,
+    figure_class,
+    heat_map,
+    overlay,
+    photograph,
+    picture,
+    plot_heads,
+    rollout,
+    spread_keys,
+)
 from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
 
@@ -206,6 +217,88 @@ def test_overlays_of_odd_sizes_and_even_maps():
     assert overlay(photo, torch.rand(2, 3), SMALL).size == (50, 30)
 
 
-def test_plot(tmp_path):
-    plot_heads([explain(small(), torch.randn(2, 3, 32, 32))], tmp_path / "heads.png")
-    assert read_image(tmp_path / "heads.png").size == (1080, 480)
+def drawn(photo, heat, **words):
+    words = {"title": "87.0%  tench", "subtitle": "x"} | words
+    return np.asarray(picture(photo, heat, SMALL, **words), dtype=int)
+
+
+def test_panels_are_at_least_448_pixels_wide_and_large_photographs_are_not_made_smaller():
+    for size, panel in (((50, 30), (448, 269)), ((600, 500), (600, 500))):
+        page = picture(Image.new("RGB", size, "red"), torch.rand(2, 3), SMALL, title="a", subtitle="b")
+        assert page.size == (24 + 3 * (panel[0] + 24), 132 + panel[1] + 76)
+        photo = page.crop((24, 132, 24 + panel[0], 132 + panel[1]))
+        assert np.unique(np.asarray(photo).reshape(-1, 3), axis=0).tolist() == [[255, 0, 0]]
+        assert page.getpixel((23, 200)) == page.getpixel((24 + panel[0], 200)) == (255, 255, 255)
+
+
+def test_the_color_bar_has_the_colors_of_the_map_and_the_words_its_values():
+    photo, heat = Image.new("RGB", (448, 448)), torch.arange(6.0).view(2, 3) / 15
+    page = drawn(photo, heat)
+    bar = page[132 + 448 + 16 + 9, 24 + 472 : -24]
+    colors = np.asarray(heat_map((448, 448), heat, SMALL), dtype=int)
+    assert np.array_equal(bar[[0, -1]], [colors.reshape(-1, 3)[colors.sum(2).argmin()], (252, 255, 164)])
+    assert (np.diff(bar[::8].sum(1)) > 0).all()  # from dark to bright, also without color
+    legend = 132 + 448 + 36
+    assert not np.array_equal(page[legend:], drawn(photo, heat / 2)[legend:])
+    assert np.array_equal(page[:legend], drawn(photo, heat / 2)[:legend])
+
+
+def test_titles_are_shortened_not_cut_off():
+    photo, heat = Image.new("RGB", (448, 448)), torch.rand(2, 2)
+    for title in ("tench " * 100, "i" * 1000):
+        page = drawn(photo, heat, title=title)
+        assert (page[:, -24:] == 255).all()
+        assert (page[:56, -200:-24] < 255).any()
+
+
+@pytest.mark.parametrize(
+    ("label", "title"),
+    [
+        ("tench", "87.1%  tench (class 3)"),
+        ("Crêpe", "87.1%  Crepe (class 3)"),
+        ("金魚", "87.1%  class 3"),
+        (None, "87.1%  class 3"),
+        ("", "87.1%  class 3"),
+    ],
+)
+def test_class_titles(label, title):
+    assert class_title(3, label, 0.8714) == title
+
+
+def test_plot_of_heads(tmp_path, monkeypatch):
+    """A cell for every head: all on one scale in words, and no word beyond the edge."""
+    figures = []
+
+    class Kept(figure_class()):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            figures.append(self)
+
+    monkeypatch.setattr("cvt.explanation.figure_class", lambda: Kept)
+    explanations = [explain(small(), torch.randn(n, 3, 32, 32)) for n in (2, 1)]
+    plot_heads(explanations, tmp_path / "heads.png")
+    assert read_image(tmp_path / "heads.png").size == (600, 612)
+    (figure,) = figures
+    entropy, distance, *bars = figure.axes
+    assert [bar.get_ylabel() for bar in bars] == ["0: one key, 1: all keys alike", "pixels"]
+    assert entropy.images[0].get_clim() == (0, 1)
+    assert [label.get_text() for label in distance.get_xticklabels()] == [
+        "stage 1, block 1",
+        "stage 2, block 1",
+        "stage 3, block 1",
+        "stage 3, block 2",
+    ]
+    assert [label.get_text() for label in entropy.get_yticklabels()] == ["head 1", "head 2", "head 3"]
+    expected = torch.cat([e.blocks[1].entropy for e in explanations]).mean(0) / math.log(
+        explanations[0].blocks[1].keys
+    )
+    cells = entropy.images[0].get_array()
+    assert cells[:2, 1].tolist() == pytest.approx(expected.tolist())
+    assert cells.mask[:, 1].tolist() == [False, False, True]
+    assert len(entropy.texts) == len(distance.texts) == 1 + 2 + 3 + 3
+    width, height = figure.canvas.get_width_height()
+    for text in figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_text()):
+        if text.get_visible():
+            box = text.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= width
+            assert 0 <= box.y0 < box.y1 <= height

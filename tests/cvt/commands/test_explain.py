@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from cvt import CvTConfig, create_model
 from cvt.checkpoints import ModelCard
 from cvt.commands import main
-from cvt.explanation import explain, overlay, photograph
+from cvt.explanation import explain, heat_map, overlay, photograph
 from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
 from tests.checks import bad
@@ -55,9 +56,19 @@ def test_command(capsys, trained, tmp_path):
         torch.testing.assert_close(torch.tensor(entry["attention"]), explanation.attention[i].mean(0))
         for block, expected in zip(entry["blocks"], explanation.blocks, strict=True):
             torch.testing.assert_close(torch.tensor(block["distance"]), expected.distance[i])
-        expected = overlay(photograph(images[i]), explanation.attention[i].mean(0), model.config, 2)
-        picture = np.asarray(read_image(output / f"{photo.rsplit('/')[-1][:-4]}.attention.png"), dtype=int)
-        assert np.abs(picture - np.asarray(expected)).max() <= 1
+        for kind, heat, stride in (
+            ("attention", explanation.attention[i].mean(0), 2),
+            ("rollout", explanation.rollout[i], 1),
+        ):
+            picture = read_image(output / f"{photo.rsplit('/')[-1][:-4]}.{kind}.png")
+            seen = photograph(images[i])
+            over, alone = (
+                overlay(seen, heat, model.config, stride),
+                heat_map(seen.size, heat, model.config, stride),
+            )
+            for place, expected in enumerate((seen, alone, over)):
+                panel = picture.crop((24 + 472 * place, 132, 472 + 472 * place, 580))
+                assert np.array_equal(panel, expected.resize((448, 448), Image.Resampling.BICUBIC))
 
 
 def test_command_bad_input(capsys, trained, tmp_path, monkeypatch):
