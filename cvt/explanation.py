@@ -306,7 +306,9 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
     """Returns as much of a line as there is room for."""
     if font.getlength(text) <= width:
         return text
-    fitting = bisect.bisect_right(range(len(text)), width, key=lambda n: font.getlength(f"{text[:n]}..."))
+    fitting = bisect.bisect_right(
+        range(len(text)), width, key=lambda n: math.ceil(font.getlength(f"{text[:n]}..."))
+    )
     return f"{text[: fitting - 1]}..."
 
 

@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 from cvt_kernels.tables import aligned
 
-from .results import Range, Results, heading, ratio
-
-#: With fewer rounds nothing is said about noise.
-_LEAST_ROUNDS = 4
+from .results import LEAST_ROUNDS, Range, Results, heading, ratio
 
 
 class Change(NamedTuple):
@@ -38,7 +35,7 @@ class Change(NamedTuple):
     def verdict(self) -> str:
         """Says ``"faster"``, ``"slower"``, or that the change is within the noise or cannot be judged."""
         if not self.is_judged:
-            return f"too few rounds, expected {_LEAST_ROUNDS}"
+            return f"too few rounds, expected {LEAST_ROUNDS}"
         if self.factor.high < 1:
             return "slower"
         return "faster" if self.factor.low > 1 else "within noise"
@@ -61,7 +58,7 @@ def compare(old: Results, new: Results) -> list[Change]:
         )
         factor = Range(b.median / a.median, b.low / a.high, b.high / a.low)
         old_rate, new_rate = (batch_size / statistics.median(times[key]) for times in (before, after))
-        is_judged = min(len(before[key]), len(after[key])) >= _LEAST_ROUNDS
+        is_judged = min(len(before[key]), len(after[key])) >= LEAST_ROUNDS
         changes.append(Change(batch_size, contender, old_rate, new_rate, factor, is_judged))
     if not changes:
         raise ValueError("the two results have no contender in the same batch size in common")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import __version__, accuracy, machine, measure
+from cvt_kernels import __version__, machine, measure
 
 from ...checkpoints import save_huggingface
 from ...config import DTYPES, default_image_size
@@ -44,11 +44,9 @@ from .contenders import (
     huggingface_class,
 )
 from .results import SCHEMA, VERSION
+from .verdict import parity_errors
 
 _PACKAGES = ("torch", "transformers", "numpy")
-# Units in the last place that the accuracy rule allows besides a multiple of Hugging Face's own error, which
-# can be small by chance where a model has few classes.
-_UNITS = 8
 
 
 def run(
@@ -263,7 +261,7 @@ def _parities(
             continue
         parity = _parity(logits, truth, _gradient_norms(contender.model), true_norms)
         hugging_faces = hugging_faces or parity  # the first is Hugging Face's
-        for name, error in _errors(parity, hugging_faces, photos.dtype).items():
+        for name, error in parity_errors(parity, hugging_faces, photos.dtype).items():
             if not error.passed:
                 raise ValueError(
                     f"{contender.key}: {name.replace('_', ' ')} {error.ours:.1e} against float64, expected "
@@ -285,24 +283,6 @@ def _parity(logits: Tensor, truth: Tensor, norms: Tensor, true_norms: Tensor) ->
         "of": k * len(truth),
         "gradient_error": gradient_error,
     }
-
-
-def _errors(
-    parity: dict[str, Any], hugging_faces: dict[str, Any], dtype: torch.dtype
-) -> dict[str, accuracy.Error]:
-    """Returns a contender's errors by the name in its parity, beside Hugging Face's, which allow them."""
-    # Errors of gradients are relative already.
-    rules = {
-        "error": (accuracy.VALUE_FACTOR, hugging_faces["largest"]),
-        "gradient_error": (accuracy.GRADIENT_FACTOR, 1.0),
-    }
-    errors = {}
-    for name, (factor, largest) in rules.items():
-        ours, pytorchs = parity[name], hugging_faces[name]
-        if pytorchs is not None:
-            allowed = accuracy.allowed_error(pytorchs, largest, dtype, factor=factor, units=_UNITS)
-            errors[name] = accuracy.Error(ours, pytorchs, allowed)
-    return errors
 
 
 def _gradient_norms(model: nn.Module) -> Tensor:

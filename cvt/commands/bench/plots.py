@@ -31,6 +31,7 @@ _KINDS = {
     "block": _Kind("whole blocks", "#000000", False),
     "other": _Kind("other", "#999999", True),
 }
+_MARKERS = "os^Dv*"  # of stages; they can be told apart also where they overlap
 _OURS_COLOR, _PEER_COLOR = "#0072B2", "#999999"
 
 
@@ -80,9 +81,10 @@ def draw(results: Results) -> Iterator[Plot]:
             yield Plot(
                 f"roofline-{size}",
                 f"Roofline, batch {size}",
-                "Each operator of each stage, and what this machine reached in the same run in a large copy "
-                "and in a matrix product. Operations and bytes are those that the operator cannot do "
-                "without: a contender that moves more lies lower. Caches can lift it above the slope.",
+                "Each operator of each stage (hollow: of its embedding), and what this machine reached in "
+                "the same run in a large copy and in a matrix product. Operations and bytes are those that "
+                "the operator cannot do without: a contender that moves more lies lower. Caches can lift it "
+                "above the slope.",
                 _roofline(results, batch),
             )
 
@@ -95,7 +97,9 @@ def check_plots() -> None:
 def _new_figure(width: float, height: float) -> Any:
     """Makes a figure outside of pyplot, which would ask for a display and keep global state."""
     figure = require("matplotlib.figure", "bench").Figure
-    return figure(figsize=(width, height), layout="constrained", facecolor="white")
+    made = figure(figsize=(width, height), layout="constrained", facecolor="white")
+    made.get_layout_engine().set(h_pad=0.1)  # else a label below touches the next panel's title
+    return made
 
 
 def png(figure: Any) -> bytes:
@@ -128,7 +132,7 @@ def _bars(results: Results, unit: str, values: Callable[[dict[str, Any], int], l
         )
         for i, (median, each) in enumerate(zip(medians, samples, strict=True)):
             axes.annotate(
-                f"{median:.4g}", (max(each), i), xytext=(6, 0), textcoords="offset points", va="center"
+                _short(median), (max(each), i), xytext=(6, 0), textcoords="offset points", va="center"
             )
         axes.set(title=f"batch {batch['batch_size']}", xlabel=unit, xlim=(0, 1.15 * max(map(max, samples))))
         axes.invert_yaxis()
@@ -178,7 +182,7 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _milliseconds(row: dict[str, Any], part: str | None, depth: int) -> dict[str, float]:
@@ -196,8 +200,14 @@ def _patch(kind: _Kind) -> Any:
     return Patch(color=kind.color, label=kind.label)
 
 
+def _marker(shape: str, stage: int) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="#333333", linestyle="", marker=shape, label=f"stage {stage}")
+
+
 def _roofline(results: Results, batch: dict[str, Any]) -> Any:
-    """Draws a panel for Hugging Face's model and each of ours: kinds as colors, stages as digits."""
+    """Draws a panel for Hugging Face's model and each of ours: kinds as colors, stages as shapes."""
     rows = [
         row
         for row in batch["rows"]
@@ -219,11 +229,11 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
             need = work.get((cell["part"], cell["kind"]))
             if need is None:
                 continue
-            color = _KINDS[cell["kind"]].color
-            embedding = cell["part"].startswith("embedding")
+            color, stage = _KINDS[cell["kind"]].color, int(cell["part"][-1])
             x, y = need["flops"] / need["bytes"], need["flops"] / cell["seconds"] / 1e9
-            axes.plot(x, y, "s" if embedding else "o", color=color, markersize=11, alpha=0.85)
-            axes.text(x, y, cell["part"][-1], color="white", ha="center", va="center", weight="bold")
+            edge, face = (color, "none") if cell["part"].startswith("embedding") else ("white", color)
+            shape = _MARKERS[(stage - 1) % len(_MARKERS)]
+            axes.plot(x, y, shape, markersize=9, markeredgecolor=edge, markerfacecolor=face)
         axes.set(xscale="log", yscale="log", title=row["contender"], xlabel="operations per byte")
         axes.grid(alpha=0.25, which="major")
         _plain_axes(axes)
@@ -234,13 +244,11 @@ def _roofline(results: Results, batch: dict[str, Any]) -> Any:
         textcoords="offset points", ha="right", fontsize=9,
     )  # fmt: skip
     panels[0].annotate(
-        f"copy {copied / 1e9:.4g} GB/s", (2 * ends[0], 2 * copied * ends[0] / 1e9), xytext=(8, -8),
-        textcoords="offset points", fontsize=9,
+        f"copy\n{copied / 1e9:.4g} GB/s", (knee / 3, flops / 3e9), xytext=(-6, 0),
+        textcoords="offset points", fontsize=9, ha="right", va="bottom",
     )  # fmt: skip
     kinds = {need["kind"]: None for need in batch["work"]}
     handles = [_patch(_KINDS[kind]) for kind in kinds]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=5, frameon=False,
-        title="digit: stage; circle: its blocks, square: its embedding",
-    )  # fmt: skip
+    handles += [_marker(shape, i) for i, shape in enumerate(_MARKERS[: len(results["config"]["depths"])], 1)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(rows) + 1, frameon=False)
     return figure

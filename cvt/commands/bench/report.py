@@ -1,27 +1,16 @@
-"""The page of ``cvt bench --report``: its tables, its plots and the machine, as one HTML file."""
+"""The page of ``cvt bench --report``: its verdict, tables, plots and the machine, as one HTML file."""
 
 from __future__ import annotations
 
 import base64
-import html
 import os
 from pathlib import Path
 from typing import Any
 
 from ...files import filling
+from . import verdict
 from .plots import draw, png
-from .results import MEMORY, Results, heading, meaning, parity_rows, products, speed_rows
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
-       color: #1a1a1a; background: #fff; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.facts td { text-align: left; white-space: normal; }
-img { max-width: 100%; }
-"""
+from .results import MEMORY, Results, heading, meaning, parity_rows, products, ratio, speed_rows
 
 
 def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Path]:
@@ -35,51 +24,58 @@ def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Pa
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    sections, names = [], ["index.html"]
+    figures, names = [], ["index.html"]
     with filling(directory) as scratch:
         for plot in draw(results):
             image = png(plot.figure)
             names.append(f"{plot.name}.png")
             (scratch / names[-1]).write_bytes(image)
-            source = "data:image/png;base64," + base64.b64encode(image).decode("ascii")
-            words = html.escape(plot.title)
-            sections.append(
-                f'<h2>{words}</h2>\n<img alt="{words}" src="{source}">\n<p>{html.escape(plot.caption)}</p>'
-            )
-        (scratch / "index.html").write_text(_page(results, sections), encoding="utf-8")
+            data = base64.b64encode(image).decode("ascii")
+            figures.append({"title": plot.title, "caption": plot.caption, "data": data})
+        (scratch / "index.html").write_text(_page(results, figures), encoding="utf-8")
     return [directory / name for name in names]
 
 
-def _page(results: Results, sections: list[str]) -> str:
-    legend = [[key, meaning(about)] for key, about in results["contenders"].items()]
+def _page(results: Results, figures: list[dict[str, str]]) -> str:
+    import jinja2  # what imports this need not wait for it
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
     facts = {"date": results["date"], **results["machine"], **results["versions"]}
     facts |= {"photographs": results["config"]["photos"], "backends": results["config"]["backends"]}
-    tables = [_html_table(speed_rows(results, batch)) for batch in results["batches"]]
-    tables += [_html_table(parity_rows(batch)) for batch in results["batches"]]
-    explained = " ".join([*products(results), MEMORY])
-    body = [
-        "<h1>cvt bench</h1>",
-        f"<p>{html.escape(heading(results))}</p>",
-        _html_table([["contender", ""], *legend], "facts"),
-        "<h2>Speed, memory, parity</h2>",
-        f"<p>× peer: times as fast as that peer, median (quartiles). {html.escape(explained)}</p>",
-        *tables,
-        *sections,
-        "<h2>Machine</h2>",
-        _html_table([["", ""], *([name, _plain(value)] for name, value in facts.items())], "facts"),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>cvt bench</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    batches = results["batches"]
+    return environment.get_template("report.html").render(
+        verdict=verdict.sentence(results),
+        heading=heading(results),
+        contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
+        explained=" ".join([*products(results), MEMORY]),
+        speed=[_speed_rows(results, batch) for batch in batches],
+        parity=[parity_rows(batch) for batch in batches],
+        figures=figures,
+        doubts={batch["batch_size"]: verdict.doubts(batch) for batch in batches},
+        doubts_explained=verdict.DOUBTS,
+        machine=[["", ""], *([name, _plain(value)] for name, value in facts.items())],
     )
 
 
-def _html_table(rows: list[list[str]], css_class: str = "numbers") -> str:
-    lines = []
-    for i, row in enumerate(rows):
-        tag = "td" if i else "th"
-        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
-    return f'<table class="{css_class}">\n' + "\n".join(lines) + "\n</table>"
+def _speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str | tuple[str, str]]]:
+    """Returns the table of speed, its ratios with the word for what is doubtful about them."""
+    seconds = {row["contender"]: row["seconds"] for row in batch["rows"]}
+    heads, *rows = speed_rows(results, batch)
+    marked: list[list[str | tuple[str, str]]] = [list(heads)]
+    for contender, *cells in rows:
+        marked.append([contender])
+        for head, cell in zip(heads[1:], cells, strict=True):
+            peer = head.removeprefix("× ")
+            comparable = peer in seconds and peer != contender
+            word = verdict.doubt(ratio(seconds[contender], seconds[peer])) if comparable else ""
+            marked[-1].append((cell, word) if word else cell)
+    return marked
 
 
 def _plain(value: Any) -> str:

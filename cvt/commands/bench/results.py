@@ -25,6 +25,9 @@ MEMORY = (
     "the workspace that our kernels keep."
 )
 
+#: With fewer rounds nothing is said about noise.
+LEAST_ROUNDS = 4
+
 Results = dict[str, Any]
 _PathLike = str | os.PathLike[str]
 

@@ -3,6 +3,7 @@
 import base64
 import copy
 import dataclasses
+import html
 import io
 import json
 import re
@@ -21,7 +22,7 @@ from tqdm import tqdm
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt import commands as cli
-from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report
+from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report, verdict
 from cvt.commands.bench import results as result_files
 from cvt.evaluation import cost
 from cvt_kernels import backends, coverage, graphs, machine, measure, proofs
@@ -510,6 +511,81 @@ def test_comparison_says_what_else_differs():
     ]
 
 
+# Verdict --------------------------------------------------------------------------------------------------
+
+
+def judged(batches=None, errors=None, **overrides):
+    """Results of these seconds, by contender or by batch size and contender; hf and eager are peers."""
+    batches = {8: batches} if isinstance(next(iter(batches.values())), list) else batches
+    found = made(hf=[1]) | {"machine": {"cpu": "A CPU, 2 threads", "gpus": ["A GPU"]}}
+    parity = {"error": 1e-6, "largest": 4.0, "top5": 10, "of": 10, "gradient_error": None}
+    found["batches"] = [
+        {
+            "batch_size": size,
+            "rows": [
+                {"contender": key, "seconds": s, "parity": parity | {"error": (errors or {}).get(key, 1e-6)}}
+                for key, s in seconds.items()
+            ],
+        }
+        for size, seconds in batches.items()
+    ]
+    names = dict.fromkeys(key for seconds in batches.values() for key in seconds)
+    found["contenders"] = {key: {"ours": key not in ("hf", "eager")} for key in names}
+    found["config"] |= overrides
+    return found
+
+
+def test_the_verdict_names_the_machine_the_equality_and_the_fastest():
+    fast = {"hf": [4.0] * 4, "cvt": [2.0] * 4, "eager": [3.0] * 4}
+    assert verdict.sentence(judged(fast)) == (
+        "In a forward on A CPU, 2 threads, all results equal Hugging Face's up to rounding, and the fastest "
+        "is cvt in batches of 8 (2.00 times as fast as Hugging Face's)."
+    )
+    slow = {"hf": [1.0] * 4, "cvt": [2.0] * 4, "accelerate": [4.0] * 4}
+    assert verdict.sentence(judged({1: fast, 8: slow}, train=True, device="cuda:0")) == (
+        "In a training step on A GPU, all results equal Hugging Face's up to rounding, and the fastest is "
+        "cvt in batches of 1 (2.00 times as fast as Hugging Face's) and hf in batches of 8 (the best of ours "
+        "is cvt, 0.50 times)."
+    )
+    close = {"hf": [4.0] * 4, "cvt": [2.0, 2.0, 2.1, 2.1], "accelerate": [2.1, 2.1, 2.0, 2.0]}
+    assert verdict.sentence(judged(close)).endswith(
+        "cvt in batches of 8 (1.95 times as fast as Hugging Face's, too close to accelerate to tell)."
+    )
+
+
+def test_the_verdict_names_whose_results_are_not_equal():
+    seconds = {"hf": [4.0], "cvt": [2.0], "accelerate": [2.0], "eager": [3.0]}
+    rule = 2 * 1e-6 + 8 * torch.finfo(torch.float32).eps * 4
+    assert "all results equal" in verdict.sentence(judged(seconds, {"cvt": 0.99 * rule}))
+    assert "the results of cvt do not equal" in verdict.sentence(judged(seconds, {"cvt": 1.01 * rule}))
+    errors = {"cvt": 1.0, "accelerate": torch.nan, "eager": 1.0}
+    assert "of cvt, accelerate and eager do not" in verdict.sentence(judged(seconds, errors))
+
+
+def test_doubts_are_as_they_are_defined():
+    assert verdict.doubt(result_files.Range(1.1, 1.0, 1.2)) == "too close"
+    assert verdict.doubt(result_files.Range(0.9, 0.8, 1.0)) == "too close"
+    assert verdict.doubt(result_files.Range(2.0, 1.81, 2.2)) == ""
+    assert verdict.doubt(result_files.Range(2.0, 1.79, 2.2)) == "rough"
+    assert "more than 20% of it apart" in verdict.DOUBTS
+    seconds = {
+        "hf": [4.0] * 4,
+        "cvt": [2.0, 1.0, 2.0, 1.0],
+        "eager": [4.0, 5.0, 3.0, 4.0],
+        "accelerate": [2.0] * 4,
+    }
+    (batch,) = judged(seconds)["batches"]
+    assert verdict.doubts(batch) == [
+        "The speed of cvt in multiples of hf's is rough: 3.00 (2.00–4.00).",
+        "eager and hf are too close to tell apart: 1.00 (0.95–1.08) times as fast.",
+        "cvt and accelerate are too close to tell apart: 1.50 (1.00–2.00) times as fast.",
+    ]
+    (batch,) = judged({"hf": [4.0] * 4, "cvt": [2.0] * 4})["batches"]
+    assert verdict.doubts(batch) == []
+    (batch,) = judged({"hf": [4.0] * 3, "cvt": [2.0] * 3})["batches"]
+    assert verdict.doubts(batch) == ["3 rounds are too few to conclude anything, expected 4 or more."]
+
+
 # Table, page and command ----------------------------------------------------------------------------------
 
 
@@ -534,16 +610,27 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.images = Counter(), []
+        self.tags, self.images, self.meta = Counter(), [], []
+        self.unboxed, self._open = [], []  # wide things that do not scroll by themselves
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags[tag] += 1
+        if tag == "div":
+            self._open.append(attributes.get("class"))
+        if tag in ("table", "img") and "scroll" not in self._open:
+            self.unboxed.append(tag)
+        if tag == "meta":
+            self.meta += attrs
         if tag == "img":
             self.images.append((attributes["alt"], attributes["src"]))
         else:
             assert not {"src", "href", "style"} & attributes.keys()
+
+    def handle_endtag(self, tag):
+        if tag == "div":
+            self._open.pop()
 
 
 def test_page_stands_alone(results, tmp_path):
@@ -564,7 +651,33 @@ def test_page_stands_alone(results, tmp_path):
         assert min(image.size) > 300
         assert image.convert("L").getextrema() in [(low, 255) for low in range(100)]
     assert "no C++ compiler" in text
+    body = text[text.index("<body>") :]
+    assert body.index(html.escape(verdict.sentence(results), quote=False)[:40]) < body.index("<table")
+    assert parsed.unboxed == []
+    assert ("name", "viewport") in parsed.meta
     assert parsed.tags["tr"] > 5 * len(BATCHES)
+
+
+def test_page_of_doubtful_results(results):
+    results = copy.deepcopy(results) | {"batches": results["batches"][1:]}
+    for row in results["batches"][0]["rows"]:
+        row["seconds"] = {"cvt": [1.0, 2.0] * 2, "accelerate": [9.0] * 4}.get(row["contender"], [8.0] * 4)
+    results["contenders"]["cvt"]["about"] = "<script>alert(1)</script>"
+    figures = [{"title": "Throughput", "caption": "", "data": ""}]
+    text = report._page(results, figures)
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "6.00 (4.00–8.00) <em>rough</em>" in text
+    assert "1.00 (1.00–1.00) <em>too close</em>" in text
+    assert "<td>0.89 (0.89–0.89)</td>" in text
+    assert "The speed of cvt in multiples of hf&#39;s is rough: 6.00 (4.00–8.00)." in text
+    assert text.count(verdict.DOUBTS) == 1
+    seconds = {"hf": [2.0] * 4, "cvt": [1.0] * 4}
+    for row in results["batches"][0]["rows"]:
+        row["seconds"] = seconds.get(row["contender"], [4.0] * 4)
+    clear = "Batch 2: every comparison with hf and with the fastest is clear."
+    assert clear in report._page(results, figures)
+    assert clear not in text
 
 
 def test_plots_leave_matplotlib_alone(results):
