@@ -259,6 +259,25 @@ def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1
     return Image.blend(photo, heat_map(photo.size, heat, config, stride), 0.6)
 
 
+def pictures(
+    explanation: Explanation, photo: Image.Image, config: CvTConfig, title: str
+) -> dict[str, Image.Image]:
+    """Draws :func:`picture` of the maps ``attention`` and ``rollout`` of the first image, ``photo``."""
+    reader = "the class token" if config.pool == "cls" else "the mean token"
+    words = {
+        "attention": f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
+        "rollout": f"What reaches {reader} through all blocks of the last stage (attention rollout)",
+    }
+    maps = {
+        "attention": (explanation.attention[0].mean(0), config.stride_kv[-1]),
+        "rollout": (explanation.rollout[0], 1),
+    }
+    return {
+        kind: picture(photo, heat, config, stride, title=title, subtitle=words[kind])
+        for kind, (heat, stride) in maps.items()
+    }
+
+
 def picture(
     photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1, *, title: str, subtitle: str
 ) -> Image.Image:
@@ -318,6 +337,7 @@ def class_title(index: int, label: str | None, probability: float) -> str:
     Accents are left out, and so is a name in another alphabet, which Pillow's font could not draw.
     """
     plain = "".join(c for c in unicodedata.normalize("NFKD", label or "") if not unicodedata.combining(c))
+    plain = " ".join(plain.split())
     name = f"{plain} (class {index})" if plain.isascii() and plain else f"class {index}"
     return f"{probability:.1%}  {name}"  # first what must not be cut off
 
@@ -358,38 +378,35 @@ def plot_heads(explanations: Sequence[Explanation], path: str | os.PathLike[str]
             values = torch.cat([getattr(e.blocks[i], field) for e in explanations]).mean(0).tolist()
             table[: len(values), i] = values
         entropy[:, i] /= math.log(max(block.keys, 2))
-    size = 3 + 0.5 * len(blocks), 3 + 0.7 * heads
+    size = max(7, 3 + 0.5 * len(blocks)), 3 + 0.7 * heads
     figure = figure_class()(figsize=size, dpi=120, layout="constrained")
     count = sum(len(explanation.logits) for explanation in explanations)
     figure.suptitle(f"Heads of attention, mean over {count} photograph{'s' if count > 1 else ''}")
     upper, lower = figure.subplots(2, 1, sharex=True)
-    _draw_heads(
-        upper,
-        entropy,
-        1,
-        "{:.2f}",
-        "Entropy, as a part of the largest possible",
-        "0: one key, 1: all keys alike",
-    )
-    largest = max(np.nanmax(distance), 1)
-    _draw_heads(lower, distance, largest, "{:.0f}", "Mean distance from query to key", "pixels")
+    bar = _draw_heads(upper, entropy, 1, "Entropy, as a part of the largest possible")
+    bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0: one key", "0.25", "0.50", "0.75", "1: all keys alike"])
+    bar = _draw_heads(lower, distance, max(np.nanmax(distance), 1), "Mean distance from query to key")
+    bar.set_label("pixels")
     names = [f"stage {block.stage + 1}, block {block.block + 1}" for block in blocks]
     lower.set_xticks(range(len(blocks)), names, rotation=90)
     figure.savefig(path, format="png")
 
 
-def _draw_heads(
-    axes: Any, values: NDArray[np.float64], largest: float, number: str, title: str, unit: str
-) -> None:
-    """Draws a cell for every head (row) of every block (column); one that a stage does not have is empty."""
+def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: str) -> Any:
+    """Draws a cell for every head (row) of every block (column), empty where there is none.
+
+    Returns:
+        The bar that says what the colors mean.
+    """
     cells = axes.imshow(values, cmap="cividis", vmin=0, vmax=largest, aspect="auto")
-    axes.figure.colorbar(cells, ax=axes, label=unit)
     axes.set_title(title)
     axes.set_yticks(range(len(values)), [f"head {i}" for i in range(1, len(values) + 1)])
+    digits = 2 if largest < 10 else 0
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
             color = "black" if value > 0.5 * largest else "white"
-            axes.text(column, row, number.format(value), color=color, ha="center", va="center", fontsize=8)
+            axes.text(column, row, f"{value:.{digits}f}", color=color, ha="center", va="center", fontsize=8)
+    return axes.figure.colorbar(cells, ax=axes)
 
 
 def figure_class() -> Any:

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     # Pillow, which --help need not wait for.
-    from ..explanation import as_json, class_title, explain, figure_class, photograph, picture, plot_heads
+    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures, plot_heads
 
     photos, output = arguments.photos, Path(arguments.output)
     names = [Path(photo).stem for photo in photos]
@@ -63,32 +63,12 @@ def _explain(arguments: argparse.Namespace) -> None:
         {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
         for photo, explanation in zip(photos, explanations, strict=True)
     ]
-    reader = "the class token" if config.pool == "cls" else "the mean token"
     output.mkdir(parents=True, exist_ok=True)
     with filling(output) as scratch:
         for name, image, explanation, entry in zip(names, images, explanations, content, strict=True):
-            maps = {
-                "attention": (
-                    explanation.attention[0].mean(0),
-                    config.stride_kv[-1],
-                    f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
-                ),
-                "rollout": (
-                    explanation.rollout[0],
-                    1,
-                    f"What reaches {reader} through all blocks of the last stage (attention rollout)",
-                ),
-            }
-            for kind, (heat, stride, subtitle) in maps.items():
-                drawn = picture(
-                    photograph(image),
-                    heat,
-                    config,
-                    stride,
-                    title=class_title(**entry["classes"][0]),
-                    subtitle=subtitle,
-                )
-                drawn.save(scratch / f"{name}.{kind}.png")
+            title = class_title(**entry["classes"][0])
+            for kind, picture in pictures(explanation, photograph(image), config, title).items():
+                picture.save(scratch / f"{name}.{kind}.png")
         if arguments.plot:
             plot_heads(explanations, scratch / "heads.png")
         write_json(scratch / "explain.json", {"checkpoint": arguments.checkpoint, "photos": content})

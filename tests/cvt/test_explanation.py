@@ -255,7 +255,7 @@ def test_titles_are_shortened_not_cut_off():
     ("label", "title"),
     [
         ("tench", "87.1%  tench (class 3)"),
-        ("Crêpe", "87.1%  Crepe (class 3)"),
+        ("Crêpe\nSuzette", "87.1%  Crepe Suzette (class 3)"),
         ("金魚", "87.1%  class 3"),
         (None, "87.1%  class 3"),
         ("", "87.1%  class 3"),
@@ -277,10 +277,12 @@ def test_plot_of_heads(tmp_path, monkeypatch):
     monkeypatch.setattr("cvt.explanation.figure_class", lambda: Kept)
     explanations = [explain(small(), torch.randn(n, 3, 32, 32)) for n in (2, 1)]
     plot_heads(explanations, tmp_path / "heads.png")
-    assert read_image(tmp_path / "heads.png").size == (600, 612)
+    assert read_image(tmp_path / "heads.png").size == (840, 612)
     (figure,) = figures
     entropy, distance, *bars = figure.axes
-    assert [bar.get_ylabel() for bar in bars] == ["0: one key, 1: all keys alike", "pixels"]
+    words = [[label.get_text() for label in bar.get_yticklabels()] for bar in bars]
+    assert (words[0][0], words[0][-1]) == ("0: one key", "1: all keys alike")
+    assert bars[1].get_ylabel() == "pixels"
     assert entropy.images[0].get_clim() == (0, 1)
     assert [label.get_text() for label in distance.get_xticklabels()] == [
         "stage 1, block 1",
