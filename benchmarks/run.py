@@ -56,7 +56,7 @@ TUNING = ("build", "ceilings", "tune")
 MODULE = (sys.executable, "-m")
 PYTEST = (*MODULE, "pytest", "-W", "default", "--tb=short", "-q")
 #: What the project itself imports.
-REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tqdm")
+REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tabulate", "tqdm")
 #: Seconds from the interrupt, after which pytest still reports what it has, to the end.
 GRACE = 5.0
 

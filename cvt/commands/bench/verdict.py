@@ -83,7 +83,9 @@ def sentence(results: Results) -> str:
     )
     step = "In a training step" if config["train"] else "In a forward"
     winners = _listed([_winner(results, batch) for batch in results["batches"]])
-    return f"{step} on {where}, {parity}, and the fastest is {winners}."
+    rounds = config["rounds"]
+    caveat = f", as far as {rounds} rounds can tell" if rounds < LEAST_ROUNDS else ""
+    return f"{step} on {where}, {parity}, and the fastest is {winners}{caveat}."
 
 
 def _winner(results: Results, batch: dict[str, Any]) -> str:

@@ -67,8 +67,9 @@ def test_command(capsys, trained, tmp_path):
                 heat_map(seen.size, heat, model.config, stride),
             )
             for place, expected in enumerate((seen, alone, over)):
+                expected = np.asarray(expected.resize((448, 448), Image.Resampling.BICUBIC), dtype=int)
                 panel = picture.crop((24 + 472 * place, 132, 472 + 472 * place, 580))
-                assert np.array_equal(panel, expected.resize((448, 448), Image.Resampling.BICUBIC))
+                assert np.abs(np.asarray(panel) - expected).max() <= 2  # other batches, other rounding
 
 
 def test_command_bad_input(capsys, trained, tmp_path, monkeypatch):

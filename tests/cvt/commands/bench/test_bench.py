@@ -551,6 +551,10 @@ def test_the_verdict_names_the_machine_the_equality_and_the_fastest():
     assert verdict.sentence(judged(close)).endswith(
         "cvt in batches of 8 (1.95 times as fast as Hugging Face's, too close to accelerate to tell)."
     )
+    few = {"hf": [4.0] * 2, "cvt": [2.0] * 2}
+    assert verdict.sentence(judged(few, rounds=2)).endswith(
+        "cvt in batches of 8 (2.00 times as fast as Hugging Face's), as far as 2 rounds can tell."
+    )
 
 
 def test_the_verdict_names_whose_results_are_not_equal():
