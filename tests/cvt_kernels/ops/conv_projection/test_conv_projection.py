@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from tests.checks import assert_accurate, record_calls
+from tests.processes import run_ranks
 
 GRID = (4, 5)
 
@@ -231,9 +232,10 @@ def test_sync_batch_norm_synchronizes_only_in_training_among_several():
 SHARES = 3, 2  # images per process, not equal
 
 
-def _process(rank, backend, directory):
+def _process(rank, directory):
     dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
-    _train_on_a_share(rank, backend)
+    for backend in ("reference", "triton"):
+        _train_on_a_share(rank, backend)
     gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
     dist.barrier()
     dist.destroy_process_group()
@@ -279,9 +281,8 @@ def _train_on_a_share(rank, backend):
         compare([nn.SyncBatchNorm(6).double().to(device) for _ in convs], x[own], slice(None))
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_two_processes_share_a_batch(backend, tmp_path):
-    torch.multiprocessing.spawn(_process, args=(backend, str(tmp_path)), nprocs=2)
+def test_two_processes_share_a_batch(tmp_path):
+    run_ranks(_process, str(tmp_path))
 
 
 def test_an_empty_share_is_refused():
