@@ -39,7 +39,7 @@ FLOORS = (
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},
-    {"cvt.__main__"},
+    {"cvt.__main__", "cvt.timm"},
 )
 
 
