@@ -1,9 +1,9 @@
 """Registration of CvT with timm: after ``import cvt.timm``, ``timm.create_model("cvt_13")`` builds it.
 
-The names are ``cvt_13``, ``cvt_21`` and ``cvt_w24``, with the tags of Microsoft's published weights, which timm
-fetches for ``pretrained=True``: ``timm.list_models("cvt*", pretrained=True)`` lists them. Keywords are timm's
-(``num_classes``, ``in_chans``, ``global_pool``, ``features_only``, ``out_indices``, ``checkpoint_path``) and the
-fields of :class:`CvTConfig`; ``drop_rate`` is CvT's dropout, of the whole model.
+The names are ``cvt_13``, ``cvt_21`` and ``cvt_w24``. Their tags stand for the weights that Microsoft
+published, which timm fetches for ``pretrained=True``; ``timm.list_models("cvt*", pretrained=True)`` lists
+them. Keywords are timm's (``num_classes``, ``in_chans``, ``global_pool``, ``features_only``, ``out_indices``)
+and the fields of :class:`CvTConfig`; its ``drop_rate`` is dropout in every block, not on the head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POOLS = {"token": "cls", "avg": "avg"}
 
 
 def _published(name: str, image_size: int = 224) -> dict[str, Any]:
-    """Returns what timm wants to know of weights of Microsoft's on Hugging Face's hub, and of their images."""
+    """Returns timm's description of weights that Microsoft published on Hugging Face's hub."""
     cropped = image_size < UNCROPPED_SIZE
     return {
         "hf_hub_id": f"microsoft/{name}",

@@ -16,7 +16,7 @@ def test_without_timm_the_error_says_so(monkeypatch):
     monkeypatch.delitem(sys.modules, "cvt.timm", raising=False)
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.setitem(sys.modules, "timm.models", None)
-    with pytest.raises(ModuleNotFoundError, match="^timm is not installed; "):
+    with pytest.raises(ModuleNotFoundError, match=r"^timm is not installed; "):
         importlib.import_module("cvt.timm")
 
 
@@ -74,7 +74,7 @@ def test_features(timm, images):
 @pytest.mark.parametrize("kind", ["Microsoft's names", "Hugging Face's names"])
 @pytest.mark.filterwarnings("ignore:Hugging Face's CvT always computes exact GELU")
 def test_weights(timm, images, tmp_path, kind):
-    """timm loads published weights, which have Hugging Face's names, and files of either kind."""
+    """Published weights have Hugging Face's names; files may have Microsoft's, too."""
     own = cvt.create_model("cvt_13", **TINY).eval()
     randomize(own)
     if kind == "Microsoft's names":
