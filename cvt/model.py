@@ -19,6 +19,7 @@ from cvt_kernels.checks import autocast_enabled, dtype_for_layers
 from cvt_kernels.ops.attention.modules import project_and_attend
 
 from .config import CvTConfig, StageConfig
+from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
 
@@ -272,7 +273,7 @@ class _Stages(nn.Module):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
 
-class CvT(_Stages):
+class CvT(_Stages, PretrainedModel):
     """A CvT with a classification head.
 
     Args:
@@ -326,6 +327,7 @@ class CvT(_Stages):
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
         self.head = self._build_head(num_classes).to(self.norm.weight)
         self.head.apply(_init_weights)
+        self.labels = None
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""

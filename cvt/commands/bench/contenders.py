@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 from cvt_kernels import accelerate, backends, graphed, graphs
 
-from ...checkpoints import read_checkpoint, save_huggingface
+from ...checkpoints import read_checkpoint
 from ...config import CvTConfig
 from ...extras import require
 from ...factory import create_model, randomize
+from ...huggingface import save_huggingface
 from ...model import CvT
 
 #: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
