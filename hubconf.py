@@ -14,14 +14,14 @@ dependencies = ["filelock", "numpy", "PIL", "safetensors", "torch", "tqdm"]
 
 def cvt_13(pretrained: bool = False, **options: _Any) -> _CvT | _CvTFeatures:
     """Returns CvT-13, with Microsoft's weights if asked for; options are those of ``cvt.create_model``."""
-    return _create_model("cvt_13", **({"pretrained": True} if pretrained else {}), **options)
+    return _create_model("cvt_13", pretrained=pretrained, **options)
 
 
 def cvt_21(pretrained: bool = False, **options: _Any) -> _CvT | _CvTFeatures:
     """Returns CvT-21, with Microsoft's weights if asked for; options are those of ``cvt.create_model``."""
-    return _create_model("cvt_21", **({"pretrained": True} if pretrained else {}), **options)
+    return _create_model("cvt_21", pretrained=pretrained, **options)
 
 
 def cvt_w24(pretrained: bool = False, **options: _Any) -> _CvT | _CvTFeatures:
     """Returns CvT-W24, with Microsoft's weights if asked for; options are those of ``cvt.create_model``."""
-    return _create_model("cvt_w24", **({"pretrained": True} if pretrained else {}), **options)
+    return _create_model("cvt_w24", pretrained=pretrained, **options)

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoints import _from_huggingface
 from .extras import require
 from .factory import create_model
+from .huggingface import from_huggingface
 from .images import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
 from .model import CvT, CvTFeatures
 
@@ -92,7 +92,7 @@ def _build(name: str, pretrained: bool, **kwargs: Any) -> CvT | CvTFeatures:
 
 def _with_our_names(state_dict: dict[str, Tensor], model: CvT) -> dict[str, Tensor]:
     """Returns weights of Microsoft's or Hugging Face's under the names that our model has for them."""
-    return {_from_huggingface(name): tensor for name, tensor in state_dict.items()}
+    return {from_huggingface(name): tensor for name, tensor in state_dict.items()}
 
 
 def _features_of(model: CvT, out_indices: int | tuple[int, ...]) -> CvTFeatures:

@@ -2,13 +2,16 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import cvt
 from cvt.factory import randomize
+from tests.checks import python_blocks, run_blocks
 
+ROOT = Path(__file__).parents[2]
 TINY = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 2, 3)}
 
 
@@ -91,6 +94,14 @@ def test_weights(timm, images, tmp_path, kind):
     backbone = timm.create_model("cvt_13", features_only=True, **weights, **TINY).eval()
     reference = cvt.create_model("cvt_13", features_only=True, checkpoint=file, **TINY).eval()
     assert all(map(torch.equal, backbone(images), reference(images)))
+
+
+def test_the_page(timm):
+    page = (ROOT / "docs" / "timm.md").read_text(encoding="utf-8")
+    names = run_blocks(python_blocks(page)[:1])
+    assert names["model"].num_classes == 10
+    assert names["backbone"].feature_info.channels() == [192, 384]
+    assert callable(names["transform"])
 
 
 @pytest.mark.parametrize(

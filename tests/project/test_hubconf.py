@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cvt
+from tests.checks import python_blocks, run_blocks
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +33,12 @@ def test_every_preset_can_be_loaded(name):
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
 
 
-def test_features():
-    model = torch.hub.load(str(ROOT), "cvt_13", source="local", features_only=True, **TINY)
-    assert [m.shape[1] for m in model(torch.randn(2, 3, 64, 64))] == [16, 32, 48]
+def test_the_page(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "timm.md").read_text(encoding="utf-8")
+    names = run_blocks(python_blocks(page)[1:])
+    assert names["model"].num_classes == 10
+    assert names["backbone"].feature_info.channels() == [64, 192, 384]
 
 
 @pytest.mark.parametrize("name", sorted(cvt.PRESETS))
