@@ -307,7 +307,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
         tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
     _check_fit(checkpoint, tensors, own)
     model.load_state_dict(tensors, strict=True)
-    target.labels = None if head_replaced else checkpoint.labels
+    target.labels = checkpoint.labels if "head.weight" in own and not head_replaced else None
     target.preprocessing = checkpoint.preprocessing
     if head_replaced:
         classes = own["head.weight"].shape[0]

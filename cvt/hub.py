@@ -83,58 +83,88 @@ def fetch(model: HubModel, **options: Any) -> Path:
         CheckpointError: It cannot be read: it is gated, say, or ``huggingface_hub`` is not installed.
     """
     with _in_one_line(model):
-        hub = require("huggingface_hub", "hf")
-        config = Path(hub.hf_hub_download(model.name, "config.json", revision=model.revision, **options))
-        # The folder is named by the commit: what follows is of the same one, whatever happens to the branch.
-        source = _Source(hub, model.name, config.parent.name, options)
+        source = _Source(model, options)
+        config = source.get("config.json")
+        if config is None:
+            raise CheckpointError("it has no config.json")
+        # The folder is named by the commit; what follows is of the same one, whatever happens to the branch.
+        source.revision = config.parent.name
+        source.get_weights()
+        is_complete = True
         try:
             source.get("preprocessor_config.json")
-        except hub.utils.LocalEntryNotFoundError:
-            warnings.warn(
-                f"{model}: its preprocessor_config.json is neither in the cache nor to be had now; "
-                "images are prepared as for Microsoft's weights",
-                stacklevel=2,
-            )
-        source.get_weights()
+        except _UnreachableError:
+            is_complete = False
+    if not is_complete:
+        warnings.warn(
+            f"{model}: its preprocessor_config.json is neither in the cache nor to be had now; "
+            "images are prepared as for Microsoft's weights",
+            stacklevel=2,
+        )
     return config.parent
 
 
-class _Source(NamedTuple):
-    """A commit of a model on the Hub."""
+class _UnreachableError(Exception):
+    """The Hub cannot be asked now."""
 
-    hub: Any
-    name: str
-    commit: str
-    options: dict[str, Any]
 
-    def cached(self, file: str) -> Any:
-        """Returns the path of a file in the cache, None, or the mark for a file that does not exist."""
-        cache_dir = self.options.get("cache_dir")
-        return self.hub.try_to_load_from_cache(self.name, file, cache_dir=cache_dir, revision=self.commit)
+class _Source:
+    """A revision of a model on the Hub, whose files are fetched unless the cache has them."""
+
+    def __init__(self, model: HubModel, options: dict[str, Any]):
+        self.hub = require("huggingface_hub", "hf")
+        self.name = model.name
+        self.revision = model.revision
+        self.options = options
+        self._is_reachable = False
 
     def get(self, file: str) -> Path | None:
-        """Returns a file in the cache, once it is there; None if the commit has none of this name."""
-        if self.cached(file) is self.hub._CACHED_NO_EXIST:
-            return None
-        errors = self.hub.utils
+        """Returns a file in the cache, once it is there; None if the revision has none of this name.
+
+        Raises:
+            _UnreachableError: The cache does not have it, and there is no network.
+        """
+        errors = require("huggingface_hub.utils", "hf")
         try:
-            return Path(self.hub.hf_hub_download(self.name, file, revision=self.commit, **self.options))
-        except errors.LocalEntryNotFoundError:  # which is an EntryNotFoundError too
-            raise
+            if not self.is_cached(file):
+                self._check_connection()
+            path = self.hub.hf_hub_download(self.name, file, revision=self.revision, **self.options)
+        except errors.LocalEntryNotFoundError as error:  # an EntryNotFoundError too
+            raise _UnreachableError("local_files_only is set") from error
         except errors.EntryNotFoundError:
             return None
+        return Path(path)
 
     def get_weights(self) -> None:
         """Fetches the weights in the best format that there is, unless the cache has them in any."""
         files = [name + suffix for name in WEIGHTS for suffix in ("", INDEX)]
-        files.sort(key=lambda file: not isinstance(self.cached(file), str))
+        files.sort(key=lambda file: not self.is_cached(file))
         found = next((path for path in map(self.get, files) if path is not None), None)
         if found is None:
             raise CheckpointError(f"it has none of {', '.join(files)}")
-        if found.name.endswith(INDEX):
-            for shard in shards(found):
-                if self.get(shard) is None:
-                    raise CheckpointError(f"it has no {shard}, which {found.name} names")
+        for shard in shards(found) if found.name.endswith(INDEX) else ():
+            if self.get(shard) is None:
+                raise CheckpointError(f"it has no {shard}, which {found.name} names")
+
+    def is_cached(self, file: str) -> bool:
+        """Tells whether the cache has a file of this revision."""
+        cache_dir = self.options.get("cache_dir")
+        path = self.hub.try_to_load_from_cache(self.name, file, cache_dir=cache_dir, revision=self.revision)
+        return isinstance(path, str)
+
+    def _check_connection(self) -> None:
+        """Fails at once where ``hf_hub_download`` would try again for half a minute."""
+        if self._is_reachable or self.options.get("local_files_only"):
+            return
+        url = self.hub.hf_hub_url(self.name, "config.json", revision=self.revision)
+        try:
+            self.hub.get_hf_file_metadata(url, token=self.options.get("token"))
+        except require("huggingface_hub.utils", "hf").HfHubHTTPError:
+            raise
+        except Exception as error:  # of whichever HTTP library it uses
+            address = require("huggingface_hub.constants", "hf").ENDPOINT
+            raise _UnreachableError(f"{address} is not reached ({type(error).__name__})") from error
+        self._is_reachable = True
 
 
 @contextlib.contextmanager
@@ -142,41 +172,33 @@ def _in_one_line(model: HubModel) -> Iterator[None]:
     """Turns every error into one that says what to do."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise CheckpointError(f"{_unavailable(model)}: {error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint: {model} of the Hugging Face Hub: {error}") from error
     except Exception as error:  # its HTTP libraries have errors of their own
         kind, reason = _explain(error, model)
-        raise kind(f"{_unavailable(model)}: {reason}") from error
-
-
-def _unavailable(model: HubModel) -> str:
-    return f"checkpoint: {model} is no path here and cannot be fetched from the Hugging Face Hub"
+        line = " ".join(reason.split())
+        raise kind(
+            f"checkpoint: {model} is no path here and cannot be loaded from the Hugging Face Hub: {line}"
+        ) from error
 
 
 def _explain(error: Exception, model: HubModel) -> tuple[type[Exception], str]:
-    """Returns the error that the user shall see, and the reason."""
-    hub = require("huggingface_hub", "hf")
-    address, errors = hub.constants.ENDPOINT, hub.utils
+    """Returns the class of the error that the user shall see, and the reason."""
+    if isinstance(error, ModuleNotFoundError | CheckpointError):
+        return CheckpointError, str(error)
+    constants, errors = (require(f"huggingface_hub.{name}", "hf") for name in ("constants", "utils"))
+    address = constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError, (
             f"access is restricted; ask for it at {address}/{model.name}, "
             "then set HF_TOKEN to a token of yours"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            FileNotFoundError,
-            f"{address} has no such model, or a private one, for which HF_TOKEN must be set",
-        )
+        return FileNotFoundError, f"{address} has no such model, or a private one, which needs HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
-        return FileNotFoundError, f"it has no revision {model.revision!r}"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"{address} cannot be reached"
+        return FileNotFoundError, f"it has no revision {model.revision}"
+    if isinstance(error, _UnreachableError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error
         return FileNotFoundError, (
-            f"{why}, and the cache {hub.constants.HF_HUB_CACHE} does not have it; "
+            f"{why} and the cache {constants.HF_HUB_CACHE} does not have it; "
             "fetch it with a network, or give the path of a file"
         )
-    if isinstance(error, errors.EntryNotFoundError):
-        return CheckpointError, "it has no config.json"
-    return CheckpointError, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return CheckpointError, f"{type(error).__name__}: {error}"

@@ -308,7 +308,7 @@ def why_inexpressible(config: CvTConfig) -> str | None:
         f"scale={config.scale!r}": config.scale != "embed_dim",
         f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
         f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
-        f"pool={config.pool!r} beside a class token": config.pool == "avg" and config.cls_token[-1],
+        f"pool={config.pool!r}": config.pool != "cls",
         # It makes every class token as wide as the last stage.
         "class token before the last stage": any(config.cls_token[:-1]),
         # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
