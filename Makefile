@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test bench gpu results docs lint clean
+.PHONY: demo test bench gpu results lint clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; classification.
@@ -37,7 +37,8 @@ bench: $(INSTALLED)
 results: $(INSTALLED)
 	$(BIN)/python benchmarks/tabulate_results.py
 
-# The documentation as a site, in site/.
+# The documentation as a site, in build/site/.
+.PHONY: docs
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -47,7 +48,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build site *.egg-info cvt_kernels/_C.*.so
+	rm -rf .venv build *.egg-info cvt_kernels/_C.*.so
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
