@@ -3,7 +3,7 @@
 The names are ``cvt_13``, ``cvt_21`` and ``cvt_w24``. Their tags stand for the weights that Microsoft
 published, which timm fetches for ``pretrained=True``; ``timm.list_models("cvt*", pretrained=True)`` lists
 them. Keywords are timm's (``num_classes``, ``in_chans``, ``global_pool``, ``features_only``, ``out_indices``)
-and the fields of :class:`CvTConfig`; its ``drop_rate`` is dropout in every block, not on the head.
+and the fields of :class:`CvTConfig`; its ``drop_rate`` is dropout within the stages, not before the head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .extras import require
 from .factory import create_model
+from .hub import MICROSOFT
 from .huggingface import from_huggingface
 from .images import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
 from .model import CvT, CvTFeatures
@@ -24,14 +25,17 @@ _models = require("timm.models", "timm")
 _POOLS = {"token": "cls", "avg": "avg"}
 
 
-def _published(name: str, image_size: int = 224) -> dict[str, Any]:
-    """Returns timm's description of weights that Microsoft published on Hugging Face's hub."""
-    cropped = image_size < UNCROPPED_SIZE
-    return {
-        "hf_hub_id": f"microsoft/{name}",
+def _published(hub_id: str) -> tuple[str, dict[str, Any]]:
+    """Returns timm's name and description of weights that Microsoft published on Hugging Face's hub."""
+    _, model, *training = hub_id.split("-")
+    data = "in22k_ft_in1k" if "22k" in training else "in1k"
+    is_large = "384" in training
+    image_size = UNCROPPED_SIZE if is_large else 224
+    description = {
+        "hf_hub_id": hub_id,
         "input_size": (3, image_size, image_size),
-        "crop_pct": CROP_FRACTION if cropped else 1.0,
-        "crop_mode": "center" if cropped else "squash",
+        "crop_pct": 1.0 if is_large else CROP_FRACTION,
+        "crop_mode": "squash" if is_large else "center",
         "mean": IMAGENET_MEAN,
         "std": IMAGENET_STD,
         "first_conv": "stage0.patch_embed.proj",
@@ -39,19 +43,10 @@ def _published(name: str, image_size: int = 224) -> dict[str, Any]:
         "paper_ids": "arXiv:2103.15808",
         "paper_name": "CvT: Introducing Convolutions to Vision Transformers",
     }
+    return f"cvt_{model}.msft_{data}{'_384' if is_large else ''}", description
 
 
-default_cfgs = _models.generate_default_cfgs(
-    {
-        "cvt_13.msft_in1k": _published("cvt-13"),
-        "cvt_13.msft_in1k_384": _published("cvt-13-384", 384),
-        "cvt_13.msft_in22k_ft_in1k_384": _published("cvt-13-384-22k", 384),
-        "cvt_21.msft_in1k": _published("cvt-21"),
-        "cvt_21.msft_in1k_384": _published("cvt-21-384", 384),
-        "cvt_21.msft_in22k_ft_in1k_384": _published("cvt-21-384-22k", 384),
-        "cvt_w24.msft_in22k_ft_in1k_384": _published("cvt-w24-384-22k", 384),
-    }
-)
+default_cfgs = _models.generate_default_cfgs(dict(map(_published, MICROSOFT)))
 
 
 @_models.register_model

@@ -11,23 +11,23 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 #: Pages that have another name on the site, or are not in docs/.
 RENAMED = {
     ROOT / "README.md": "index.md",
     ROOT / "CHANGELOG.md": "changelog.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
-    ROOT / "docs/README.md": "pages.md",
-    ROOT / "docs/quickstart.ipynb": "quickstart.md",
+    DOCS / "README.md": "pages.md",
+    DOCS / "quickstart.ipynb": "quickstart.md",
 }
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that have another name, in the place of those in docs/."""
     for path, name in RENAMED.items():
-        own = files.get_file_from_path(path.name)
-        if own and Path(own.abs_src_path or "") == path:
-            files.remove(own)
+        if path.parent == DOCS:
+            files.remove(files.src_uris[path.name])
         if path.suffix == ".ipynb":
             files.append(File.generated(config, name, content=markdown_of(path)))
         else:
@@ -45,15 +45,15 @@ def markdown_of(notebook: Path) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lets links lead to where pages are on the site; of those to sources, which it lacks, the text stays."""
     source = page.file.abs_src_path
-    folder = Path(source).parent if source else ROOT / "docs"
+    folder = Path(source).parent if source else DOCS
 
     def on_site(link: re.Match[str]) -> str:
         text, path, anchor = link.groups()
         target = (folder / path).resolve()
         if target in RENAMED:
             return f"[{text}]({RENAMED[target]}{anchor})"
-        if target.is_relative_to(ROOT / "docs"):
-            return f"[{text}]({target.relative_to(ROOT / 'docs')}{anchor})"
+        if target.is_relative_to(DOCS):
+            return f"[{text}]({target.relative_to(DOCS)}{anchor})"
         return text if target.exists() else link[0]
 
     return re.sub(r"\[([^\[\]]*)\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)", on_site, markdown)

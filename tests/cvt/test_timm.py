@@ -9,6 +9,7 @@ import torch
 
 import cvt
 from cvt.factory import randomize
+from cvt.hub import PRETRAINED
 from tests.checks import python_blocks, run_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +39,17 @@ def images():
 
 def test_names(timm):
     assert timm.list_models("cvt*") == sorted(cvt.PRESETS)
-    published = timm.list_models("cvt*", pretrained=True)
-    assert {name.partition(".")[0] for name in published} == set(cvt.PRESETS)
+    assert timm.list_models("cvt*", pretrained=True) == [
+        "cvt_13.msft_in1k",
+        "cvt_13.msft_in1k_384",
+        "cvt_13.msft_in22k_ft_in1k_384",
+        "cvt_21.msft_in1k",
+        "cvt_21.msft_in1k_384",
+        "cvt_21.msft_in22k_ft_in1k_384",
+        "cvt_w24.msft_in22k_ft_in1k_384",
+    ]
+    for name, hub_id in PRETRAINED.items():
+        assert timm.get_pretrained_cfg(name).hf_hub_id == hub_id
 
 
 def test_a_classifier(timm, images):

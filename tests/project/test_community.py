@@ -32,7 +32,7 @@ def test_workflows_run_targets_of_the_makefile(workflow):
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_pin_what_they_use_and_may_only_read(workflow):
     used = [step["uses"] for step in steps(workflow) if "uses" in step]
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in used)
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d[\d.]*", action) for action in used)
     assert load(workflow)["permissions"] == {"contents": "read"}
     assert all("timeout-minutes" in job for job in load(workflow)["jobs"].values())
 
