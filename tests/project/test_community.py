@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 import cvt_kernels as ck
 
@@ -14,6 +13,8 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def load(path):
+    import yaml
+
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 

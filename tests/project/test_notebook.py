@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
@@ -12,17 +10,22 @@ NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 
 @pytest.fixture
 def notebook():
-    return nbformat.read(NOTEBOOK, as_version=4)
+    import nbformat
+
+    read = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(read)
+    return read
 
 
 def test_it_is_stored_without_outputs(notebook):
-    nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
 
 
 def test_it_runs(notebook, monkeypatch, tmp_path):
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
 
 from tests.project.test_docs_links import PAGES, without_code
 
@@ -17,6 +15,9 @@ NAMES = {"README.md": "index", "docs/README.md": "pages", "CONTRIBUTING.md": "co
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Returns the folder of the site, whose strict build ends where there is anything to warn of."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")  # of the theme, about the next version of mkdocs
