@@ -108,7 +108,7 @@ def test_arguments_are_named_as_in_the_mixin():
     from huggingface_hub import PyTorchModelHubMixin
 
     for name, own in (
-        ("from_pretrained", {"checkpoint", "overrides"}),
+        ("from_pretrained", {"overrides"}),
         ("save_pretrained", {"labels", "image_size", "crop_fraction"}),
         ("push_to_hub", {"save"}),
     ):
