@@ -94,7 +94,7 @@ def fetch(model: HubModel, **options: Any) -> Path:
         try:
             source.get("preprocessor_config.json")
         except _UnreachableError:
-            is_complete = False
+            is_complete = source.lacks("preprocessor_config.json")
     if not is_complete:
         warnings.warn(
             f"{model}: its preprocessor_config.json is neither in the cache nor to be had now; "
@@ -126,7 +126,7 @@ class _Source:
         """
         errors = require("huggingface_hub.utils", "hf")
         try:
-            if not self.is_cached(file):
+            if not isinstance(self._in_cache(file), str):
                 self._check_connection()
             path = self.hub.hf_hub_download(self.name, file, revision=self.revision, **self.options)
         except errors.LocalEntryNotFoundError as error:  # an EntryNotFoundError too
@@ -135,10 +135,14 @@ class _Source:
             return None
         return Path(path)
 
+    def lacks(self, file: str) -> bool:
+        """Tells whether the cache knows that the revision has no such file."""
+        return self._in_cache(file) is self.hub._CACHED_NO_EXIST
+
     def get_weights(self) -> None:
         """Fetches the weights in the best format that there is, unless the cache has them in any."""
         files = [name + suffix for name in WEIGHTS for suffix in ("", INDEX)]
-        files.sort(key=lambda file: not self.is_cached(file))
+        files.sort(key=lambda file: not isinstance(self._in_cache(file), str))
         found = next((path for path in map(self.get, files) if path is not None), None)
         if found is None:
             raise CheckpointError(f"it has none of {', '.join(files)}")
@@ -146,11 +150,10 @@ class _Source:
             if self.get(shard) is None:
                 raise CheckpointError(f"it has no {shard}, which {found.name} names")
 
-    def is_cached(self, file: str) -> bool:
-        """Tells whether the cache has a file of this revision."""
+    def _in_cache(self, file: str) -> Any:
+        """Returns the path of a file in the cache, None, or the mark for what the commit does not have."""
         cache_dir = self.options.get("cache_dir")
-        path = self.hub.try_to_load_from_cache(self.name, file, cache_dir=cache_dir, revision=self.revision)
-        return isinstance(path, str)
+        return self.hub.try_to_load_from_cache(self.name, file, cache_dir=cache_dir, revision=self.revision)
 
     def _check_connection(self) -> None:
         """Fails at once where ``hf_hub_download`` would try again for half a minute."""

@@ -31,7 +31,7 @@ class PretrainedModel(nn.Module):
     @classmethod
     def from_pretrained(
         cls: type[_Model],
-        checkpoint: _PathLike,
+        pretrained_model_name_or_path: _PathLike,
         *,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -43,7 +43,8 @@ class PretrainedModel(nn.Module):
         """Builds the model that a checkpoint describes, with its weights, in evaluation mode.
 
         Args:
-            checkpoint: A directory, a file, or ``"owner/name"`` on the Hub, as ``create_model`` takes it.
+            pretrained_model_name_or_path: What ``create_model`` takes as ``checkpoint``: a directory, a file,
+                or ``"owner/name"`` on the Hub.
             revision: A branch, a tag or a commit of a model on the Hub.
             token: For a private or gated one; None for ``HF_TOKEN`` or the login of this machine.
             cache_dir: The cache; None for that of ``huggingface_hub``.
@@ -58,7 +59,7 @@ class PretrainedModel(nn.Module):
             CheckpointError: It is not one of a CvT, or cannot be fetched.
         """
         state = read_checkpoint(
-            checkpoint,
+            pretrained_model_name_or_path,
             revision=revision,
             token=token,
             cache_dir=cache_dir,

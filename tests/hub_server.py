@@ -6,13 +6,14 @@ import base64
 import hashlib
 import json
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-import pytest
+from cvt import CvT, save_huggingface
 
 
 class Hub:
@@ -26,12 +27,32 @@ class Hub:
         requests: Method and path of every request so far.
     """
 
-    def __init__(self, root: Path, address: str):
+    def __init__(self, root: Path, server: ThreadingHTTPServer):
         self.root = root
-        self.address = address
+        self.address = f"http://127.0.0.1:{server.server_port}"
+        self._server = server
         self.gated: list[str] = []
         self.token = "hf_right"
         self.requests: list[str] = []
+
+    def downloads(self) -> list[str]:
+        """Returns the paths of the files that were fetched."""
+        return [path for path in self.requests if path.startswith("GET") and "/resolve/" in path]
+
+    def stop(self) -> None:
+        """Ends the service before its time."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def publish(self, name: str, model: CvT, **settings: object) -> Path:
+        """Adds a model as if transformers had saved it; returns its folder."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the activation is quick_gelu
+            save_huggingface(model, self.root / name, **settings)
+        path = self.root / name / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8")) | {"transformers_version": "4.18.0"}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path.parent
 
     def commit(self, name: str) -> str:
         """Returns the commit of a model: a digest of what its folder has."""
@@ -113,31 +134,9 @@ def serving(root: Path) -> Iterator[Hub]:
             """Keeps quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub = Hub(root, f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    hub = Hub(root, server)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub without models, which ``huggingface_hub`` takes for the Hub, with an empty cache of its own."""
-    from huggingface_hub import constants
-
-    with serving(tmp_path / "served") as hub:
-        home = tmp_path / "home"
-        for name, value in {
-            "ENDPOINT": hub.address,
-            "HF_HOME": str(home),
-            "HF_HUB_CACHE": str(home / "hub"),
-            "HF_TOKEN_PATH": str(home / "token"),
-            "HF_HUB_OFFLINE": False,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        yield hub
+        hub.stop()

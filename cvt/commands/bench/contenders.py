@@ -192,7 +192,8 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
         return chosen, built
     loaded = read_checkpoint(checkpoint)
     built = create_model(model or loaded.architecture(), checkpoint=loaded, **overrides)
-    return model or loaded.preset or "a CvT of cvt train", built
+    source = "Hugging Face" if loaded.card is None else "cvt train"
+    return model or loaded.preset or f"a CvT of {source}", built
 
 
 def build_huggingface(ours: CvT) -> nn.Module:
