@@ -28,6 +28,7 @@ from .huggingface import (
     Preprocessing,
     config_of_huggingface,
     from_huggingface,
+    made_up_labels,
     own_config,
     preprocessing_of_huggingface,
     read_json,
@@ -101,7 +102,10 @@ class Checkpoint(NamedTuple):
 
     @property
     def labels(self) -> list[str] | None:
-        """The class names, or None if the checkpoint does not have one for each class."""
+        """The class names, or None if the checkpoint does not have one for each class.
+
+        Those that transformers makes up, ``LABEL_0`` and so on, are none.
+        """
         if self.card is not None:
             return self.card.labels
         id2label = (self.hf_config or {}).get("id2label")
@@ -109,7 +113,8 @@ class Checkpoint(NamedTuple):
             return None
         if set(id2label) != {str(i) for i in range(self.num_classes)}:
             return None
-        return [str(id2label[str(i)]) for i in range(self.num_classes)]
+        labels = [str(id2label[str(i)]) for i in range(self.num_classes)]
+        return None if labels == made_up_labels(self.num_classes) else labels
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -168,9 +173,8 @@ class Checkpoint(NamedTuple):
             return preset
         if hf_config is None:
             raise CheckpointError(f"{self.path}: is not a CvT of {', '.join(PRESETS)}")
-        known = {"activation": self.activation, "num_classes": self.num_classes}
         try:
-            return config_of_huggingface(hf_config, **{k: v for k, v in known.items() if v is not None})
+            return config_of_huggingface(hf_config, **self._known_fields())
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
@@ -193,8 +197,12 @@ class Checkpoint(NamedTuple):
         known = self.config
         if known is not None and (known.embed_dims, known.depths) == (base.embed_dims, base.depths):
             return resolve_config(known, **overrides)
-        fitting = {"activation": self.activation, "num_classes": self.num_classes}
-        return resolve_config(base, **{k: v for k, v in fitting.items() if v is not None} | overrides)
+        return resolve_config(base, **self._known_fields() | overrides)
+
+    def _known_fields(self) -> dict[str, Any]:
+        """Returns the fields of :class:`CvTConfig` that the weights decide, whatever their model is called."""
+        fields = {"activation": self.activation, "num_classes": self.num_classes}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def warn_of_activation(checkpoint: Checkpoint) -> None:

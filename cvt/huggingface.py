@@ -203,8 +203,13 @@ def _labels_of(model: nn.Module, labels: Sequence[str] | None) -> list[str]:
     classes = _config_of(model).num_classes
     if labels is None:
         known = getattr(model, "labels", None)
-        return known if known and len(known) == classes else [f"LABEL_{i}" for i in range(classes)]
+        return known if known and len(known) == classes else made_up_labels(classes)
     return _checked_labels(labels, classes)
+
+
+def made_up_labels(classes: int) -> list[str]:
+    """Returns the class names that transformers gives a model without any."""
+    return [f"LABEL_{i}" for i in range(classes)]
 
 
 def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
@@ -226,7 +231,7 @@ def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None
         ValueError: If ``labels`` does not have one name per class.
     """
     if labels is None:
-        labels = [f"LABEL_{i}" for i in range(config.num_classes)]
+        labels = made_up_labels(config.num_classes)
     own = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
     paddings = [size // 2 for size in config.kernel_size]
     return {

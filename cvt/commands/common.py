@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,22 +158,21 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
         FileNotFoundError: There is no such checkpoint.
         CheckpointError: The file is not a checkpoint of this model.
     """
-    overrides = {} if arguments.activation is None else {"activation": arguments.activation}
     with recorded_warnings() as remarks:
         given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
         checkpoint = read_checkpoint(given)
-        name = arguments.model or checkpoint.architecture()
-        reason = None if overrides else checkpoint.why_choose_activation()
-        if reason is not None:
-            overrides["activation"] = checkpoint.activation
-        config = checkpoint.configuration(arguments.model, **overrides)
-        model = create_model(config, checkpoint=checkpoint).to(device).eval()
+        activation = arguments.activation or checkpoint.activation
+        overrides: dict[str, Any] = {} if activation is None else {"activation": activation}
+        model = create_model(arguments.model, checkpoint=checkpoint, **overrides).to(device).eval()
+    reason = None if arguments.activation else checkpoint.why_choose_activation()
     if reason is not None:
         remarks.append(f"{reason}; choose by --activation gelu or quick_gelu")
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
     remarks += preprocessing.remarks
-    image_size = arguments.image_size or preprocessing.image_size or default_image_size(name)
-    return LoadedModel(model, checkpoint, image_size, remarks)
+    default_size = preprocessing.image_size or default_image_size(
+        arguments.model or checkpoint.architecture()
+    )
+    return LoadedModel(model, checkpoint, arguments.image_size or default_size, remarks)
 
 
 # Output ---------------------------------------------------------------------------------------------------

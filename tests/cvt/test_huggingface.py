@@ -143,6 +143,7 @@ def test_images_that_the_model_was_loaded_with_are_written_again(tmp_path):
     model.reset_classifier(10)
     save_huggingface(model, tmp_path / "c")
     assert json.loads((tmp_path / "c" / "config.json").read_text())["id2label"]["3"] == "LABEL_3"
+    assert read_checkpoint(tmp_path / "c").labels is None
 
 
 NORMAL = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3}
