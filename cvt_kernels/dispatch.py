@@ -49,6 +49,32 @@ def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return served.implementation.function(x, *args, **kwargs)
 
 
+def call_recorded(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call that ``torch.jit.trace`` records, by PyTorch's own operators, for whatever machine.
+
+    Public functions end here before they check their arguments: sizes are tensors then, and what is compared
+    with them would become part of the record. Nothing is proven, noted or remembered.
+
+    Raises:
+        BackendUnavailable: Kernels of this project are requested, and nothing of PyTorch's own after them.
+    """
+    names = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
+    reason = ""
+    with warnings.catch_warnings():
+        # Whether there is a class token, and the like, are rightly constants of the record.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        for backend in names:
+            reason = _why_not_recorded(backend) or why_unsupported(operator, backend, x, *args, **kwargs)
+            if reason is None:
+                return backends.implementations[operator][backend].function(x, *args, **kwargs)
+    raise BackendUnavailable(operator, backend, reason)
+
+
+def _why_not_recorded(backend: str) -> str | None:
+    """Says why calls of a backend cannot be part of what ``torch.jit.trace`` records; None if they can."""
+    return "torch.jit.trace records PyTorch's own operators only" if backend in OURS else None
+
+
 def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves a call in which the processes of a group exchange data, all with the same backend.
 
@@ -181,10 +207,10 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
         tensors: All tensors of the call, the one first whose device and dtype decide.
 
     Returns:
-        None for a call of which nothing may be remembered: one that is traced, transformed, differentiated
+        None for a call of which nothing may be remembered: one that is compiled, transformed, differentiated
         in forward mode or intercepted, and one with an argument that is no tensor.
     """
-    if torch.compiler.is_compiling() or machine.is_intercepting() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or machine.is_intercepting():
         return None
     if _level_of_transforms() is not None or checks.forward_mode_enabled():
         return None
@@ -455,8 +481,6 @@ def _why_not_provable_now(x: Tensor) -> str | None:
 
 def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
-    if torch.jit.is_tracing():
-        return "nothing is proven while torch.jit.trace records"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"

@@ -175,6 +175,11 @@ def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
+def _plain(size: int) -> int:
+    """Returns a size as a plain number, which it is not where ``torch.jit.trace`` records."""
+    return int(size) if torch.jit.is_tracing() else size
+
+
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Tensor, ...]:
@@ -191,7 +196,7 @@ def conv_projection(
     image = spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
     outputs = []
     for conv in convs:
-        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
+        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=_plain(channels))
         y = _batch_norm(y, conv, training).permute(0, 2, 3, 1).flatten(1, 2)
         if tokens > height * width:
             outputs.append(torch.cat([class_token.to(y.dtype), y], dim=1))  # the dtype of autocast for all
@@ -304,7 +309,7 @@ def layer_norm(
     """
     if shift is not None:
         x = (x + shift).to(x.dtype)
-    out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    out = F.layer_norm(x, (_plain(x.shape[-1]),), weight, bias, eps)
     return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
 
 
@@ -434,7 +439,7 @@ def conv_embedding(
     tokens = layer_norm(y.flatten(2).transpose(1, 2), norm_weight, norm_bias, eps=eps)
     if class_token is None:
         return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
 
 
 def transformer_block(

@@ -102,6 +102,8 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
     key = _key_of(x, grid, convs, training)
     known = dispatch.known(key)
     if known is None:
