@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -58,21 +58,24 @@ def call_recorded(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     Raises:
         BackendUnavailable: Kernels of this project are requested, and nothing of PyTorch's own after them.
     """
-    names = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
-    reason = ""
+    requested = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
+    names = [name for name in requested if name not in OURS]
+    if not names:
+        reason = "torch.jit.trace records PyTorch's own operators only"
+        raise BackendUnavailable(operator, requested[0], reason)
     with warnings.catch_warnings():
         # Whether there is a class token, and the like, are rightly constants of the record.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        for backend in names:
-            reason = _why_not_recorded(backend) or why_unsupported(operator, backend, x, *args, **kwargs)
-            if reason is None:
-                return backends.implementations[operator][backend].function(x, *args, **kwargs)
-    raise BackendUnavailable(operator, backend, reason)
+        return _call_unnoted(operator, names, x, *args, **kwargs)
 
 
-def _why_not_recorded(backend: str) -> str | None:
-    """Says why calls of a backend cannot be part of what ``torch.jit.trace`` records; None if they can."""
-    return "torch.jit.trace records PyTorch's own operators only" if backend in OURS else None
+def _call_unnoted(operator: str, names: Sequence[str], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call with the first of PyTorch's own backends that can; nothing of it is remembered."""
+    reasons = {name: why_unsupported(operator, name, x, *args, **kwargs) for name in names}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if not able:
+        raise BackendUnavailable(operator, names[-1], str(reasons[names[-1]]))
+    return backends.implementations[operator][able[0]].function(x, *args, **kwargs)
 
 
 def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +130,7 @@ def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
     description = backends.operators[operator]
     if torch.compiler.is_exporting():  # for whatever machine, and for sizes that may not be asked for
-        return _first_able(operator, description.defaults, x, *args, **kwargs)
+        return _call_unnoted(operator, description.defaults, x, *args, **kwargs)
     signature = description.signature(x, *args, **kwargs)
     if not signature[0] and _is_left_to_compiler(operator, x.device.type):
         return _first_able(operator, description.defaults, x, *args, **kwargs)

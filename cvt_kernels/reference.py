@@ -290,7 +290,8 @@ def attention(
         scores = scores + bias
         excluded = (scores == -torch.inf).all(dim=-1, keepdim=True)
         probabilities = scores.masked_fill(excluded, 0.0).softmax(dim=-1).masked_fill(excluded, 0.0)
-    probabilities = F.dropout(probabilities, dropout_p)
+    if dropout_p > 0:
+        probabilities = F.dropout(probabilities, dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
 
 

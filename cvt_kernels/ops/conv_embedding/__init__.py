@@ -100,7 +100,7 @@ def _compose(
     tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
     if class_token is None:
         return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
 
 
 def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:
