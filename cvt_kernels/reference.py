@@ -189,14 +189,14 @@ def conv_projection(
     ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``. See ``cvt_kernels.conv_projection``.
     """
     height, width = grid
-    tokens, channels = x.shape[1:]
+    tokens, channels = x.shape[1], _plain(x.shape[2])
     class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
     # In this order: for B = 1, the strides that transpose and unflatten would leave make the CPU's
     # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).
     image = spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
     outputs = []
     for conv in convs:
-        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=_plain(channels))
+        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
         y = _batch_norm(y, conv, training).permute(0, 2, 3, 1).flatten(1, 2)
         if tokens > height * width:
             outputs.append(torch.cat([class_token.to(y.dtype), y], dim=1))  # the dtype of autocast for all

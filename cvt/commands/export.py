@@ -147,7 +147,8 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            # Of torch.onnx copying a program, in torch 2.13.
+            # Of torch.onnx copying a program, in torch 2.13, and of torch.export.load in 2.11.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
             yield
     finally:

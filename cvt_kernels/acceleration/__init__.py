@@ -169,7 +169,9 @@ def _frozen_class(original: Any, key: str) -> Any:
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether ``torch.jit.trace`` or ``torch.fx`` records a call, which is then the module's own."""
-    return torch.jit.is_tracing() or any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
+    if torch.jit.is_tracing():
+        return True
+    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
 
 
 def _derived(original: Any, key: str, **members: Any) -> Any:

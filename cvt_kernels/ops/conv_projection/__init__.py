@@ -140,7 +140,7 @@ def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], 
             tensors.append(conv.num_batches_tracked)
         numbers = conv[6:11]
         settings += numbers
-        settings += map(type, numbers)
+        settings += [*map(type, numbers)]  # a list, for torch.compile of torch 2.11
     return dispatch.key_of("conv_projection", tuple(settings), *tensors)
 
 
