@@ -190,7 +190,8 @@ class Stage(nn.Module):
         """Turns images or feature maps (B, C, H, W) into tokens (B, T, C) and their grid."""
         x, grid = self.patch_embed(image)
         if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+            # Not by the size of the batch, which torch.onnx.export(dynamo=False) takes for a constant.
+            x = torch.cat([self.cls_token.expand_as(x[:, :1]), x], dim=1)
         x = self.pos_drop(x)
         for block in self.blocks:
             x = block(x, grid)
@@ -234,6 +235,8 @@ class _Stages(nn.Module):
         return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
 
     def _check_images(self, images: Tensor) -> None:
+        if torch.jit.is_tracing():  # sizes are tensors then, and what is compared becomes part of the record
+            return
         if not isinstance(images, Tensor):
             raise TypeError(
                 f"images: got {type(images).__name__}, expected a tensor (batch, channels, height, width)"
