@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test bench gpu results lint clean
+.PHONY: demo test matrix bench gpu results lint clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; classification.
@@ -21,6 +21,12 @@ demo: $(INSTALLED)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(shell nproc 2>/dev/null || echo 2) benchmarks --benchmark-disable -q
+
+# A part of the tests on other versions of torch and Python, where these can be had: make matrix ONLY="3.11-2.11 3.13-2.13".
+# PyPI's torch brings CUDA along, 5 GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has smaller ones.
+ONLY ?=
+matrix:
+	$(PYTHON) tests/matrix.py $(ONLY)
 
 # On a machine with an NVIDIA GPU: build, prove, test, measure and profile, planned for 9 minutes. It takes $(PYTHON) as it
 # is, with torch and triton, and no network. TUNE=1 times launch configurations instead; RESULTS=DIR puts the JSON elsewhere.
@@ -36,6 +42,11 @@ bench: $(INSTALLED)
 # docs/results.md from benchmarks/results/.
 results: $(INSTALLED)
 	$(BIN)/python benchmarks/tabulate_results.py
+
+# The documentation as a site, in build/site/.
+.PHONY: docs
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """A thin CvT on the operators of cvt_kernels. See README.md for the tour."""
 
-from .checkpoints import CheckpointError, load_checkpoint, read_checkpoint, save_huggingface
+from .checkpoints import load_checkpoint, read_checkpoint
 from .config import PRESETS, CvTConfig
-from .factory import create_model
+from .factory import create_model, list_models
+from .huggingface import CheckpointError, save_huggingface
 from .model import CvT, CvTFeatures
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "CvTConfig",
     "CvTFeatures",
     "create_model",
+    "list_models",
     "load_checkpoint",
     "read_checkpoint",
     "save_huggingface",

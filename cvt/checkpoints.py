@@ -1,83 +1,50 @@
-"""Reading and writing of weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors`` and our own.
+"""Reading of weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors``, our own, and the Hub's.
 
-Our parameter names are Microsoft's; Hugging Face holds the same tensors under names of its own. Files are
-read without running code from them, and a model is changed only once everything is known to fit.
+Parameter names are Microsoft's in the end. Files are read without running code from them, and a model is
+changed only once everything is known to fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cvt_kernels.checks import dtype_name
-
-from .config import PRESETS, CvTConfig
-from .files import filling, write_json
-from .model import CvT, CvTFeatures
+from . import hub
+from .config import PRESETS, CvTConfig, preset_of, resolve_config
+from .huggingface import (
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    Preprocessing,
+    config_of_huggingface,
+    from_huggingface,
+    made_up_labels,
+    own_config,
+    preprocessing_of_huggingface,
+    read_json,
+    shards,
+    why_another_architecture,
+)
 
 _PathLike = str | os.PathLike[str]
-
-# (our prefix, Hugging Face's prefix) of every parameter; i is the stage, j the block.
-_EMBEDDING = "cvt.encoder.stages.{i}.embedding.convolution_embeddings."
-_LAYER = "cvt.encoder.stages.{i}.layers.{j}."
-_PREFIXES = [
-    ("stage{i}.cls_token", "cvt.encoder.stages.{i}.cls_token"),
-    ("stage{i}.patch_embed.proj.", _EMBEDDING + "projection."),
-    ("stage{i}.patch_embed.norm.", _EMBEDDING + "normalization."),
-    ("stage{i}.blocks.{j}.norm1.", _LAYER + "layernorm_before."),
-    ("stage{i}.blocks.{j}.norm2.", _LAYER + "layernorm_after."),
-    ("stage{i}.blocks.{j}.attn.proj.", _LAYER + "attention.output.dense."),
-    ("stage{i}.blocks.{j}.mlp.fc1.", _LAYER + "intermediate.dense."),
-    ("stage{i}.blocks.{j}.mlp.fc2.", _LAYER + "output.dense."),
-    ("norm.", "layernorm."),
-    ("head.", "classifier."),
-]
-for _letter, _word in (("q", "query"), ("k", "key"), ("v", "value")):
-    _ours, _theirs = "stage{i}.blocks.{j}.attn.", _LAYER + "attention.attention."
-    _conv = f"convolution_projection_{_word}.convolution_projection."
-    _PREFIXES += [
-        (f"{_ours}proj_{_letter}.", f"{_theirs}projection_{_word}."),
-        (f"{_ours}conv_proj_{_letter}.conv.", f"{_theirs}{_conv}convolution."),
-        (f"{_ours}conv_proj_{_letter}.bn.", f"{_theirs}{_conv}normalization."),
-    ]
 
 #: The best weights in a directory of ``cvt train``.
 BEST = "best.pth"
 
-# Fields of Hugging Face's configuration that change what the weights compute, or their shapes.
-_HF_ARCHITECTURE = (
-    "num_channels",
-    "patch_sizes",
-    "patch_stride",
-    "patch_padding",
-    "embed_dim",
-    "num_heads",
-    "depth",
-    "mlp_ratio",
-    "qkv_bias",
-    "cls_token",
-    "qkv_projection_method",
-    "kernel_qkv",
-    "padding_kv",
-    "stride_kv",
-    "padding_q",
-    "stride_q",
+# The first part of a name of ours or of Hugging Face's; before it stand the names of wrappers.
+_FIRST_PART = re.compile(
+    r"(?:^|(?<=\.))(?:stage\d+|norm|head|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
-
-
-class CheckpointError(ValueError):
-    """A file is not a checkpoint that can be read, or not one of this model."""
 
 
 class ModelCard(NamedTuple):
@@ -112,16 +79,20 @@ class Checkpoint(NamedTuple):
     """The weights of a file, under our names.
 
     Attributes:
-        path: Where they come from.
+        path: The place they come from, for people.
         tensors: Parameter name → tensor, on the CPU.
         hf_config: ``config.json`` of a Hugging Face directory, else None.
-        card: What ``cvt train`` wrote beside the weights, else None.
+        card: The description that ``cvt train`` wrote beside the weights, else None.
+        hf_preprocessor: ``preprocessor_config.json`` of a Hugging Face directory, else None.
+        repository: ``owner/name`` on the Hugging Face Hub, else None.
     """
 
     path: str
     tensors: dict[str, Tensor]
     hf_config: dict[str, Any] | None = None
     card: ModelCard | None = None
+    hf_preprocessor: dict[str, Any] | None = None
+    repository: str | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -131,7 +102,10 @@ class Checkpoint(NamedTuple):
 
     @property
     def labels(self) -> list[str] | None:
-        """The class names, or None if the checkpoint does not have one for each class."""
+        """The class names, or None if the checkpoint does not have one for each class.
+
+        Those that transformers makes up, ``LABEL_0`` and so on, are none.
+        """
         if self.card is not None:
             return self.card.labels
         id2label = (self.hf_config or {}).get("id2label")
@@ -139,24 +113,103 @@ class Checkpoint(NamedTuple):
             return None
         if set(id2label) != {str(i) for i in range(self.num_classes)}:
             return None
-        return [str(id2label[str(i)]) for i in range(self.num_classes)]
+        labels = [str(id2label[str(i)]) for i in range(self.num_classes)]
+        return None if labels == made_up_labels(self.num_classes) else labels
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """The images that the weights were trained with, or None if nothing tells."""
+        if self.card is not None:
+            return Preprocessing(self.card.image_size, self.card.crop_fraction)
+        return None if self.hf_preprocessor is None else preprocessing_of_huggingface(self.hf_preprocessor)
 
     @property
     def preset(self) -> str | None:
         """The model of the paper that has this many channels and blocks, or None."""
-        shape = _dims_and_depths(self.tensors)
-        return next((name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == shape), None)
+        return preset_of(*_dims_and_depths(self.tensors))
+
+    @property
+    def config(self) -> CvTConfig | None:
+        """The configuration that this package wrote beside the weights, or None."""
+        return own_config(self.hf_config) if self.card is None else self.card.config
+
+    @property
+    def activation(self) -> str | None:
+        """The activation to run the weights with, or None if nothing tells.
+
+        Hugging Face runs exact GELU, for which models of the Hub are trained, except Microsoft's. Of a
+        directory nobody knows whose weights it has; it is taken for Microsoft's.
+        """
+        if self.config is not None:
+            return self.config.activation
+        if self.hf_config is None:
+            return None
+        return "quick_gelu" if self.repository in (None, *hub.MICROSOFT) else "gelu"
+
+    def why_choose_activation(self) -> str | None:
+        """Says why :attr:`activation` may not be what the user wants, or returns None."""
+        if self.hf_config is None or self.config is not None or self.repository in hub.MICROSOFT:
+            return None
+        if self.repository is not None:
+            return f"{self.path} is a Hugging Face model, which runs exact GELU, and so does this one"
+        return (
+            f"{self.path} is a Hugging Face model, which runs exact GELU; this one runs quick_gelu, with "
+            "which the published weights were trained"
+        )
 
     def architecture(self) -> str | CvTConfig:
-        """Returns the architecture that ``cvt train`` wrote beside the weights, else :attr:`preset`.
+        """Returns :attr:`config`, or else :attr:`preset`, or else what Hugging Face's ``config.json`` says.
 
         Raises:
-            CheckpointError: It does not look like any model of the paper.
+            CheckpointError: That is no CvT that this package can build, or nothing tells.
         """
-        architecture = self.card.config if self.card is not None else self.preset
-        if architecture is None:
+        if self.config is not None:
+            return self.config
+        preset = self.preset
+        hf_config = self.hf_config
+        if preset is not None and (
+            hf_config is None or why_another_architecture(hf_config, PRESETS[preset]) is None
+        ):
+            return preset
+        if hf_config is None:
             raise CheckpointError(f"{self.path}: is not a CvT of {', '.join(PRESETS)}")
-        return architecture
+        try:
+            return config_of_huggingface(hf_config, **self._known_fields())
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+
+    def configuration(self, model: str | CvTConfig | None = None, **overrides: Any) -> CvTConfig:
+        """Returns the configuration of a model for these weights.
+
+        Args:
+            model: A configuration; or the name of a model of the paper, whose choices give way to those that
+                were written beside the weights; or None for :meth:`architecture`.
+            **overrides: Fields of :class:`CvTConfig` to change.
+
+        Raises:
+            TypeError: An override that is not a field, or of the wrong type.
+            ValueError: A wrong name or value.
+            CheckpointError: ``model`` is None, and these are not the weights of a CvT.
+        """
+        if isinstance(model, CvTConfig):
+            return resolve_config(model, **overrides)
+        base = resolve_config(self.architecture() if model is None else model)
+        known = self.config
+        if known is not None and (known.embed_dims, known.depths) == (base.embed_dims, base.depths):
+            return resolve_config(known, **overrides)
+        return resolve_config(base, **self._known_fields() | overrides)
+
+    def _known_fields(self) -> dict[str, Any]:
+        """Returns the fields of :class:`CvTConfig` that the weights decide, whatever their model is called."""
+        fields = {"activation": self.activation, "num_classes": self.num_classes}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def warn_of_activation(checkpoint: Checkpoint) -> None:
+    """Warns the caller's caller if the activation should be chosen."""
+    reason = checkpoint.why_choose_activation()
+    if reason is not None:
+        warnings.warn(f"{reason}; choose by activation='gelu' or 'quick_gelu'", stacklevel=3)
 
 
 class LoadReport(NamedTuple):
@@ -171,63 +224,99 @@ class LoadReport(NamedTuple):
     unused: tuple[str, ...]
 
 
-def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
+def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint:
     """Reads weights without running code from the file.
 
     Args:
         path: One of
-            a ``.pth``/``.pt``/``.bin`` file of ``torch.save``: a state_dict, possibly under ``"state_dict"``
-            or ``"model"``, possibly with ``module.`` or ``_orig_mod.`` before every name;
+            a ``.pth``/``.pt``/``.bin``/``.ckpt`` file of ``torch.save``: a state_dict, possibly under
+            ``"state_dict"`` or ``"model"``, possibly with prefixes of wrappers before every name, such as
+            ``module.`` (DDP), ``_orig_mod.`` (torch.compile) or ``model.`` (Lightning);
             a ``.safetensors`` file;
-            a directory of Hugging Face's ``save_pretrained``;
-            a directory of ``cvt train``, for its best weights.
-            Names may be Microsoft's or Hugging Face's. What this returned before is returned as it is.
+            a directory of Hugging Face's ``save_pretrained`` or of ours;
+            a directory of ``cvt train``, for its best weights;
+            ``"owner/name"`` of a model on the Hugging Face Hub, also ``"owner/name@revision"``, if there is
+            no such path, and ``"hf-hub:owner/name"`` in any case; it is fetched unless the cache has it.
+            Names may be Microsoft's or Hugging Face's. A :class:`Checkpoint` is returned as it is.
+        **download: Arguments of ``huggingface_hub.hf_hub_download`` for a model on the Hub, such as
+            ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Raises:
         FileNotFoundError: Nothing is there.
-        CheckpointError: The content is not weights, or is damaged, or holds pickled code.
+        CheckpointError: The content is not weights, or is damaged, or holds pickled code, or the Hub refuses.
     """
     if isinstance(path, Checkpoint):
         return path
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint: {path} does not exist")
-    hf_config, card = None, None
+    path, model = _locate(path, **download)
+    hf_config, hf_preprocessor, card = None, None, None
     if (path / BEST).is_file():
         path /= BEST
+    name = str(path if model is None else model)
     if path.is_dir():
-        tensors, hf_config = _read_directory(path)
+        hf_config = read_json(path / "config.json")
+        if (path / "preprocessor_config.json").is_file():
+            hf_preprocessor = read_json(path / "preprocessor_config.json")
+        tensors = _read_weights(path)
     elif path.suffix == ".safetensors":
         tensors = _read_safetensors(path)
     else:
         content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
-    tensors = {_from_huggingface(name): tensor for name, tensor in tensors.items()}
-    return Checkpoint(str(path), tensors, hf_config, card)
+    tensors = {from_huggingface(key): tensor for key, tensor in tensors.items()}
+    try:
+        own_config(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    return Checkpoint(name, tensors, hf_config, card, hf_preprocessor, model.name if model else None)
 
 
-def load_checkpoint(model: CvT | CvTFeatures, checkpoint: _PathLike | Checkpoint) -> LoadReport:
+def _locate(
+    given: _PathLike, *, revision: str | None = None, **download: Any
+) -> tuple[Path, hub.HubModel | None]:
+    """Returns the local path that a user means, and the model of the Hub that it is the copy of, or None."""
+    path = Path(given)
+    model = hub.parse(given) if isinstance(given, str) else None
+    if model is not None and not path.exists():
+        model = model._replace(revision=revision or model.revision)
+        return hub.fetch(model, **download), model
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint: {path} does not exist")
+    return path, None
+
+
+def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> LoadReport:
     """Loads weights into a ``CvT`` or ``CvTFeatures``; every parameter and buffer must be there and fit.
 
-    A head for another number of classes is not loaded: the model's own stays as it is, with a warning.
+    A head for another number of classes is not loaded: the model's own stays as it is, with a warning. The
+    model's ``labels`` and ``preprocessing`` become those of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
-        checkpoint: A path as for :func:`read_checkpoint`, or what that returned.
+        checkpoint: A path or name as for :func:`read_checkpoint`, or what that returned.
 
     Raises:
+        TypeError: ``model`` is neither.
         FileNotFoundError: Nothing is there.
         CheckpointError: The file is not a checkpoint of this model.
     """
+    target: Any = model
+    config = getattr(model, "config", None)
+    if not isinstance(config, CvTConfig):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT or CvTFeatures")
     checkpoint = read_checkpoint(checkpoint)
     own = model.state_dict()
-    _check_hf_config(checkpoint, model.config)
-    tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(model.config.embed_dims))
+    if checkpoint.hf_config is not None:
+        difference = why_another_architecture(checkpoint.hf_config, config)
+        if difference is not None:
+            raise CheckpointError(f"{checkpoint.path}: {difference}")
+    tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))
     head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
     if head_replaced:
         tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
     _check_fit(checkpoint, tensors, own)
     model.load_state_dict(tensors, strict=True)
+    target.labels = checkpoint.labels if "head.weight" in own and not head_replaced else None
+    target.preprocessing = checkpoint.preprocessing
     if head_replaced:
         classes = own["head.weight"].shape[0]
         warnings.warn(
@@ -236,134 +325,6 @@ def load_checkpoint(model: CvT | CvTFeatures, checkpoint: _PathLike | Checkpoint
             stacklevel=2,
         )
     return LoadReport(head_replaced, unused)
-
-
-def save_huggingface(model: CvT, directory: _PathLike, *, labels: Sequence[str] | None = None) -> None:
-    """Writes a ``CvT`` as a directory that ``CvtForImageClassification.from_pretrained`` loads.
-
-    Warns if the activation is not exact GELU, the only one that Hugging Face's model has: its outputs differ.
-
-    Args:
-        model: A :class:`CvT` with a head.
-        directory: Made if it does not exist; ``config.json`` and ``model.safetensors`` in it are replaced.
-        labels: Class names.
-
-    Raises:
-        TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, or ``labels`` has the wrong length.
-            Nothing is written then.
-        OSError: The directory cannot be written.
-    """
-    head = getattr(model, "head", None)
-    if not isinstance(head, nn.Linear):
-        raise TypeError(f"model: got {type(model).__name__}, expected a CvT with a classification head")
-    config = model.config
-    _check_expressible(config)
-    hf_config = huggingface_config(config, labels=labels)
-    if config.activation != "gelu":
-        warnings.warn(
-            f"Hugging Face's CvT always computes exact GELU and this model {config.activation}: "
-            "outputs will differ",
-            stacklevel=2,
-        )
-    tensors = {_to_huggingface(k): t.detach().cpu().contiguous() for k, t in model.state_dict().items()}
-    hf_config["dtype"] = dtype_name(head.weight.dtype)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with filling(directory) as scratch:
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        write_json(scratch / "config.json", hf_config, indent=2)
-
-
-def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
-
-    Raises:
-        TypeError: If ``labels`` are not strings.
-        ValueError: If ``labels`` does not have one name per class.
-    """
-    if labels is None:
-        labels = [f"LABEL_{i}" for i in range(config.num_classes)]
-    if not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: got {labels!r}, expected one string per class")
-    if len(labels) != config.num_classes:
-        raise ValueError(f"labels: got {len(labels)} names, expected {config.num_classes}, one per class")
-    stages = len(config.embed_dims)
-    return {
-        "architectures": ["CvtForImageClassification"],
-        "model_type": "cvt",
-        "num_channels": config.in_chans,
-        "patch_sizes": list(config.patch_sizes),
-        "patch_stride": list(config.patch_strides),
-        "patch_padding": list(config.patch_paddings),
-        "embed_dim": list(config.embed_dims),
-        "num_heads": list(config.num_heads),
-        "depth": list(config.depths),
-        "mlp_ratio": list(config.mlp_ratio),
-        "attention_drop_rate": list(config.attn_drop_rate),
-        "drop_rate": list(config.drop_rate),
-        "drop_path_rate": list(config.drop_path_rate),
-        "qkv_bias": list(config.qkv_bias),
-        "cls_token": list(config.cls_token),
-        "qkv_projection_method": ["dw_bn"] * stages,
-        "kernel_qkv": list(config.kernel_size),
-        "padding_kv": [k // 2 for k in config.kernel_size],
-        "stride_kv": list(config.stride_kv),
-        "padding_q": [k // 2 for k in config.kernel_size],
-        "stride_q": list(config.stride_q),
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
-    }
-
-
-def _check_expressible(config: CvTConfig) -> None:
-    obstacles = {
-        f"scale={config.scale!r}": config.scale != "embed_dim",
-        f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
-        f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
-        f"pool={config.pool!r}": config.pool != "cls",
-        "class token before the last stage": any(config.cls_token[:-1]),
-        # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
-        "stage of so few blocks": any(depth <= i for i, depth in enumerate(config.depths)),
-    }
-    present = [obstacle for obstacle, is_present in obstacles.items() if is_present]
-    if present:
-        raise ValueError(f"model: Hugging Face's CvT has no {', no '.join(present)}")
-
-
-# Names ----------------------------------------------------------------------------------------------------
-
-
-def _translator(pairs: list[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
-    def pattern(prefix: str) -> re.Pattern[str]:
-        return re.compile(re.escape(prefix).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)"))
-
-    return [(pattern(source), target) for source, target in pairs]
-
-
-_OURS_TO_HF = _translator(_PREFIXES)
-_HF_TO_OURS = _translator([(theirs, ours) for ours, theirs in _PREFIXES])
-
-
-def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str | None:
-    for pattern, target in translator:
-        match = pattern.match(name)
-        if match:
-            return target.format(**match.groupdict()) + name[match.end() :]
-    return None
-
-
-def _to_huggingface(name: str) -> str:
-    translated = _translate(name, _OURS_TO_HF)
-    assert translated is not None, name  # every model that passes _check_expressible has only known names
-    return translated
-
-
-def _from_huggingface(name: str) -> str:
-    """Translates a name of Hugging Face, with or without the base model's prefix; another name stays."""
-    if name.startswith("encoder.stages."):
-        name = "cvt." + name
-    return _translate(name, _HF_TO_OURS) or name
 
 
 def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -379,33 +340,17 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
 # Files ----------------------------------------------------------------------------------------------------
 
 
-def _read_directory(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    hf_config = _read_json(directory / "config.json")
-    for name, reader in (("model.safetensors", _read_safetensors), ("pytorch_model.bin", _read_pickle)):
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    for name, reader in zip(WEIGHTS, (_read_safetensors, _read_pickle), strict=True):
         if (directory / name).is_file():
-            return reader(directory / name), hf_config
-        index = directory / f"{name}.index.json"
+            return reader(directory / name)
+        index = directory / (name + INDEX)
         if index.is_file():
             tensors: dict[str, Tensor] = {}
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{index}: has no weight_map")
-            for shard in sorted({Path(str(file)).name for file in weight_map.values()}):
+            for shard in shards(index):
                 tensors |= reader(directory / shard)
-            return tensors, hf_config
-    raise CheckpointError(f"{directory}: has neither model.safetensors nor pytorch_model.bin")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
-    return content
+            return tensors
+    raise CheckpointError(f"{directory}: has neither {' nor '.join(WEIGHTS)}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -459,11 +404,11 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: got {type(value).__name__} under {name!r}, expected tensors only")
-    tensors = dict(content)
-    for prefix in ("module.", "_orig_mod.", "module."):  # compiled under DDP, and DDP under compiled
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+    first_part = _FIRST_PART.search(next(iter(content)))
+    wrappers = first_part.string[: first_part.start()] if first_part else ""
+    if not all(name.startswith(wrappers) for name in content):
+        return dict(content)
+    return {name.removeprefix(wrappers): tensor for name, tensor in content.items()}
 
 
 # Checks before anything is loaded -------------------------------------------------------------------------
@@ -508,19 +453,3 @@ def _is_copyable(source: Tensor, target: Tensor) -> bool:
     is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
     is_dense = source.layout == torch.strided and not source.is_quantized
     return is_same_kind and is_dense and not source.is_meta and not target.is_meta
-
-
-def _check_hf_config(checkpoint: Checkpoint, config: CvTConfig) -> None:
-    """Compares strides, heads and the like, which leave no trace in the shapes."""
-    if checkpoint.hf_config is None:
-        return
-    model_type = checkpoint.hf_config.get("model_type")
-    if model_type != "cvt":
-        raise CheckpointError(f"{checkpoint.path}: is a model of type {model_type!r}, expected 'cvt'")
-    expected, defaults = huggingface_config(config), huggingface_config(PRESETS["cvt_13"])
-    for field in _HF_ARCHITECTURE:
-        value = checkpoint.hf_config.get(field, defaults[field])
-        if value != expected[field]:
-            raise CheckpointError(
-                f"{checkpoint.path}: config.json has {field} {value}, this model {expected[field]}"
-            )

@@ -258,6 +258,13 @@ PRESETS: dict[str, CvTConfig] = {
 }
 
 
+def preset_of(embed_dims: tuple[int, ...], depths: tuple[int, ...]) -> str | None:
+    """Returns the name of the model of the paper that has these channels and blocks, or None."""
+    return next(
+        (name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == (embed_dims, depths)), None
+    )
+
+
 def default_image_size(model: str | CvTConfig) -> int:
     """Returns the pixels of each side of the images of a model for which nobody chose a size.
 

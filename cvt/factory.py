@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import fnmatch
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint
-from .config import CvTConfig, resolve_config
+from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint, warn_of_activation
+from .config import PRESETS, CvTConfig, resolve_config
+from .hub import PRETRAINED
 from .model import CvT, CvTFeatures
 
 #: The seed of :func:`randomize`.
@@ -21,8 +21,9 @@ SEED = 0
 
 @overload
 def create_model(
-    model: str | CvTConfig,
+    model: str | CvTConfig | None = None,
     *,
+    pretrained: bool = False,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     features_only: Literal[False] = False,
     **overrides: Any,
@@ -31,8 +32,9 @@ def create_model(
 
 @overload
 def create_model(
-    model: str | CvTConfig,
+    model: str | CvTConfig | None = None,
     *,
+    pretrained: bool = False,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     features_only: Literal[True],
     out_indices: Sequence[int] | None = None,
@@ -41,8 +43,9 @@ def create_model(
 
 
 def create_model(
-    model: str | CvTConfig,
+    model: str | CvTConfig | None = None,
     *,
+    pretrained: bool = False,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     features_only: bool = False,
     out_indices: Sequence[int] | None = None,
@@ -51,10 +54,13 @@ def create_model(
     """Builds a CvT, of the paper or of your own, and loads weights into it.
 
     Args:
-        model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`.
-        checkpoint: What :func:`load_checkpoint` reads. A model given by name and without ``num_classes`` gets
-            as many classes as the checkpoint has; with another number, its head is left freshly initialized.
-            Weights of a Hugging Face directory run the preset's activation too, with a warning, unless
+        model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`; None for the model of the
+            checkpoint. A model that is not given by a configuration gets as many classes as the checkpoint
+            has, and its activation; with another ``num_classes`` its head is left freshly initialized.
+        pretrained: Load the published weights of that name from the Hugging Face Hub: ``microsoft/cvt-13``,
+            ``microsoft/cvt-21`` or ``microsoft/cvt-w24-384-22k``.
+        checkpoint: A path, or ``"owner/name"`` on the Hub, as for :func:`read_checkpoint`. A Hugging Face
+            model that is not known as Microsoft's comes with a warning about its activation, unless
             ``activation`` is given.
         features_only: Build a :class:`CvTFeatures` instead of a classifier.
         out_indices: With ``features_only``, the stages whose maps are returned; None for all.
@@ -64,31 +70,50 @@ def create_model(
         A :class:`CvT` (or :class:`CvTFeatures`) in training mode, on the CPU, in float32.
 
     Raises:
-        TypeError: An override that is not a field, or of the wrong type.
+        TypeError: An override that is not a field, or of the wrong type; or neither model nor checkpoint.
         ValueError: A wrong name or value.
-        CheckpointError: A file that is not a checkpoint of this model.
+        FileNotFoundError: There is no such checkpoint.
+        CheckpointError: A file that is not a checkpoint of this model, or one that cannot be fetched.
     """
-    config = resolve_config(model, **overrides)
     if out_indices is not None and not features_only:
         raise ValueError("out_indices: is for features_only=True")
+    if pretrained:
+        checkpoint = _published_weights(model, checkpoint)
     if checkpoint is None:
+        if model is None:
+            raise TypeError("model: got None and no checkpoint, expected one of them")
+        config = resolve_config(model, **overrides)
         return CvTFeatures(config, out_indices) if features_only else CvT(config)
+    if model is not None:
+        resolve_config(model, **overrides)  # which fails before anything is fetched
     state = read_checkpoint(checkpoint)
-    by_name = isinstance(model, str)
-    if by_name and state.hf_config is not None and "activation" not in overrides:
-        warnings.warn(
-            f"{state.path} is a Hugging Face model, which runs exact GELU; this one runs quick_gelu, with "
-            "which the published weights were trained; choose by activation='gelu' or 'quick_gelu'",
-            stacklevel=2,
-        )
-    if features_only:
-        built: CvT | CvTFeatures = CvTFeatures(config, out_indices)
-    else:
-        if by_name and "num_classes" not in overrides and state.num_classes is not None:
-            config = dataclasses.replace(config, num_classes=state.num_classes)
-        built = CvT(config)
+    config = state.configuration(model, **overrides)
+    if not isinstance(model, CvTConfig) and "activation" not in overrides:
+        warn_of_activation(state)
+    built: CvT | CvTFeatures = CvTFeatures(config, out_indices) if features_only else CvT(config)
     load_checkpoint(built, state)
     return built
+
+
+def _published_weights(model: str | CvTConfig | None, checkpoint: Any) -> str:
+    if checkpoint is not None:
+        raise ValueError(f"pretrained: got True beside checkpoint={checkpoint!r}, expected one of them")
+    if not isinstance(model, str):
+        names = ", ".join(PRETRAINED)
+        raise ValueError(f"pretrained: got True for {model!r}, which is not one of the models {names}")
+    resolve_config(model)
+    return f"hf-hub:{PRETRAINED[model]}"
+
+
+def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # noqa: A002 (timm's name)
+    """Lists the names that :func:`create_model` takes.
+
+    Args:
+        filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
+        pretrained: Only models with published weights.
+    """
+    names = sorted(PRETRAINED if pretrained else PRESETS)
+    return fnmatch.filter(names, filter) if filter else names
 
 
 def randomize(model: nn.Module, seed: int = SEED) -> None:

@@ -19,6 +19,7 @@ from cvt_kernels.checks import autocast_enabled, dtype_for_layers
 from cvt_kernels.ops.attention.modules import project_and_attend
 
 from .config import CvTConfig, StageConfig
+from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
 
@@ -189,7 +190,8 @@ class Stage(nn.Module):
         """Turns images or feature maps (B, C, H, W) into tokens (B, T, C) and their grid."""
         x, grid = self.patch_embed(image)
         if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+            # Not by the size of the batch, which torch.onnx.export(dynamo=False) takes for a constant.
+            x = torch.cat([self.cls_token.expand_as(x[:, :1]), x], dim=1)
         x = self.pos_drop(x)
         for block in self.blocks:
             x = block(x, grid)
@@ -233,6 +235,8 @@ class _Stages(nn.Module):
         return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
 
     def _check_images(self, images: Tensor) -> None:
+        if torch.jit.is_tracing():  # sizes are tensors then, and what is compared becomes part of the record
+            return
         if not isinstance(images, Tensor):
             raise TypeError(
                 f"images: got {type(images).__name__}, expected a tensor (batch, channels, height, width)"
@@ -272,7 +276,7 @@ class _Stages(nn.Module):
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
 
-class CvT(_Stages):
+class CvT(_Stages, PretrainedModel):
     """A CvT with a classification head.
 
     Args:
@@ -326,6 +330,7 @@ class CvT(_Stages):
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
         self.head = self._build_head(num_classes).to(self.norm.weight)
         self.head.apply(_init_weights)
+        self.labels = None
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""

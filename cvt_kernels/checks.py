@@ -82,7 +82,15 @@ def forward_mode_enabled() -> bool:
 def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
     device_type = x.device.type
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+# torch.compile of torch 2.11 cannot trace it; see the end of backends.py.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

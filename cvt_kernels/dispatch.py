@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -47,6 +47,35 @@ def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         backends.note_fallback(operator, served.backend, reason)
         return _first_able(operator, backends.operators[operator].defaults, x, *args, **kwargs)
     return served.implementation.function(x, *args, **kwargs)
+
+
+def call_recorded(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call that ``torch.jit.trace`` records, by PyTorch's own operators, for whatever machine.
+
+    Public functions end here before they check their arguments: sizes are tensors then, and what is compared
+    with them would become part of the record. Nothing is proven, noted or remembered.
+
+    Raises:
+        BackendUnavailable: Kernels of this project are requested, and nothing of PyTorch's own after them.
+    """
+    requested = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
+    names = [name for name in requested if name not in OURS]
+    if not names:
+        reason = "torch.jit.trace records PyTorch's own operators only"
+        raise BackendUnavailable(operator, requested[0], reason)
+    with warnings.catch_warnings():
+        # Whether there is a class token, and the like, are rightly constants of the record.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return _call_unnoted(operator, names, x, *args, **kwargs)
+
+
+def _call_unnoted(operator: str, names: Sequence[str], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Serves a call with the first of PyTorch's own backends that can; nothing of it is remembered."""
+    reasons = {name: why_unsupported(operator, name, x, *args, **kwargs) for name in names}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if not able:
+        raise BackendUnavailable(operator, names[-1], str(reasons[names[-1]]))
+    return backends.implementations[operator][able[0]].function(x, *args, **kwargs)
 
 
 def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +130,7 @@ def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
     description = backends.operators[operator]
     if torch.compiler.is_exporting():  # for whatever machine, and for sizes that may not be asked for
-        return _first_able(operator, description.defaults, x, *args, **kwargs)
+        return _call_unnoted(operator, description.defaults, x, *args, **kwargs)
     signature = description.signature(x, *args, **kwargs)
     if not signature[0] and _is_left_to_compiler(operator, x.device.type):
         return _first_able(operator, description.defaults, x, *args, **kwargs)
@@ -181,10 +210,10 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
         tensors: All tensors of the call, the one first whose device and dtype decide.
 
     Returns:
-        None for a call of which nothing may be remembered: one that is traced, transformed, differentiated
+        None for a call of which nothing may be remembered: one that is compiled, transformed, differentiated
         in forward mode or intercepted, and one with an argument that is no tensor.
     """
-    if torch.compiler.is_compiling() or machine.is_intercepting() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or machine.is_intercepting():
         return None
     if _level_of_transforms() is not None or checks.forward_mode_enabled():
         return None
@@ -455,8 +484,6 @@ def _why_not_provable_now(x: Tensor) -> str | None:
 
 def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
-    if torch.jit.is_tracing():
-        return "nothing is proven while torch.jit.trace records"
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"

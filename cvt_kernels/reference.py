@@ -175,6 +175,11 @@ def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
+def _plain(size: int) -> int:
+    """Returns a size as a plain number, which it is not where ``torch.jit.trace`` records."""
+    return int(size) if torch.jit.is_tracing() else size
+
+
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
 ) -> tuple[Tensor, ...]:
@@ -184,7 +189,7 @@ def conv_projection(
     ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``. See ``cvt_kernels.conv_projection``.
     """
     height, width = grid
-    tokens, channels = x.shape[1:]
+    tokens, channels = x.shape[1], _plain(x.shape[2])
     class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
     # In this order: for B = 1, the strides that transpose and unflatten would leave make the CPU's
     # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).
@@ -285,7 +290,8 @@ def attention(
         scores = scores + bias
         excluded = (scores == -torch.inf).all(dim=-1, keepdim=True)
         probabilities = scores.masked_fill(excluded, 0.0).softmax(dim=-1).masked_fill(excluded, 0.0)
-    probabilities = F.dropout(probabilities, dropout_p)
+    if dropout_p > 0:
+        probabilities = F.dropout(probabilities, dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
 
 
@@ -304,7 +310,7 @@ def layer_norm(
     """
     if shift is not None:
         x = (x + shift).to(x.dtype)
-    out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    out = F.layer_norm(x, (_plain(x.shape[-1]),), weight, bias, eps)
     return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
 
 
@@ -434,7 +440,7 @@ def conv_embedding(
     tokens = layer_norm(y.flatten(2).transpose(1, 2), norm_weight, norm_bias, eps=eps)
     if class_token is None:
         return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
 
 
 def transformer_block(

@@ -17,6 +17,26 @@ RANDOM = {"drop": 0.2, "drop_path": 0.4}
 #: Backends for ``use_backend`` that let kernels of this project serve whatever they can.
 KERNELS_FIRST = ("native", "sdpa", "reference")
 
+#: A model of ours for what takes long per operator, as exporting does.
+ONE_STAGE = CvTConfig(
+    embed_dims=(8,),
+    depths=1,
+    num_heads=2,
+    patch_sizes=7,
+    patch_strides=4,
+    patch_paddings=2,
+    mlp_ratio=2.0,
+    qkv_bias=True,
+    kernel_size=3,
+    stride_q=1,
+    stride_kv=2,
+    cls_token=True,
+    drop_rate=0.0,
+    attn_drop_rate=0.0,
+    drop_path_rate=0.0,
+    num_classes=5,
+)
+
 
 def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", model_class=None, **config):
     """Returns Hugging Face's model. Its drop path takes a rate per block, so stage i needs i + 1 blocks."""

@@ -27,7 +27,7 @@ GetStream find_get_stream() {
 void* current_stream(int32_t device) {
   static const GetStream get_stream = find_get_stream();
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(get_stream(device, &stream));
   return stream;
 }
 

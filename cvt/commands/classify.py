@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..checkpoints import CheckpointError
+from ..huggingface import CheckpointError
 from .common import (
     add_device_argument,
     add_labels_argument,
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser("classify", help="print the most probable classes of photographs")
     add_photos_argument(parser)
-    add_model_arguments(parser)
+    add_model_arguments(parser, pretrained=True)
     add_labels_argument(parser)
     parser.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
     parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
@@ -51,7 +51,9 @@ def _classify(arguments: argparse.Namespace) -> None:
 
     probabilities = torch.cat(batches)
     if not probabilities.isfinite().all():
-        raise CheckpointError(f"{arguments.checkpoint}: these weights give probabilities that are not finite")
+        raise CheckpointError(
+            f"{loaded.checkpoint.path}: these weights give probabilities that are not finite"
+        )
     lines = _table(photos, probabilities, min(arguments.top, classes), labels)
     print_result(arguments, lines, loaded.remarks)
 

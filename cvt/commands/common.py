@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from cvt_kernels import BackendUnavailable
 from ..checkpoints import Checkpoint, read_checkpoint
 from ..config import ACTIVATIONS, PRESETS, default_image_size
 from ..factory import create_model
+from ..hub import PRETRAINED
+from ..huggingface import Preprocessing
 from ..model import CvT
 
 
@@ -62,18 +64,26 @@ def add_labels_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--checkpoint``, ``--model``, ``--activation`` and ``--image-size``, for :func:`load_model`."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = False) -> None:
+    """Adds ``--checkpoint``, ``--model``, ``--activation`` and ``--image-size``, for :func:`load_model`.
+
+    Args:
+        parser: The command's.
+        pretrained: Without ``--checkpoint`` the published weights serve; else it is required.
+    """
+    text = (
+        "official .pth, .safetensors, a directory of Hugging Face or of cvt train, or owner/name on the Hub"
+    )
     parser.add_argument(
         "--checkpoint",
-        required=True,
-        help="official .pth, .safetensors, a Hugging Face directory, or one of cvt train",
+        required=not pretrained,
+        help=f"{text} (default: microsoft/cvt-13, or what fits --model)" if pretrained else text,
     )
     parser.add_argument("--model", choices=tuple(PRESETS), help="default: what the checkpoint looks like")
     parser.add_argument(
         "--activation",
         choices=tuple(ACTIVATIONS),
-        help="default: quick_gelu, with which the published weights were trained; Hugging Face runs gelu",
+        help="default: quick_gelu for the published weights, gelu for other models of the Hub",
     )
     parser.add_argument(
         "--image-size",
@@ -124,14 +134,14 @@ class LoadedModel(NamedTuple):
     @property
     def crop_fraction(self) -> float | None:
         """The crop fraction of the images that the model was trained with, or None for the default."""
-        card = self.checkpoint.card
-        return card.crop_fraction if card else None
+        preprocessing = self.checkpoint.preprocessing
+        return preprocessing.crop_fraction if preprocessing else None
 
     def read(self, photos: list[str]) -> Tensor:
         """Reads photographs as the model takes them: float32 (len(photos), 3, image_size, image_size)."""
         from ..images import load_images  # Pillow, which --help need not wait for
 
-        upscale = self.checkpoint.card is not None
+        upscale = self.checkpoint.preprocessing is not None
         return load_images(photos, self.image_size, crop_fraction=self.crop_fraction, upscale=upscale)
 
     def labels(self, file: str | None) -> list[str] | None:
@@ -148,14 +158,21 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
         FileNotFoundError: There is no such checkpoint.
         CheckpointError: The file is not a checkpoint of this model.
     """
-    checkpoint = read_checkpoint(arguments.checkpoint)
-    name = arguments.model or checkpoint.architecture()
-    overrides = {} if arguments.activation is None else {"activation": arguments.activation}
     with recorded_warnings() as remarks:
-        model = create_model(name, checkpoint=checkpoint, **overrides).to(device).eval()
-    card = checkpoint.card
-    image_size = arguments.image_size or (card.image_size if card is not None else default_image_size(name))
-    return LoadedModel(model, checkpoint, image_size, remarks)
+        given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
+        checkpoint = read_checkpoint(given)
+        activation = arguments.activation or checkpoint.activation
+        overrides: dict[str, Any] = {} if activation is None else {"activation": activation}
+        model = create_model(arguments.model, checkpoint=checkpoint, **overrides).to(device).eval()
+    reason = None if arguments.activation else checkpoint.why_choose_activation()
+    if reason is not None:
+        remarks.append(f"{reason}; choose by --activation gelu or quick_gelu")
+    preprocessing = checkpoint.preprocessing or Preprocessing(None)
+    remarks += preprocessing.remarks
+    default_size = preprocessing.image_size or default_image_size(
+        arguments.model or checkpoint.architecture()
+    )
+    return LoadedModel(model, checkpoint, arguments.image_size or default_size, remarks)
 
 
 # Output ---------------------------------------------------------------------------------------------------

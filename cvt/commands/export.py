@@ -55,7 +55,7 @@ def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size:
     """Writes a model with its weights, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to ``logits`` (B, num_classes) by
-    PyTorch's or ONNX's own operators, those of the reference. Before it is kept it is read back and compared
+    PyTorch's or ONNX's own operators. Before it is kept it is read back and compared
     with the model on random images; an ONNX file is run by onnxruntime.
 
     Args:
@@ -88,7 +88,7 @@ def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size:
     with torch.no_grad(), replacing(path) as scratch:
         expected = model(images)
         try:
-            with use_backend("reference"), _quiet():
+            with use_backend("auto"), _quiet():  # requested kernels would become part of the file
                 _write(model, images[:2], scratch, format)
                 logits = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
         except OSError:
@@ -147,7 +147,8 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            # Of torch.onnx copying a program, in torch 2.13.
+            # Of torch.onnx copying a program, in torch 2.13, and of torch.export.load in 2.11.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
             yield
     finally:

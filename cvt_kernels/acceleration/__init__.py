@@ -139,7 +139,7 @@ def _fused_class(original: Any, key: str) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        if why_not_now(self, entry) is None:
+        if not _is_recorded(args, kwargs) and why_not_now(self, entry) is None:
             return entry.forward(self, *args, **kwargs)  # type: ignore[misc]
         return original.forward(self, *args, **kwargs)
 
@@ -153,6 +153,8 @@ def _frozen_class(original: Any, key: str) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_recorded(args, kwargs):
+            return original.forward(self, *args, **kwargs)
         images = (*args, *kwargs.values())
         serve = try_to_trace_as_one if torch.compiler.is_compiling() else try_to_serve
         result = serve(self, entry, images[0]) if len(images) == 1 else None
@@ -163,6 +165,13 @@ def _frozen_class(original: Any, key: str) -> Any:
 
     members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
     return _derived(original, key, **members, **members_of_numbered(entry))
+
+
+def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether ``torch.jit.trace`` or ``torch.fx`` records a call, which is then the module's own."""
+    if torch.jit.is_tracing():
+        return True
+    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
 
 
 def _derived(original: Any, key: str, **members: Any) -> Any:

@@ -248,8 +248,6 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
     Raises:
         RuntimeError: The stage is in training mode.
     """
-    if torch.jit.is_tracing():  # what traces sees the model's own modules
-        return None
     refuse_to_train(stage)
     if has_gradient(stage, image):
         warnings.warn(

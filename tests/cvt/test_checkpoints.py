@@ -1,4 +1,4 @@
-"""Weights from everywhere, to Hugging Face, and what is refused."""
+"""Weights from everywhere, and what is refused."""
 
 import json
 import os
@@ -8,27 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cvt import (
-    CheckpointError,
-    CvTConfig,
-    create_model,
-    load_checkpoint,
-    read_checkpoint,
-    save_huggingface,
-)
-from cvt.factory import randomize
-
-SMALL = CvTConfig(embed_dims=(8, 16, 24), num_heads=(1, 2, 3), depths=(1, 2, 3), num_classes=10)
-
-
-def small(seed=0, **overrides):
-    model = create_model(SMALL, **overrides)
-    randomize(model, seed)
-    return model
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+from cvt import CheckpointError, create_model, load_checkpoint, read_checkpoint, save_huggingface
+from tests.cvt.models import SMALL, equal, huggingface_twin, small
 
 
 class Intruder:
@@ -47,6 +28,11 @@ NESTED = [
     lambda state: {"state_dict": state},
     lambda state: {"model": state, "epoch": 3},
     lambda state: {"state_dict": {f"module._orig_mod.{name}": t for name, t in state.items()}},
+    lambda state: {  # Lightning's
+        "state_dict": {f"net.{name}": t for name, t in state.items()},
+        "hyper_parameters": {"lr": 0.1, "model": "cvt_13"},
+    },
+    lambda state: {"state_dict": {f"module.model._orig_mod.{name}": t for name, t in state.items()}},
 ]
 
 
@@ -81,16 +67,6 @@ def test_other_dtypes_are_converted(tmp_path, bits):
 # Hugging Face ---------------------------------------------------------------------------------------------
 
 
-def huggingface_twin(**changes):
-    from transformers import CvtConfig, CvtForImageClassification
-
-    settings = {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3], "num_labels": 10}
-    config = CvtConfig(**settings | changes)
-    model = CvtForImageClassification(config).eval()
-    randomize(model)
-    return model
-
-
 @pytest.mark.parametrize(
     "layout", ["safetensors", "shards", "pytorch_model.bin", "a single file", "base model"]
 )
@@ -121,62 +97,6 @@ def test_from_hugging_face(tmp_path, layout):
         torch.testing.assert_close(features(x), list(expected.hidden_states), rtol=1e-4, atol=1e-5)
 
 
-def test_to_hugging_face_and_back(tmp_path):
-    from transformers import CvtForImageClassification
-
-    labels = [f"animal {i}" for i in range(10)]
-    ours = small(activation="gelu").eval()
-    save_huggingface(ours, tmp_path / "new" / "folder", labels=labels)
-    peer = CvtForImageClassification.from_pretrained(tmp_path / "new" / "folder").eval()
-    x = torch.randn(2, 3, 64, 96)
-    with torch.inference_mode():
-        torch.testing.assert_close(peer(x).logits, ours(x), rtol=1e-4, atol=1e-5)
-    assert list(peer.config.id2label.values()) == labels
-    peer.save_pretrained(tmp_path / "back")
-    assert equal(create_model(SMALL, checkpoint=tmp_path / "back").state_dict(), ours.state_dict())
-    (tmp_path / "back" / "config.json").write_text('{"model_type": "cvt", "id2label": 5}')
-    assert read_checkpoint(tmp_path / "back").labels is None
-    peer.save_pretrained(tmp_path / "back")
-    checkpoint = read_checkpoint(tmp_path / "back")
-    assert checkpoint.labels == labels
-    assert checkpoint.num_classes == 10
-    assert sorted(file.name for file in (tmp_path / "new" / "folder").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
-
-
-def test_saving_says_that_hugging_face_runs_another_activation(tmp_path):
-    with pytest.warns(UserWarning, match="always computes exact GELU and this model quick_gelu"):
-        save_huggingface(small(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"scale": "head_dim"}, "has no scale='head_dim'"),
-        (
-            {"layer_scale": 0.1, "embed_norm": "batch_layer_norm"},
-            "has no embed_norm='batch_layer_norm', no layer_scale",
-        ),
-        ({"pool": "avg"}, "has no pool='avg'"),
-        ({"depths": (1, 1, 2)}, "has no stage of so few blocks"),
-        ({"cls_token": True}, "has no class token before the last stage"),
-    ],
-)
-def test_models_that_hugging_face_cannot_express(tmp_path, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        save_huggingface(small(**overrides), tmp_path / "out")
-    with pytest.raises(TypeError, match=r"labels: got .* expected one string per class"):
-        save_huggingface(small(), tmp_path / "out", labels=[object()] * 10)
-    with pytest.raises(ValueError, match="labels: got 3 names, expected 10"):
-        save_huggingface(small(), tmp_path / "out", labels=["a", "b", "c"])
-    for model in (create_model(SMALL, features_only=True), small(num_classes=0), torch.nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="expected a CvT with a classification head"):
-            save_huggingface(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -197,8 +117,51 @@ def test_a_hugging_face_model_with_other_settings(tmp_path, changes, message):
 def test_a_hugging_face_model_of_another_kind(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(CheckpointError, match="is a model of type 'vit', expected 'cvt'"):
-        create_model(SMALL, checkpoint=tmp_path)
+    for model in (SMALL, None):
+        with pytest.raises(CheckpointError, match="is a model of type 'vit', expected 'cvt'"):
+            create_model(model, checkpoint=tmp_path)
+
+
+def test_wrappers_around_a_hugging_face_model(tmp_path):
+    peer = huggingface_twin()
+    for part, prefix in ((peer, "model."), (peer.cvt, "encoder."), (peer, "module._orig_mod.")):
+        torch.save({f"{prefix}{name}": t for name, t in part.state_dict().items()}, tmp_path / "w.ckpt")
+        tensors = read_checkpoint(tmp_path / "w.ckpt").tensors
+        assert tensors.keys() <= create_model(SMALL).state_dict().keys()
+        assert len(tensors) == len(part.state_dict())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"depth": [2, 3, 4], "embed_dim": [24, 16, 32], "num_heads": [2, 4, 1]},
+        {"mlp_ratio": [2.0, 2.0, 2.0], "qkv_bias": [False] * 3, "stride_kv": [2, 2, 1], "num_channels": 1},
+    ],
+)
+def test_hugging_face_models_of_any_sizes(tmp_path, changes):
+    peer = huggingface_twin(**changes)
+    peer.save_pretrained(tmp_path)
+    model = create_model(checkpoint=tmp_path, activation="gelu").eval()
+    x = torch.randn(2, model.config.in_chans, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), peer(x).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding_kv": [0, 0, 0]}, r"config.json has padding_kv \[0, 0, 0\], this model \[1, 1, 1\]"),
+        ({"qkv_projection_method": ["avg"] * 3}, "config.json has qkv_projection_method"),
+        ({"embed_dim": "wide"}, "config.json: embed_dims: got 'wide'"),
+        ({"cvt_config": {"widths": 3}}, "config.json: cvt_config is not of this version"),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_built(tmp_path, changes, message):
+    save_file(small().state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cvt", **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        create_model(checkpoint=tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 # Other heads ----------------------------------------------------------------------------------------------
@@ -228,11 +191,15 @@ def test_the_checkpoint_decides_the_number_of_classes_unless_told(tmp_path):
     assert create_model("cvt_13", checkpoint=tmp_path / "w.pth").num_classes == 6
 
 
-def test_a_hugging_face_model_by_name_says_which_activation_runs(tmp_path):
-    save_huggingface(create_model("cvt_13", activation="gelu"), tmp_path)
-    with pytest.warns(UserWarning, match="runs exact GELU; this one runs quick_gelu"):
-        assert create_model("cvt_13", checkpoint=tmp_path).config.activation == "quick_gelu"
-    create_model("cvt_13", checkpoint=tmp_path, activation="gelu")
+@pytest.mark.parametrize("model", ["cvt_13", None])
+def test_a_hugging_face_directory_says_which_activation_runs(tmp_path, model):
+    save_huggingface(create_model(model or SMALL, activation="gelu"), tmp_path)
+    assert create_model(model, checkpoint=tmp_path).config.activation == "gelu"
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"transformers_version": "5.0.0"}))
+    with pytest.warns(UserWarning, match="runs exact GELU; this one runs quick_gelu.*activation='gelu'"):
+        assert create_model(model, checkpoint=tmp_path).config.activation == "quick_gelu"
+    create_model(model, checkpoint=tmp_path, activation="gelu")
 
 
 def test_parts_that_the_model_lacks_are_left_out(tmp_path):
@@ -267,6 +234,12 @@ def test_scalars_in_place_of_weights(tmp_path, name):
     torch.save(small().state_dict() | {name: torch.tensor(1.0)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="of another shape"):
         create_model(SMALL, checkpoint=tmp_path / "w.pth")
+
+
+def test_only_our_models_are_loaded_into(tmp_path):
+    torch.save(small().state_dict(), tmp_path / "w.pth")
+    with pytest.raises(TypeError, match="model: got Linear, expected a CvT or CvTFeatures"):
+        load_checkpoint(torch.nn.Linear(2, 2), tmp_path / "w.pth")
 
 
 def test_a_model_without_memory_is_refused(tmp_path):

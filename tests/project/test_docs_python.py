@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import create_model, save_huggingface
+from cvt import create_model, read_checkpoint
 from cvt.factory import randomize
+from cvt.hub import MICROSOFT
 from cvt_kernels import backends, dispatch
 from tests.checks import python_blocks, run_blocks
 
@@ -21,20 +22,26 @@ def run_page(name):
     return run_blocks(python_blocks((DOCS / name).read_text(encoding="utf-8")))
 
 
-def test_model_page(tmp_path, monkeypatch, recwarn):
+def test_model_page(tmp_path, monkeypatch, recwarn, hub):
     monkeypatch.chdir(tmp_path)
-    model = create_model("cvt_13", activation="gelu")
+    model = create_model("cvt_13")
     randomize(model)
     torch.save(model.state_dict(), "CvT-13-224x224-IN-1k.pth")
-    save_huggingface(model, "microsoft-cvt-13")
+    hub.publish("microsoft/cvt-13", model)
     names = run_page("model.md")
     assert [str(warning.message).split(":")[0] for warning in recwarn] == [
-        "microsoft-cvt-13 has a head of 1000 classes and the model one of 10"
+        "microsoft/cvt-13 has a head of 1000 classes and the model one of 10"
     ]
     assert names["logits"].shape == (2, 1000)
     assert [tuple(m.shape) for m in names["maps"]] == [(2, 64, 16, 24), (2, 192, 8, 12), (2, 384, 4, 6)]
     assert names["own"].config.stride_kv == (2, 2, 1)
-    assert create_model("cvt_13", checkpoint="fine-tuned", activation="gelu").num_classes == 10
+    assert names["again"].labels[3] == read_checkpoint("for-transformers").labels[3] == "class 3"
+
+
+def test_the_model_page_lists_the_published_weights():
+    page = (DOCS / "model.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^\| `cvt_.*$", page, flags=re.MULTILINE))
+    assert re.findall(r"`(microsoft/[^`]*)`", rows) == list(MICROSOFT)
 
 
 def test_operators_page(capsys):

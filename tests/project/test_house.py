@@ -33,13 +33,17 @@ FLOORS = (
     {"cvt_kernels"},
     {"cvt_kernels.__main__"},
     {"cvt.config", "cvt.extras", "cvt.files"},
+    {"cvt.huggingface"},
+    {"cvt.hub"},
+    {"cvt.checkpoints"},
+    {"cvt.pretrained"},
     {"cvt.images", "cvt.model"},
-    {"cvt.checkpoints", "cvt.datasets", "cvt.evaluation", "cvt.explanation"},
+    {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
     {"cvt.factory"},
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},
-    {"cvt.__main__"},
+    {"cvt.__main__", "cvt.timm"},
 )
 
 

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 from cvt_kernels import accelerate, backends, graphed, graphs
 
-from ...checkpoints import read_checkpoint, save_huggingface
+from ...checkpoints import read_checkpoint
 from ...config import CvTConfig
 from ...extras import require
 from ...factory import create_model, randomize
+from ...huggingface import save_huggingface
 from ...model import CvT
 
 #: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
@@ -191,7 +192,8 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
         return chosen, built
     loaded = read_checkpoint(checkpoint)
     built = create_model(model or loaded.architecture(), checkpoint=loaded, **overrides)
-    return model or loaded.preset or "a CvT of cvt train", built
+    source = "Hugging Face" if loaded.card is None else "cvt train"
+    return model or loaded.preset or f"a CvT of {source}", built
 
 
 def build_huggingface(ours: CvT) -> nn.Module:

@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from cvt_kernels import __version__, machine, measure
 
-from ...checkpoints import save_huggingface
 from ...config import DTYPES, default_image_size
 from ...evaluation import cost
 from ...factory import SEED
+from ...huggingface import save_huggingface
 from ...images import load_images, sample_photos
 from . import breakdown
 from .contenders import (

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -111,6 +112,8 @@ def attention(
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
     settings = scale, type(scale), dropout_p, type(dropout_p)
     key = dispatch.key_of("attention", settings, q, k, v, bias)
     known = dispatch.known(key)

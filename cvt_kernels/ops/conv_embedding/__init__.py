@@ -60,6 +60,10 @@ def conv_embedding(
         ValueError: A wrong shape or device, an invalid setting, or an empty output.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    args = image, weight, bias, norm_weight, norm_bias
+    settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": eps, "class_token": class_token}
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("conv_embedding", *args, **settings)
     _check(image, weight, stride, padding, eps)
     for name, vector in (
         ("bias", bias),
@@ -71,8 +75,6 @@ def conv_embedding(
             checks.check_float_tensor(name, vector, "(channels,)")
             checks.check_shape(name, vector, weight.shape[:1], "(channels,)")
             checks.check_like(name, vector, "image", image, also=() if name == "bias" else (torch.float32,))
-    args = image, weight, bias, norm_weight, norm_bias
-    settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": eps, "class_token": class_token}
     if image.is_cuda or dispatch.may_be_ours("conv_embedding", image.device.type):
         return dispatch.call("conv_embedding", *args, **settings)
     return _compose(*args, **settings)
@@ -98,7 +100,7 @@ def _compose(
     tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
     if class_token is None:
         return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(len(tokens), 1, -1), tokens], dim=1)
+    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
 
 
 def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
@@ -42,6 +43,8 @@ def conv_linear(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs, linears = tuple(convs), tuple(linears)
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("conv_linear", x, grid, convs, linears)
     check_arguments(x, grid, convs, training=False)
     _check_linears(x, convs, linears)
     if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type):

@@ -102,6 +102,8 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
     key = _key_of(x, grid, convs, training)
     known = dispatch.known(key)
     if known is None:
@@ -138,7 +140,7 @@ def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], 
             tensors.append(conv.num_batches_tracked)
         numbers = conv[6:11]
         settings += numbers
-        settings += map(type, numbers)
+        settings += [*map(type, numbers)]  # a list, for torch.compile of torch 2.11
     return dispatch.key_of("conv_projection", tuple(settings), *tensors)
 
 

@@ -118,6 +118,8 @@ def layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("layer_norm", x, weight, bias, eps=eps, dtype=dtype, shift=shift)
     check_layer_norm(x, weight, bias, eps, shift)
     settings: dict[str, Any] = {"eps": eps}  # those that are not given are not named, which saves host time
     if dtype is not None:
@@ -155,6 +157,8 @@ def add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("add_layer_norm", x, residual, weight, bias, eps=eps, dtype=dtype)
     check_layer_norm(x, weight, bias, eps)
     checks.check_float_tensor("residual", residual, "of the shape of x")
     checks.check_shape("residual", residual, tuple(x.shape), "as x")
@@ -181,6 +185,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
         ValueError: Unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("gelu", x, approximate=approximate)
     checks.check_float_tensor("x", x, "of any shape")
     check_approximate(approximate)
     return dispatch.call("gelu", x, approximate=approximate)
@@ -202,6 +208,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("bias_gelu", x, bias, approximate=approximate)
     _check_last_dim(x)
     _check_vector("bias", bias, x)
     check_approximate(approximate)
@@ -233,6 +241,8 @@ def layer_norm_gelu(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
     check_layer_norm(x, weight, bias, eps)
     check_approximate(approximate)
     return dispatch.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)

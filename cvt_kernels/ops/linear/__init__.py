@@ -54,6 +54,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: Shapes or dtypes that ``F.linear`` does not take.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("linear", x, weight, bias)
     if _has_choice(x, weight, bias):
         return dispatch.call("linear", x, weight, bias)
     return F.linear(x, weight, bias)
@@ -92,6 +94,8 @@ def linear_gelu(
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("linear_gelu", x, weight, bias, approximate=approximate)
     check_linear(x, weight, bias)
     check_approximate(approximate)
     if x.is_cuda or dispatch.may_be_ours("linear_gelu", x.device.type):
@@ -120,6 +124,8 @@ def linear_add(
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("linear_add", x, weight, bias, residual, inplace=inplace)
     check_linear(x, weight, bias)
     _check_residual(x, weight, bias, residual, inplace)
     if x.is_cuda or dispatch.may_be_ours("linear_add", x.device.type):
@@ -160,11 +166,13 @@ def linear_add_layer_norm(
         ValueError: As :func:`linear_add`, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    args = x, weight, bias, residual, norm_weight, norm_bias
+    settings: dict[str, Any] = {"eps": eps, "shift": shift, "inplace": inplace}
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("linear_add_layer_norm", *args, **settings)
     check_linear(x, weight, bias)
     _check_residual(x, weight, bias, residual, inplace)
     check_layer_norm(residual, norm_weight, norm_bias, eps, shift)
-    args = x, weight, bias, residual, norm_weight, norm_bias
-    settings: dict[str, Any] = {"eps": eps, "shift": shift, "inplace": inplace}
     if x.is_cuda or dispatch.may_be_ours("linear_add_layer_norm", x.device.type):
         return dispatch.call("linear_add_layer_norm", *args, **settings)
     return _compose_add_layer_norm(*args, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
@@ -50,12 +51,14 @@ def layer_norm_mlp(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    args = x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    settings: dict[str, Any] = {"eps": eps, "approximate": approximate, "shift": shift}
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("layer_norm_mlp", *args, **settings)
     check_layer_norm(x, norm_weight, norm_bias, eps, shift)
     check_linear(x, fc1_weight, fc1_bias, name="fc1")
     _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
     check_approximate(approximate)
-    args = x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    settings: dict[str, Any] = {"eps": eps, "approximate": approximate, "shift": shift}
     if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type):
         return dispatch.call("layer_norm_mlp", *args, **settings)
     return _compose(*args, **settings)

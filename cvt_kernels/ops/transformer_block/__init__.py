@@ -49,6 +49,8 @@ def transformer_block(
             ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("transformer_block", x, grid, block, inplace=inplace)
     key = _key_of(x, grid, block, inplace)
     known = dispatch.known(key)
     if known is None:

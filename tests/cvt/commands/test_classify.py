@@ -1,14 +1,16 @@
 """``cvt classify``, as a person runs it."""
 
+import json
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from cvt import create_model
+from cvt import save_huggingface
 from cvt.commands import main
 from cvt.images import load_images
 from tests.checks import bad
+from tests.cvt.models import small
 
 
 def classify(capsys, *arguments):
@@ -41,17 +43,48 @@ def test_classify_without_labels_in_small_batches(capsys, weights, photos):
     assert [line for line in single.splitlines() if line in whole.splitlines()][:3] == whole.splitlines()[:3]
 
 
-def test_classify_takes_labels_and_activation_of_a_hugging_face_model(capsys, weights, photos, tmp_path):
-    from cvt import save_huggingface
-
-    model = create_model("cvt_13", checkpoint=weights[0], activation="gelu")
-    save_huggingface(model, tmp_path, labels=[f"thing {i}" for i in range(12)])
-    code, out, _ = classify(capsys, photos[0], "--checkpoint", tmp_path, "--activation", "gelu")
-    assert code == 0
-    assert out.count("%  thing ") == 5
+def test_classify_takes_labels_and_images_of_a_hugging_face_model(capsys, photos, tmp_path):
+    model = small(activation="gelu").eval()
+    save_huggingface(model, tmp_path, labels=[f"thing {i}" for i in range(10)], image_size=48)
+    code, out, err = classify(capsys, photos[0], "--checkpoint", tmp_path)
+    assert (code, out.count("%  thing "), err) == (0, 5, "")
     with torch.inference_mode():
-        expected = model.eval()(load_images(photos[:1])).softmax(-1).max()
+        expected = model(load_images(photos[:1], 48)).softmax(-1).max()
     assert f"{expected:7.2%}" in out
+
+
+def test_classify_fetches_the_published_weights(capsys, hub, photos, tmp_path):
+    labels = [f"thing {i}" for i in range(10)]
+    for name in ("microsoft/cvt-13", "microsoft/cvt-21"):
+        hub.publish(name, small(), labels=labels, image_size=48)
+    code, out, err = classify(capsys, photos[0])
+    assert (code, out.count("%  thing "), err) == (0, 5, "")
+    assert all("/microsoft/cvt-13/" in path for path in hub.downloads())
+    same = classify(capsys, photos[0], "--checkpoint", "microsoft/cvt-13@main", "--activation", "quick_gelu")
+    assert same == (0, out, "")
+    line = bad(capsys, main, "classify", photos[0], "--model", "cvt_21")
+    assert "microsoft/cvt-21: config.json has embed_dim [8, 16, 24], this model [64, 192, 384]" in line
+
+
+def test_classify_says_what_it_chose_by_its_own_options(capsys, hub, photos):
+    folder = hub.publish("someone/cvt", small(), image_size=48)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"resample": 2}))
+    code, _, err = classify(capsys, photos[0], "--checkpoint", "someone/cvt")
+    assert code == 0
+    activation, images = err.splitlines()
+    assert activation == (
+        "cvt classify: someone/cvt is a Hugging Face model, which runs exact GELU, and so does this one; "
+        "choose by --activation gelu or quick_gelu"
+    )
+    assert images.startswith(
+        "cvt classify: preprocessor_config.json asks for resample 2, which cvt does not do"
+    )
+    _, _, err = classify(capsys, photos[0], "--checkpoint", "someone/cvt", "--activation", "gelu")
+    assert err.splitlines() == [images]
+    assert "a/b is no path here and cannot be loaded from the Hugging Face Hub" in bad(
+        capsys, main, "classify", photos[0], "--checkpoint", "a/b"
+    )
 
 
 def test_classify_bad_input(capsys, weights, photos, tmp_path):

@@ -10,38 +10,22 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
+from cvt import create_model
 from cvt.checkpoints import ModelCard
 from cvt.commands import export as export_module
 from cvt.commands import main
 from cvt.commands.export import export
 from cvt.factory import randomize
 from tests.checks import bad, record_all_calls
+from tests.upstream import ONE_STAGE
 
-#: One stage, since exporting takes long per operator.
-SMALL = CvTConfig(
-    embed_dims=(8,),
-    depths=1,
-    num_heads=2,
-    patch_sizes=7,
-    patch_strides=4,
-    patch_paddings=2,
-    mlp_ratio=2.0,
-    qkv_bias=True,
-    kernel_size=3,
-    stride_q=1,
-    stride_kv=2,
-    cls_token=True,
-    drop_rate=0.0,
-    attn_drop_rate=0.0,
-    drop_path_rate=0.0,
-    num_classes=5,
-)
+# What torch.export.load of torch 2.11 says of itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 
 
 @pytest.fixture
 def model():
-    model = create_model(SMALL).eval()
+    model = create_model(ONE_STAGE).eval()
     randomize(model)
     return model
 
@@ -115,9 +99,7 @@ def test_what_cannot_be_exported_is_one_line(model, tmp_path, capfd):
             return x if x.sum() > 0 else -x
 
     model.head = Decision()
-    with pytest.raises(
-        ValueError, match="model: cannot be exported: Could not guard on data-dependent"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"model: cannot be exported: .*data-dependent") as caught:
         export(model, tmp_path / "model.onnx", "onnx", image_size=32)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
@@ -136,12 +118,18 @@ def test_bad_input(model, tmp_path, monkeypatch):
     fails(ValueError, "images: 2×2 pixels are too few", path, "pt2", image_size=2)
     fails(OSError, "none: cannot be written to: No such file", tmp_path / "none" / "model", "pt2")
     fails(IsADirectoryError, "is a directory, expected a file", tmp_path, "pt2")
-    fails(ValueError, "model: is in training mode", path, "pt2", model=create_model(SMALL))
+    fails(ValueError, "model: is in training mode", path, "pt2", model=create_model(ONE_STAGE))
     fails(
-        ValueError, "torch.float64 on cpu, expected", path, "pt2", model=create_model(SMALL).double().eval()
+        ValueError,
+        "torch.float64 on cpu, expected",
+        path,
+        "pt2",
+        model=create_model(ONE_STAGE).double().eval(),
     )
     with torch.device("meta"):
-        fails(ValueError, "torch.float32 on meta, expected", path, "pt2", model=create_model(SMALL).eval())
+        fails(
+            ValueError, "torch.float32 on meta, expected", path, "pt2", model=create_model(ONE_STAGE).eval()
+        )
     for module in ("onnx", "onnxscript", "onnxruntime"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)

@@ -65,7 +65,7 @@ def test_each_stage_is_one_operator(make):
     compiled = Compiled(fused, dynamic=True)
     for batch in (2, 3):
         out = logits(compiled(images(batch)))
-        assert torch.equal(out, logits(fused(images(batch))))
+        assert relative(out, logits(fused(images(batch)))) < 1e-6  # not the same bits in torch 2.11
     assert (len(compiled.graphs), compiled.stages(), len(calls)) == (1, 3, 12)
 
 

@@ -1,0 +1,490 @@
+"""Hugging Face's directories: names of parameters, ``config.json`` and ``preprocessor_config.json``.
+
+Our parameter names are Microsoft's; Hugging Face holds the same tensors under names of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import save_file
+from torch import nn
+
+from cvt_kernels.checks import dtype_name
+
+from .config import CvTConfig, default_image_size, preset_of
+from .files import filling, write_json
+
+_PathLike = str | os.PathLike[str]
+
+#: The field of ``config.json`` that holds the whole :class:`CvTConfig`; Hugging Face's hold a part of it.
+OWN_CONFIG = "cvt_config"
+
+#: The files of a directory's weights, the better format first; ``INDEX`` after it, for one that lists shards.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"
+
+# Our field → Hugging Face's of the same meaning.
+_FIELDS = {
+    "in_chans": "num_channels",
+    "patch_sizes": "patch_sizes",
+    "patch_strides": "patch_stride",
+    "patch_paddings": "patch_padding",
+    "embed_dims": "embed_dim",
+    "num_heads": "num_heads",
+    "depths": "depth",
+    "mlp_ratio": "mlp_ratio",
+    "attn_drop_rate": "attention_drop_rate",
+    "drop_rate": "drop_rate",
+    "drop_path_rate": "drop_path_rate",
+    "qkv_bias": "qkv_bias",
+    "cls_token": "cls_token",
+    "kernel_size": "kernel_qkv",
+    "stride_kv": "stride_kv",
+    "stride_q": "stride_q",
+}
+# Fields of Hugging Face's configuration that change what the weights compute, or their shapes.
+_ARCHITECTURE = (
+    *(theirs for ours, theirs in _FIELDS.items() if not ours.endswith("rate")),
+    "qkv_projection_method",
+    "padding_q",
+    "padding_kv",
+)
+
+# What cvt.images does, whose own constants bring Pillow along.
+_NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+_BICUBIC = 3
+_CROP_FRACTION = 0.875
+_UNCROPPED_SIZE = 384
+
+
+class CheckpointError(ValueError):
+    """A file is not a checkpoint that can be read, or not one of this model."""
+
+
+class Preprocessing(NamedTuple):
+    """The images that a model was trained with, in the words of :func:`cvt.images.preprocess`.
+
+    Attributes:
+        image_size: Pixels of each side; None if nothing tells.
+        crop_fraction: None for the rule of the official evaluation.
+        remarks: Sentences on what else was asked for, and ``cvt.images`` does not do.
+    """
+
+    image_size: int | None
+    crop_fraction: float | None = None
+    remarks: tuple[str, ...] = ()
+
+
+# Directories ----------------------------------------------------------------------------------------------
+
+
+def save_huggingface(
+    model: nn.Module,
+    directory: _PathLike,
+    *,
+    labels: Sequence[str] | None = None,
+    image_size: int | None = None,
+    crop_fraction: float | None = None,
+) -> None:
+    """Writes a ``CvT`` as a directory that transformers loads, as a model and as a pipeline.
+
+    Warns if the activation is not exact GELU, the only one that Hugging Face's model has: its outputs differ.
+
+    Args:
+        model: A ``CvT`` with a head.
+        directory: Made if it does not exist; ``config.json``, ``model.safetensors`` and
+            ``preprocessor_config.json`` in it are replaced.
+        labels: Class names; None for those of the checkpoint that was loaded into the model, if it has any.
+        image_size: Pixels of each side of its images; None likewise, or for 224 (384 for ``"cvt_w24"``).
+        crop_fraction: That of :func:`cvt.images.preprocess`, for this ``image_size``.
+
+    Raises:
+        TypeError: ``model`` is not a classifier.
+        ValueError: Hugging Face's CvT cannot express the model, or ``labels`` has the wrong length.
+            Nothing is written then.
+        OSError: The directory cannot be written.
+    """
+    if not isinstance(getattr(model, "head", None), nn.Linear):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT with a classification head")
+    config = _config_of(model)
+    obstacle = why_inexpressible(config)
+    if obstacle is not None:
+        raise ValueError(f"model: {obstacle}")
+    write_model(model, directory, labels=labels, image_size=image_size, crop_fraction=crop_fraction)
+    if config.activation != "gelu":
+        warnings.warn(
+            f"Hugging Face's CvT always computes exact GELU and this model {config.activation}: "
+            "outputs will differ",
+            stacklevel=2,
+        )
+
+
+def write_model(
+    model: nn.Module,
+    directory: _PathLike,
+    *,
+    labels: Sequence[str] | None = None,
+    image_size: int | None = None,
+    crop_fraction: float | None = None,
+) -> None:
+    """Writes a ``CvT`` as :func:`save_huggingface` does, with our own names where theirs cannot express it.
+
+    ``config.json`` has the whole :class:`CvTConfig` in any case. The arguments are those of
+    :func:`save_huggingface`; a model without a head has no labels.
+    """
+    config = _config_of(model)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if why_inexpressible(config) is None:
+        content = huggingface_config(config, labels=_labels_of(model, labels))
+        tensors = {_to_huggingface(name): tensor for name, tensor in tensors.items()}
+    else:
+        content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
+    content["dtype"] = dtype_name(next(model.parameters()).dtype)
+    content[OWN_CONFIG] = dataclasses.asdict(config)
+    processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with filling(directory) as scratch:
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        write_json(scratch / "config.json", content, indent=2)
+        # As other files have them; those of safetensors are for their owner alone.
+        (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)
+        if config.in_chans == 3:
+            write_json(scratch / "preprocessor_config.json", processor, indent=2)
+
+
+def shards(index: Path) -> list[str]:
+    """Returns the names of the files that an index of weights lists.
+
+    Raises:
+        CheckpointError: It is no such index.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: has no weight_map")
+    return sorted({Path(str(file)).name for file in weight_map.values()})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an object of JSON.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def _config_of(model: nn.Module) -> CvTConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, CvTConfig):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT")
+    return config
+
+
+def _labels_of(model: nn.Module, labels: Sequence[str] | None) -> list[str]:
+    """Returns ``labels`` or else those that came with the model's weights, after checks, or made-up ones."""
+    classes = _config_of(model).num_classes
+    if labels is None:
+        known = getattr(model, "labels", None)
+        return known if known and len(known) == classes else made_up_labels(classes)
+    return _checked_labels(labels, classes)
+
+
+def made_up_labels(classes: int) -> list[str]:
+    """Returns the class names that transformers gives a model without any."""
+    return [f"LABEL_{i}" for i in range(classes)]
+
+
+def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
+    if not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"labels: got {labels!r}, expected one string per class")
+    if len(labels) != classes:
+        raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
+    return list(labels)
+
+
+# config.json ----------------------------------------------------------------------------------------------
+
+
+def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """Returns the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
+
+    Raises:
+        TypeError: If ``labels`` are not strings.
+        ValueError: If ``labels`` does not have one name per class.
+    """
+    if labels is None:
+        labels = made_up_labels(config.num_classes)
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
+    paddings = [size // 2 for size in config.kernel_size]
+    return {
+        "architectures": ["CvtForImageClassification"],
+        "model_type": "cvt",
+        **{theirs: own[ours] for ours, theirs in _FIELDS.items()},
+        "qkv_projection_method": ["dw_bn"] * len(config.embed_dims),
+        "padding_q": paddings,
+        "padding_kv": paddings,
+        **_label_fields(config, labels),
+    }
+
+
+def _label_fields(config: CvTConfig, labels: Sequence[str]) -> dict[str, Any]:
+    labels = _checked_labels(labels, config.num_classes)
+    return {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConfig:
+    """Returns the :class:`CvTConfig` that Hugging Face's fields of a ``config.json`` describe.
+
+    Args:
+        content: The file's.
+        **changes: Fields of :class:`CvTConfig` that it does not have.
+
+    Raises:
+        CheckpointError: It describes no CvT that this package can build.
+    """
+    fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
+    tokens = fields.get("cls_token") or [True]
+    pool = "cls" if isinstance(tokens, list) and tokens[-1] else "avg"
+    try:
+        config = CvTConfig(**{**fields, "pool": pool, **changes})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from error
+    difference = why_another_architecture(content, config)
+    if difference is not None:
+        raise CheckpointError(difference)
+    return config
+
+
+def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
+    """Returns the whole :class:`CvTConfig` that a ``config.json`` holds, or None.
+
+    What transformers has written again holds for what it ran, which is in its own fields.
+
+    Raises:
+        CheckpointError: It is of another version of this package.
+    """
+    if content is None or OWN_CONFIG not in content or "transformers_version" in content:
+        return None
+    try:
+        return CvTConfig(**content[OWN_CONFIG])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {OWN_CONFIG} is not of this version: {error}") from error
+
+
+def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> str | None:
+    """Says how a ``config.json`` contradicts a model, also where shapes do not show it, or returns None."""
+    recorded = own_config(content)
+    theirs = content if recorded is None else huggingface_config(recorded)
+    if theirs.get("model_type") != "cvt":
+        return f"is a model of type {theirs.get('model_type')!r}, expected 'cvt'"
+    expected, defaults = huggingface_config(config), huggingface_config(CvTConfig())
+    for field in _ARCHITECTURE:
+        value = theirs.get(field, defaults[field])
+        if value != expected[field]:
+            return f"config.json has {field} {value}, this model {expected[field]}"
+    return None
+
+
+def why_inexpressible(config: CvTConfig) -> str | None:
+    """Says what Hugging Face's CvT does not have of a model, or returns None."""
+    obstacles = {
+        "model without a head": not config.num_classes,
+        f"scale={config.scale!r}": config.scale != "embed_dim",
+        f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
+        f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
+        f"pool={config.pool!r}": config.pool != "cls",
+        # It makes every class token as wide as the last stage.
+        "class token before the last stage": any(config.cls_token[:-1]),
+        # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
+        "stage of so few blocks": any(depth <= i for i, depth in enumerate(config.depths)),
+    }
+    present = [obstacle for obstacle, is_present in obstacles.items() if is_present]
+    return f"Hugging Face's CvT has no {', no '.join(present)}" if present else None
+
+
+# preprocessor_config.json ---------------------------------------------------------------------------------
+
+
+def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
+    """Returns what a ``preprocessor_config.json`` asks for, as far as :mod:`cvt.images` can do it."""
+    does = {
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        **_NORMALIZATION,
+    }
+    wanted = {field: content[field] for field, ours in does.items() if content.get(field, ours) != ours}
+    size, crop_fraction = _size_and_crop(content)
+    if size is None:
+        wanted |= {name: content[name] for name in ("size", "crop_pct", "crop_size") if name in content}
+    if not wanted:
+        return Preprocessing(size, crop_fraction)
+    asked = ", ".join(f"{field} {value}" for field, value in wanted.items())
+    remark = (
+        f"preprocessor_config.json asks for {asked}, which cvt does not do: images are resized bicubically "
+        "and normalized by ImageNet's mean and standard deviation, as in the official evaluation"
+    )
+    return Preprocessing(size, crop_fraction, (remark,))
+
+
+def _size_and_crop(content: Mapping[str, Any]) -> tuple[int | None, float | None]:
+    """Returns ``image_size`` and ``crop_fraction``; (None, None) if those cannot say it."""
+    size, crop = content.get("size"), content.get("crop_size")
+    kind = str(content.get("image_processor_type") or content.get("feature_extractor_type") or "ConvNext")
+    is_convnext = kind.startswith("ConvNext")
+    square: Any
+    shortest: Any
+    if isinstance(size, Mapping):
+        square, shortest = _square(size), size.get("shortest_edge")
+    else:
+        square, shortest = (None, size) if is_convnext else (size, None)
+    if content.get("do_center_crop"):
+        crop = _square(crop) if isinstance(crop, Mapping) else crop
+        if not _is_size(crop) or not _is_size(shortest):
+            return None, None
+        # Below the quotient, so that crop / crop_fraction is not rounded down to a pixel less than shortest.
+        return crop, math.nextafter(crop / shortest, 0.0)
+    if _is_size(square):
+        return square, 1.0
+    if not is_convnext or not _is_size(shortest):
+        return None, None
+    fraction = content.get("crop_pct") or _CROP_FRACTION
+    if shortest >= _UNCROPPED_SIZE or fraction == _CROP_FRACTION:
+        return shortest, None
+    return (shortest, fraction) if isinstance(fraction, float) and 0 < fraction < 1 else (None, None)
+
+
+def _square(size: Mapping[str, Any]) -> Any:
+    return size.get("height") if size.get("height") == size.get("width") else None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _preprocessing_of(
+    model: nn.Module, image_size: int | None, crop_fraction: float | None
+) -> tuple[int, float]:
+    """Returns the size and the crop fraction of a model's images: as told, as loaded, or else as usual."""
+    known = getattr(model, "preprocessing", None)
+    if image_size is None and known is not None:
+        image_size = known.image_size
+        crop_fraction = known.crop_fraction if crop_fraction is None else crop_fraction
+    if image_size is None:
+        config = _config_of(model)
+        image_size = default_image_size(preset_of(config.embed_dims, config.depths) or config)
+    if crop_fraction is None:
+        crop_fraction = _CROP_FRACTION if image_size < _UNCROPPED_SIZE else 1.0
+    return image_size, crop_fraction
+
+
+def _preprocessor_config(images: tuple[int, float]) -> dict[str, Any]:
+    """Returns the settings of Hugging Face's image processor for CvT, or of another that can do it."""
+    image_size, crop_fraction = images
+    if (crop_fraction == 1.0) == (image_size >= _UNCROPPED_SIZE):
+        resizing: dict[str, Any] = {
+            "image_processor_type": "ConvNextImageProcessor",
+            "size": {"shortest_edge": image_size},
+            "crop_pct": crop_fraction,
+        }
+    elif crop_fraction == 1.0:
+        resizing = {
+            "image_processor_type": "ViTImageProcessor",
+            "size": {"height": image_size, "width": image_size},
+        }
+    else:
+        resizing = {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": int(image_size / crop_fraction)},
+            "do_center_crop": True,
+            "crop_size": {"height": image_size, "width": image_size},
+        }
+    return {
+        **resizing,
+        "do_resize": True,
+        "resample": _BICUBIC,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        **_NORMALIZATION,
+    }
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+# (our prefix, Hugging Face's prefix) of every parameter; i is the stage, j the block.
+_EMBEDDING = "cvt.encoder.stages.{i}.embedding.convolution_embeddings."
+_LAYER = "cvt.encoder.stages.{i}.layers.{j}."
+_PREFIXES = [
+    ("stage{i}.cls_token", "cvt.encoder.stages.{i}.cls_token"),
+    ("stage{i}.patch_embed.proj.", _EMBEDDING + "projection."),
+    ("stage{i}.patch_embed.norm.", _EMBEDDING + "normalization."),
+    ("stage{i}.blocks.{j}.norm1.", _LAYER + "layernorm_before."),
+    ("stage{i}.blocks.{j}.norm2.", _LAYER + "layernorm_after."),
+    ("stage{i}.blocks.{j}.attn.proj.", _LAYER + "attention.output.dense."),
+    ("stage{i}.blocks.{j}.mlp.fc1.", _LAYER + "intermediate.dense."),
+    ("stage{i}.blocks.{j}.mlp.fc2.", _LAYER + "output.dense."),
+    ("norm.", "layernorm."),
+    ("head.", "classifier."),
+]
+for _letter, _word in (("q", "query"), ("k", "key"), ("v", "value")):
+    _ours, _theirs = "stage{i}.blocks.{j}.attn.", _LAYER + "attention.attention."
+    _conv = f"convolution_projection_{_word}.convolution_projection."
+    _PREFIXES += [
+        (f"{_ours}proj_{_letter}.", f"{_theirs}projection_{_word}."),
+        (f"{_ours}conv_proj_{_letter}.conv.", f"{_theirs}{_conv}convolution."),
+        (f"{_ours}conv_proj_{_letter}.bn.", f"{_theirs}{_conv}normalization."),
+    ]
+
+
+def _translator(pairs: list[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
+    def pattern(prefix: str) -> re.Pattern[str]:
+        return re.compile(re.escape(prefix).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)"))
+
+    return [(pattern(source), target) for source, target in pairs]
+
+
+_OURS_TO_HF = _translator(_PREFIXES)
+_HF_TO_OURS = _translator([(theirs, ours) for ours, theirs in _PREFIXES])
+
+
+def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str | None:
+    for pattern, target in translator:
+        match = pattern.match(name)
+        if match:
+            return target.format(**match.groupdict()) + name[match.end() :]
+    return None
+
+
+def _to_huggingface(name: str) -> str:
+    translated = _translate(name, _OURS_TO_HF)
+    assert translated is not None, name  # why_inexpressible knows every other
+    return translated
+
+
+def from_huggingface(name: str) -> str:
+    """Translates a name of Hugging Face, with or without the base model's prefix; another name stays."""
+    if name.startswith("encoder.stages."):
+        name = "cvt." + name
+    return _translate(name, _HF_TO_OURS) or name

@@ -1,0 +1,36 @@
+"""Small models whose weights tests write and read."""
+
+import dataclasses
+
+import torch
+
+from cvt import CvTConfig, create_model
+from cvt.factory import randomize
+
+SMALL = CvTConfig(embed_dims=(8, 16, 24), num_heads=(1, 2, 3), depths=(1, 2, 3), num_classes=10)
+
+
+def small(seed=0, **overrides):
+    model = create_model(SMALL, **overrides)
+    randomize(model, seed)
+    return model
+
+
+def two_stages():
+    """Returns a configuration with two of the three stages of ``SMALL``, and with exact GELU."""
+    per_stage = {name: value[1:] for name, value in vars(SMALL).items() if isinstance(value, tuple)}
+    return dataclasses.replace(SMALL, activation="gelu", **per_stage)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def huggingface_twin(**changes):
+    from transformers import CvtConfig, CvtForImageClassification
+
+    settings = {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3], "num_labels": 10}
+    config = CvtConfig(**settings | changes)
+    model = CvtForImageClassification(config).eval()
+    randomize(model)
+    return model

@@ -1,0 +1,171 @@
+"""Models where torch.jit.trace, ONNX exporters, torch.export and torch.fx record them."""
+
+import copy
+import io
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.factory import randomize
+from cvt_kernels import backends
+from tests.checks import not_built
+from tests.processes import run_python
+from tests.upstream import ONE_STAGE, huggingface, images, microsoft, ours, relative
+
+pytestmark = [
+    # What PyTorch says of its own exporters.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*legacy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Constant folding:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+    pytest.mark.usefixtures("proving"),
+]
+
+BATCH = {0: torch.export.Dim("batch")}
+
+
+class Logits(nn.Module):
+    """Hugging Face's model, returning logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).logits
+
+
+@pytest.fixture(autouse=True)
+def _no_request():
+    ck.use_backend("auto")
+
+
+def alone(model):
+    """Returns a model that returns logits alone."""
+    return Logits(model).eval() if hasattr(model, "cvt") else model
+
+
+def small(make):
+    """Returns a model of one block, with a class token, for what takes long per operator."""
+    if make is huggingface:
+        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
+    if make is microsoft:
+        return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
+    model = create_model(ONE_STAGE)
+    randomize(model)
+    return model
+
+
+def models(make, own):
+    """Yields a model as it is accelerated, live and frozen, each with what it was."""
+    own = own.eval()
+    for freeze in (False, True):
+        fused = copy.deepcopy(own)
+        if freeze or make is not ours:
+            ck.accelerate(fused, freeze=freeze)
+        backends.choices.clear()
+        backends._fallbacks.clear()
+        yield alone(fused), alone(own)
+
+
+every_model = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+
+
+def assert_records_own(kinds):
+    assert not [kind for kind in kinds if "cvt_kernels" in kind]
+    assert (backends.choices, ck.fallbacks()) == ({}, {})
+
+
+@torch.no_grad()
+@every_model
+def test_traces_are_those_of_the_model(make):
+    for model, own in models(make, make()):
+        traced = torch.jit.trace(model, images(), check_trace=False)
+        assert_records_own(node.kind() for node in traced.inlined_graph.nodes())
+        with ck.use_backend("sdpa", "reference"):
+            for x in (images(), images(5)):
+                assert relative(traced(x), own(x)) < 1e-5
+
+
+@torch.no_grad()
+@every_model
+def test_onnx_by_the_old_exporter(make):
+    for model, own in models(make, make()):
+        file = io.BytesIO()
+        torch.onnx.export(
+            model, (images(),), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}}
+        )
+        graph = onnx.load_from_string(file.getvalue()).graph
+        assert_records_own(node.domain for node in graph.node)
+        session = onnxruntime.InferenceSession(file.getvalue())
+        # Microsoft's class token has the batch that was traced there, accelerated or not.
+        for x in (images(), images(2 if make is microsoft else 5)):
+            (out,) = session.run(None, {"x": x.numpy()})
+            with ck.use_backend("sdpa", "reference"):
+                assert relative(torch.from_numpy(out), own(x)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "strict"), [(huggingface, False), (microsoft, False), (ours, False), (ours, True)]
+)
+def test_exported_programs_hold_pytorchs_own(make, strict):
+    for model, own in models(make, small(make)):
+        program = torch.export.export(model, (images(),), dynamic_shapes=(BATCH,), strict=strict)
+        assert_records_own(str(node.target) for node in program.graph.nodes if node.op == "call_function")
+        with ck.use_backend("sdpa", "reference"):
+            assert relative(program.module()(images(5)), own(images(5))) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [huggingface, microsoft])
+def test_symbolic_traces(make):
+    for model, own in models(make, make()):
+        graph = torch.fx.symbolic_trace(copy.deepcopy(own)).graph
+        traced = torch.fx.symbolic_trace(model)
+        assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
+        with ck.use_backend("sdpa", "reference"):
+            assert relative(traced(images()), own(images())) < 1e-5
+
+
+@torch.no_grad()
+def test_files_need_nothing_of_this_package(tmp_path):
+    model, own = next(models(ours, small(ours)))
+    x = images()
+    torch.jit.trace(model, x, check_trace=False).save(tmp_path / "model.ts")
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    code = f"""
+import sys, warnings
+sys.modules |= dict.fromkeys(("cvt", "cvt_kernels"))
+warnings.simplefilter("ignore", DeprecationWarning)
+import torch
+folder = {str(tmp_path)!r}
+x = torch.load(folder + "/x.pt")
+outs = torch.jit.load(folder + "/model.ts")(x), torch.export.load(folder + "/model.pt2").module()(x)
+torch.save([out.detach() for out in outs], folder + "/outs.pt")
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    for out in torch.load(tmp_path / "outs.pt"):
+        assert relative(out, own(x)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+def test_requested_kernels():
+    """They become operators of an exported program, and cannot be part of a trace."""
+    model, own = next(models(huggingface, small(huggingface)))
+    with ck.use_backend("native", "sdpa", "reference"):
+        program = torch.export.export(model, (images(),))
+    assert [node for node in program.graph.nodes if str(node.target).startswith("cvt_kernels.")]
+    assert relative(program.module()(images()), own(images())) < 1e-5
+    with ck.use_backend("native"):
+        model = ours().eval()
+        with pytest.raises(ck.BackendUnavailable, match="records PyTorch's own operators only"):
+            torch.jit.trace(model, images())
