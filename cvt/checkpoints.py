@@ -200,7 +200,7 @@ class Checkpoint(NamedTuple):
         return resolve_config(base, **self._known_fields() | overrides)
 
     def _known_fields(self) -> dict[str, Any]:
-        """Returns the fields of :class:`CvTConfig` that the weights decide, whatever their model is called."""
+        """Returns the fields of :class:`CvTConfig` that come with the weights, whatever their model."""
         fields = {"activation": self.activation, "num_classes": self.num_classes}
         return {name: value for name, value in fields.items() if value is not None}
 
