@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from cvt_kernels.checks import dtype_name
 
 from .config import PRESETS, CvTConfig
-from .files import filling, write_json
+from .files import filling, replacing, write_json
 from .model import CvT, CvTFeatures
 
 _PathLike = str | os.PathLike[str]
@@ -54,6 +54,8 @@ for _letter, _word in (("q", "query"), ("k", "key"), ("v", "value")):
 
 #: The best weights in a directory of ``cvt train``.
 BEST = "best.pth"
+#: Models that come with this package, by the names that stand for their files.
+PACKAGED = {"digits": Path(__file__).parent / "weights" / "digits.safetensors"}
 
 # Fields of Hugging Face's configuration that change what the weights compute, or their shapes.
 _HF_ARCHITECTURE = (
@@ -180,7 +182,8 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
             or ``"model"``, possibly with ``module.`` or ``_orig_mod.`` before every name;
             a ``.safetensors`` file;
             a directory of Hugging Face's ``save_pretrained``;
-            a directory of ``cvt train``, for its best weights.
+            a directory of ``cvt train``, for its best weights;
+            ``"digits"``, if there is no such path, for the model of scanned digits in this package.
             Names may be Microsoft's or Hugging Face's. What this returned before is returned as it is.
 
     Raises:
@@ -191,6 +194,8 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
         return path
     path = Path(path)
     if not path.exists():
+        path = PACKAGED.get(str(path), path)
+    if not path.exists():
         raise FileNotFoundError(f"checkpoint: {path} does not exist")
     hf_config, card = None, None
     if (path / BEST).is_file():
@@ -199,6 +204,8 @@ def read_checkpoint(path: _PathLike | Checkpoint) -> Checkpoint:
         tensors, hf_config = _read_directory(path)
     elif path.suffix == ".safetensors":
         tensors = _read_safetensors(path)
+        with safe_open(path, "pt") as file:
+            card = _card(file.metadata(), path)
     else:
         content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
@@ -422,10 +429,32 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 def _card(content: Any, path: Path) -> ModelCard | None:
     if not isinstance(content, Mapping) or "card" not in content:
         return None
+    card = content["card"]
     try:
-        return ModelCard.from_dict(content["card"])
-    except (TypeError, KeyError, ValueError) as error:
+        return ModelCard.from_dict(json.loads(card) if isinstance(card, str) else card)
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
+
+
+def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -> None:
+    """Writes weights and their card as one file, which :func:`read_checkpoint` reads without pickle.
+
+    Args:
+        checkpoint: What :func:`read_checkpoint` returned, such as the best weights of a ``cvt train``.
+        path: The file, which ends with ``.safetensors`` and is replaced.
+        **metadata: More to say of the weights, such as ``description="Scanned digits"``.
+
+    Raises:
+        ValueError: Another ending.
+        OSError: The file cannot be written.
+    """
+    if Path(path).suffix != ".safetensors":
+        raise ValueError(f"path: got {str(path)!r}, expected a name that ends with .safetensors")
+    if checkpoint.card is not None:
+        metadata["card"] = json.dumps(checkpoint.card.to_dict())
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    with replacing(path) as scratch:
+        scratch.write_bytes(save(tensors, metadata={"format": "pt", **metadata}))
 
 
 def load_pickle(path: Path) -> Any:

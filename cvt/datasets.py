@@ -164,6 +164,22 @@ def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
     return images, digits.target[chosen].tolist(), [str(name) for name in digits.target_names]
 
 
+def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes the last held-out digit of each class as ``0.png`` to ``9.png``, and returns the files.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        OSError: The folder cannot be made or written to.
+    """
+    images, labels, classes = _digits("val")
+    last = dict(zip(labels, images, strict=True))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    files = [Path(folder, f"{name}.png") for name in classes]
+    for label, file in enumerate(files):
+        last[label].resize((128, 128), Image.Resampling.BICUBIC).save(file)  # as large as people like
+    return files
+
+
 def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
     """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image."""
     if not folder.is_dir():
