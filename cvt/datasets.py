@@ -28,6 +28,8 @@ _Image = str | os.PathLike[str] | Image.Image
 class RandomCrop:
     """The random part of training's transform: a resized crop (Szegedy et al. 2015), then a flip.
 
+    kornia's takes batches of tensors of one size only, and photographs come in all sizes.
+
     Attributes:
         min_scale: The crop has at least this part of the image's area.
         ratio: Its width over its height is between ``1 / ratio`` and ``ratio``.
@@ -156,7 +158,7 @@ def open_dataset(
     )
 
 
-def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
+def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
     digits = require("sklearn.datasets", "train").load_digits()
     chosen = (np.arange(len(digits.target)) % 5 == 0) == (split == "val")
     pixels = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)  # 0 to 16, white on black

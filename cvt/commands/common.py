@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
     """Prints every warning of the block on stderr at once, as a line after the name of the command."""
     from tqdm import tqdm
 
-    def show(message: Warning | str, *details: object) -> None:
+    def show(message: Any, *details: Any, **more: Any) -> None:
         tqdm.write(f"cvt {arguments.command}: {message}", file=sys.stderr)  # above a bar, if there is one
 
     with warnings.catch_warnings():

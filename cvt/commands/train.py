@@ -104,9 +104,9 @@ def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -
 def _trained_model(
     arguments: argparse.Namespace, option: str, model: str | None = None, **overrides: Any
 ) -> CvT:
-    """Builds the model of ``--checkpoint`` or ``--teacher`` with its weights, and prints what it is warned of.
+    """Builds the model of ``--checkpoint`` or ``--teacher`` with its weights.
 
-    The warnings name the options of the command in place of Python's arguments.
+    The warnings of the loading are printed, with options of the command in place of Python's arguments.
     """
     checkpoint = read_checkpoint(getattr(arguments, option))
     name = model or checkpoint.architecture()
