@@ -108,6 +108,8 @@ def _trained_model(
 
     The warnings of the loading are printed, with options of the command in place of Python's arguments.
     """
+    from ..training.trainer import rank_and_world_size
+
     checkpoint = read_checkpoint(getattr(arguments, option))
     name = model or checkpoint.architecture()
     if isinstance(name, str) and name not in PRESETS:
@@ -116,5 +118,6 @@ def _trained_model(
         built = create_model(name, checkpoint=checkpoint, **overrides)
     choice = {"checkpoint": "; choose by --activation gelu or quick_gelu", "teacher": ""}[option]
     remarks = [remark.replace("; choose by activation='gelu' or 'quick_gelu'", choice) for remark in remarks]
-    print_remarks(arguments, [f"--{option}: {remark}" for remark in remarks])
+    if rank_and_world_size()[0] == 0:
+        print_remarks(arguments, [f"--{option}: {remark}" for remark in remarks])
     return built

@@ -103,7 +103,7 @@ class Trainer:
         corrupt: str = "error",
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
-        self.rank, self.world_size = _rank_and_world_size()
+        self.rank, self.world_size = rank_and_world_size()
         _check(model, train_set, val_set, config, teacher, self.world_size)
         if (self.output / LAST).exists() and not resume:
             raise ValueError(
@@ -377,7 +377,8 @@ def freeze_batch_norm(model: nn.Module) -> None:
             module.eval()
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
+    """Returns the number of this process, 0 for the first, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from cvt.checkpoints import ModelCard
 from cvt.commands import main, train
 from cvt.datasets import open_dataset
 from cvt.images import read_image, sample_photos
+from cvt.training import trainer
 from cvt.training.recipe import MODELS
 from cvt.training.trainer import LAST
-from tests.checks import Terminal, bad
+from tests.checks import Terminal, bad, python_blocks, run_blocks
 
 
 def run(capsys, *arguments):
@@ -63,6 +65,18 @@ def test_the_trained_checkpoint_says_what_it_is(digits):
         top1 = (model(images).argmax(1) == targets).double().mean()
     best = torch.load(digits / "best.pth", weights_only=True)
     assert top1 == pytest.approx(best["metrics"]["top1"])
+
+
+def test_the_python_of_the_page(digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits").symlink_to(digits)
+    page = Path(__file__).parents[3] / "docs" / "training.md"
+    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert read_checkpoint("digits.safetensors").card == read_checkpoint(digits).card
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    assert names["history"][1]["top1"] > 0.5
 
 
 def test_it_classifies_image_files(capsys, digits, tmp_path):
@@ -110,7 +124,7 @@ def test_activation_on_the_command_line(capsys, tmp_path):
     assert "invalid choice: 'relu'" in bad(capsys, main, *arguments, "--activation", "relu")
 
 
-def test_warnings_name_the_options(capsys, tmp_path):
+def test_warnings_name_the_options(capsys, tmp_path, monkeypatch):
     config = {"embed_dims": (8, 16, 24), "num_heads": (1, 2, 3), "depths": (1, 2, 3)}
     save_huggingface(create_model("cvt_13", activation="gelu", num_classes=3, **config), tmp_path)
     arguments = argparse.Namespace(command="train", checkpoint=tmp_path, teacher=tmp_path)
@@ -120,6 +134,9 @@ def test_warnings_name_the_options(capsys, tmp_path):
         assert line.startswith(f"cvt train: --{option}: {tmp_path} is a Hugging Face model")
         assert line.endswith(f"with which the published weights were trained{ending}")
     train._trained_model(arguments, "checkpoint", "cvt_13", activation="gelu", **config)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(trainer, "rank_and_world_size", lambda: (1, 2))  # where the first process prints
+    train._trained_model(arguments, "checkpoint", "cvt_13", **config)
     assert capsys.readouterr().err == ""
 
 
