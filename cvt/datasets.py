@@ -183,7 +183,10 @@ def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
-    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image."""
+    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image.
+
+    torchvision's ``ImageFolder`` lists the same, but nothing here may need torchvision.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"

@@ -185,6 +185,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
         TypeError: ``model`` is not a module.
         ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
     """
+    from tqdm import tqdm  # not needed where nothing is verified
+
     if rounds < 1:
         raise ValueError(f"rounds: got {rounds}, expected at least 1")
     coverage(model)  # raises unless there is something to verify
@@ -204,8 +206,6 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     ]
     oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",), stages)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    from tqdm import tqdm  # not needed where nothing is verified
-
     # None: unless on a terminal. Each model is recorded, and both are timed twice, after a run that warms up.
     bar = tqdm(
         total=3 + 4 * (rounds + 1), desc="verify", unit="run", leave=False, disable=None if progress else True
