@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -127,6 +128,9 @@ def test_activation_on_the_command_line(capsys, tmp_path):
 def test_warnings_name_the_options(capsys, tmp_path, monkeypatch):
     config = {"embed_dims": (8, 16, 24), "num_heads": (1, 2, 3), "depths": (1, 2, 3)}
     save_huggingface(create_model("cvt_13", activation="gelu", num_classes=3, **config), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["transformers_version"] = "5.0.0"  # which has written it
+    (tmp_path / "config.json").write_text(json.dumps(content))
     arguments = argparse.Namespace(command="train", checkpoint=tmp_path, teacher=tmp_path)
     for option, ending in (("checkpoint", "; choose by --activation gelu or quick_gelu"), ("teacher", "")):
         train._trained_model(arguments, option, "cvt_13", **config)
