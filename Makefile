@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PHOTOS := .venv/lib/python3*/site-packages/sklearn/datasets/images/*.jpg
-# Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth
+# Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth; with a network CHECKPOINT=microsoft/cvt-13
 CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
@@ -11,11 +11,13 @@ export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap -
 .PHONY: demo test matrix bench gpu results lint clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
-# machine takes since then; classification.
+# machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
 demo: $(INSTALLED)
-	$(BIN)/cvt bench --save-weights build/demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
+	$(BIN)/cvt bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
 	$(BIN)/cvt doctor
-	$(BIN)/cvt classify $(PHOTOS) --checkpoint $(if $(CHECKPOINT),'$(CHECKPOINT)',build/demo)
+	$(if $(CHECKPOINT),$(BIN)/cvt classify $(PHOTOS) --checkpoint '$(CHECKPOINT)')
+	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
+	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
 # Everything CI runs.
 test: lint

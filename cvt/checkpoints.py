@@ -7,6 +7,7 @@ changed only once everything is known to fit.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import warnings
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from . import hub
 from .config import PRESETS, CvTConfig, preset_of, resolve_config
+from .files import replacing
 from .huggingface import (
     INDEX,
     WEIGHTS,
@@ -40,6 +42,8 @@ _PathLike = str | os.PathLike[str]
 
 #: The best weights in a directory of ``cvt train``.
 BEST = "best.pth"
+#: Models that come with this package, by the names that stand for their files.
+PACKAGED = {"digits": Path(__file__).parent / "weights" / "digits.safetensors"}
 
 # The first part of a name of ours or of Hugging Face's; before it stand the names of wrappers.
 _FIRST_PART = re.compile(
@@ -235,6 +239,7 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
             a ``.safetensors`` file;
             a directory of Hugging Face's ``save_pretrained`` or of ours;
             a directory of ``cvt train``, for its best weights;
+            ``"digits"``, if there is no such path, for the model of scanned digits in this package;
             ``"owner/name"`` of a model on the Hugging Face Hub, also ``"owner/name@revision"``, if there is
             no such path, and ``"hf-hub:owner/name"`` in any case; it is fetched unless the cache has it.
             Names may be Microsoft's or Hugging Face's. A :class:`Checkpoint` is returned as it is.
@@ -259,6 +264,8 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
         tensors = _read_weights(path)
     elif path.suffix == ".safetensors":
         tensors = _read_safetensors(path)
+        with safe_open(path, "pt") as file:
+            card = _card(file.metadata(), path)
     else:
         content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
@@ -279,6 +286,8 @@ def _locate(
     if model is not None and not path.exists():
         model = model._replace(revision=revision or model.revision)
         return hub.fetch(model, **download), model
+    if not path.exists():
+        path = PACKAGED.get(str(path), path)
     if not path.exists():
         raise FileNotFoundError(f"checkpoint: {path} does not exist")
     return path, None
@@ -367,10 +376,32 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 def _card(content: Any, path: Path) -> ModelCard | None:
     if not isinstance(content, Mapping) or "card" not in content:
         return None
+    card = content["card"]
     try:
-        return ModelCard.from_dict(content["card"])
-    except (TypeError, KeyError, ValueError) as error:
+        return ModelCard.from_dict(json.loads(card) if isinstance(card, str) else card)
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
+
+
+def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -> None:
+    """Writes weights and their card as one file, which :func:`read_checkpoint` reads without pickle.
+
+    Args:
+        checkpoint: What :func:`read_checkpoint` returned, such as the best weights of a ``cvt train``.
+        path: The file, which ends with ``.safetensors`` and is replaced.
+        **metadata: More to say of the weights, such as ``description="Scanned digits"``.
+
+    Raises:
+        ValueError: Another ending.
+        OSError: The file cannot be written.
+    """
+    if Path(path).suffix != ".safetensors":
+        raise ValueError(f"path: got {str(path)!r}, expected a name that ends with .safetensors")
+    if checkpoint.card is not None:
+        metadata["card"] = json.dumps(checkpoint.card.to_dict())
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    with replacing(path) as scratch:
+        scratch.write_bytes(save(tensors, metadata={"format": "pt", **metadata}))
 
 
 def load_pickle(path: Path) -> Any:

@@ -28,6 +28,8 @@ _Image = str | os.PathLike[str] | Image.Image
 class RandomCrop:
     """The random part of training's transform: a resized crop (Szegedy et al. 2015), then a flip.
 
+    kornia's takes batches of tensors of one size only, and photographs come in all sizes.
+
     Attributes:
         min_scale: The crop has at least this part of the image's area.
         ratio: Its width over its height is between ``1 / ratio`` and ``ratio``.
@@ -156,7 +158,7 @@ def open_dataset(
     )
 
 
-def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
+def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
     digits = require("sklearn.datasets", "train").load_digits()
     chosen = (np.arange(len(digits.target)) % 5 == 0) == (split == "val")
     pixels = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)  # 0 to 16, white on black
@@ -164,8 +166,27 @@ def _digits(split: str) -> tuple[Sequence[_Image], list[int], list[str]]:
     return images, digits.target[chosen].tolist(), [str(name) for name in digits.target_names]
 
 
+def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes the last held-out digit of each class as ``0.png`` to ``9.png``, and returns the files.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        OSError: The folder cannot be made or written to.
+    """
+    images, labels, classes = _digits("val")
+    last = dict(zip(labels, images, strict=True))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    files = [Path(folder, f"{name}.png") for name in classes]
+    for label, file in enumerate(files):
+        last[label].resize((128, 128), Image.Resampling.BICUBIC).save(file)  # as large as people like
+    return files
+
+
 def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
-    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image."""
+    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image.
+
+    torchvision's ``ImageFolder`` lists the same, but nothing here may need torchvision.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"

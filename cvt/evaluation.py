@@ -1,4 +1,8 @@
-"""Evaluation of a classifier: accuracy, loss, confusion, speed; parameters and multiply-adds of a CvT."""
+"""Evaluation of a classifier: accuracy, loss, confusion, speed; parameters and multiply-adds of a CvT.
+
+Ranks, sums and the confusion matrix are a line each of PyTorch's ``topk``, ``sum`` and ``index_put_``, and
+need no library of metrics; the tests compare them with scikit-learn's.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -40,6 +41,13 @@ def assert_accurate(
     assert exact.numel(), "there is nothing to compare"
     error = accuracy.compare(actual, same_dtype, exact, factor=factor, units=floor)
     assert error.passed, str(error)
+
+
+class Terminal(io.StringIO):
+    """A standard error that says of itself that it is a terminal, on which bars are drawn."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def compiler() -> list[str]:

@@ -188,6 +188,19 @@ def recorded_warnings() -> Iterator[list[str]]:
     messages += [str(warning.message) for warning in caught]
 
 
+@contextlib.contextmanager
+def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
+    """Prints every warning of the block on stderr at once, as a line after the name of the command."""
+    from tqdm import tqdm
+
+    def show(message: Any, *details: Any, **more: Any) -> None:
+        tqdm.write(f"cvt {arguments.command}: {message}", file=sys.stderr)  # above a bar, if there is one
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None:
     """Prints remarks on stderr, each after the name of the command."""
     for remark in remarks:

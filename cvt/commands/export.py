@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from cvt_kernels import use_backend
 
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
-    difference = export(loaded.model, arguments.output, arguments.format, image_size=size)
+    difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)
     line = (
         f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "
         f"(batch, {config.num_classes}), within {difference:.1e} of the model"
@@ -51,7 +52,14 @@ def _export(arguments: argparse.Namespace) -> None:
     print_result(arguments, [line], loaded.remarks)
 
 
-def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size: int) -> float:  # noqa: A002
+def export(
+    model: CvT,
+    path: str | os.PathLike[str],
+    format: str,  # noqa: A002
+    *,
+    image_size: int,
+    progress: bool = False,
+) -> float:
     """Writes a model with its weights, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to ``logits`` (B, num_classes) by
@@ -63,6 +71,7 @@ def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size:
         path: A file, replaced when all is done.
         format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
         image_size: Pixels of each side.
+        progress: Show a bar over the three steps on stderr, if that is a terminal.
 
     Returns:
         The largest difference of the logits, relative to the largest logit; at most :data:`TOLERANCE`.
@@ -85,12 +94,16 @@ def export(model: CvT, path: str | os.PathLike[str], format: str, *, image_size:
     runtime = _import_onnxruntime() if format == "onnx" else None
     shape = 3, model.config.in_chans, image_size, image_size
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), replacing(path) as scratch:
+    bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
+    with torch.no_grad(), replacing(path) as scratch, bar:
         expected = model(images)
+        bar.update()
         try:
             with use_backend("auto"), _quiet():  # requested kernels would become part of the file
                 _write(model, images[:2], scratch, format)
+                bar.update()
                 logits = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
+                bar.update()
         except OSError:
             raise
         except Exception as error:  # a tracer can stumble over anything

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import read_checkpoint
-from ..config import PRESETS
+from ..config import ACTIVATIONS, PRESETS
 from ..factory import create_model
 from ..model import CvT
 from ..training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
@@ -17,6 +17,7 @@ from .common import (
     add_device_argument,
     positive_int,
     print_remarks,
+    printed_warnings,
     recorded_warnings,
     resolve_device,
 )
@@ -32,6 +33,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--model", choices=tuple(MODELS), help="default: cvt_13; for digits cvt_nano")
     parser.add_argument("--checkpoint", help="fine-tune these weights, with a new head for other classes")
+    parser.add_argument(
+        "--activation", choices=tuple(ACTIVATIONS), help="default: the checkpoint's, or else quick_gelu"
+    )
     parser.add_argument("--teacher", metavar="CHECKPOINT", help="for --distillation")
     parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224; for digits 16)")
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
@@ -55,9 +59,9 @@ def add_parser(commands: Any) -> None:
 def _train(arguments: argparse.Namespace) -> None:
     # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
     from ..datasets import DIGITS, RandomCrop, open_dataset
-    from ..training.trainer import Trainer, distributed
+    from ..training.trainer import Trainer, distributed, epoch_line
 
-    with distributed(resolve_device(arguments.device)) as device:
+    with printed_warnings(arguments), distributed(resolve_device(arguments.device)) as device:
         is_digits = arguments.data == DIGITS
         given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -74,12 +78,14 @@ def _train(arguments: argparse.Namespace) -> None:
             config,
             output=arguments.output,
             device=device,
-            teacher=_trained_model(arguments, arguments.teacher) if arguments.teacher else None,
+            teacher=_trained_model(arguments, "teacher") if arguments.teacher else None,
             resume=arguments.resume,
             workers=arguments.workers,
             corrupt=arguments.corrupt,
         )
-        history = trainer.fit()
+        history = trainer.fit(
+            report=lambda row: print(epoch_line(row, config.epochs), flush=True), progress=True
+        )
         if trainer.rank == 0:
             best = max(history, key=lambda row: row["top1"])
             print(f"{arguments.output}: top-1 {best['top1']:.2%} in epoch {best['epoch']} of {len(history)}")
@@ -87,23 +93,31 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
-    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale")}
+    overrides = {name: getattr(arguments, name) for name in ("activation", "drop_path_rate", "layer_scale")}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     overrides["num_classes"] = classes
     if arguments.checkpoint is None:
         return create_model(MODELS[arguments.model or default], **overrides)
-    return _trained_model(arguments, arguments.checkpoint, arguments.model, **overrides)
+    return _trained_model(arguments, "checkpoint", arguments.model, **overrides)
 
 
 def _trained_model(
-    arguments: argparse.Namespace, path: str, model: str | None = None, **overrides: Any
+    arguments: argparse.Namespace, option: str, model: str | None = None, **overrides: Any
 ) -> CvT:
-    """Builds the model of a checkpoint with its weights, and prints the warnings of the loading."""
-    checkpoint = read_checkpoint(path)
+    """Builds the model of ``--checkpoint`` or ``--teacher`` with its weights.
+
+    The warnings of the loading are printed, with options of the command in place of Python's arguments.
+    """
+    from ..training.trainer import rank_and_world_size
+
+    checkpoint = read_checkpoint(getattr(arguments, option))
     name = model or checkpoint.architecture()
     if isinstance(name, str) and name not in PRESETS:
         name = MODELS[name]
     with recorded_warnings() as remarks:
         built = create_model(name, checkpoint=checkpoint, **overrides)
-    print_remarks(arguments, remarks)
+    choice = {"checkpoint": "; choose by --activation gelu or quick_gelu", "teacher": ""}[option]
+    remarks = [remark.replace("; choose by activation='gelu' or 'quick_gelu'", choice) for remark in remarks]
+    if rank_and_world_size()[0] == 0:
+        print_remarks(arguments, [f"--{option}: {remark}" for remark in remarks])
     return built

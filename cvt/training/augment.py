@@ -1,4 +1,8 @@
-"""Augmentation of whole batches, on their device: what comes after the random crop of each image."""
+"""Augmentation of whole batches, on their device: what comes after the random crop of each image.
+
+Mixup and CutMix are written out: kornia's draw a λ for each image, that of Mixup evenly and without an alpha,
+and return pairs of labels, of which the targets would still have to be made.
+"""
 
 from __future__ import annotations
 

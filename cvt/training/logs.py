@@ -34,7 +34,7 @@ class Logs:
             replacing(self._directory / "log.csv") as scratch,
             open(scratch, "w", encoding="utf-8", newline="") as file,
         ):
-            rows = csv.DictWriter(file, history[0], lineterminator="\n")
+            rows = csv.DictWriter(file, history[-1], lineterminator="\n")
             rows.writeheader()
             rows.writerows(history)
 

@@ -125,7 +125,11 @@ DIGITS_OPTIONS: dict[str, Any] = {
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """Returns the rate of a step, from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``."""
+    """Returns the rate of a step, from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``.
+
+    PyTorch's ``LinearLR`` and ``CosineAnnealingLR`` give the same values, but the latter has one least rate
+    for all groups, where layer-wise decay needs one for each; and steps that fp16 skips make them warn.
+    """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -137,7 +141,8 @@ def parameter_groups(model: CvT, weight_decay: float, layer_decay: float = 1.0) 
     """Groups parameters for an optimizer by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
 
     The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's
-    embedding and class token have that of its first block, the first stage's one more.
+    embedding and class token have that of its first block, the first stage's one more. (timm groups so too,
+    by the names of its own models.)
     """
     undecayed = model.no_weight_decay()
     groups: dict[tuple[float, float], dict[str, Any]] = {}

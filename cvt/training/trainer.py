@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Trainer:
         corrupt: str = "error",
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
-        self.rank, self.world_size = _rank_and_world_size()
+        self.rank, self.world_size = rank_and_world_size()
         _check(model, train_set, val_set, config, teacher, self.world_size)
         if (self.output / LAST).exists() and not resume:
             raise ValueError(
@@ -160,12 +160,19 @@ class Trainer:
         fully_shard(self.model, mesh=mesh)
         return self.model
 
-    def fit(self) -> list[dict[str, float]]:
+    def fit(
+        self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
+    ) -> list[dict[str, float]]:
         """Trains to the last epoch, with a checkpoint after each.
 
+        Args:
+            report: Called with the row of each epoch, by the first process only, when its checkpoint is
+                written; :func:`epoch_line` makes a line of text of it.
+            progress: Show a bar over the steps of each epoch on stderr, if that is a terminal.
+
         Returns:
-            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, ``val_loss``, ``top1``, ``top5`` and
-            ``seconds``.
+            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, ``val_loss``, ``top1``, ``top5``,
+            ``images_per_second`` of the training alone, and ``seconds``.
 
         Raises:
             ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
@@ -173,7 +180,8 @@ class Trainer:
         """
         while self.epoch < self.config.epochs:
             start = time.perf_counter()
-            losses = self.train_epoch()
+            losses = self.train_epoch(progress=progress)
+            trained = time.perf_counter() - start  # the last loss has been fetched, so no step is left
             metrics = self.evaluate()
             step = self.epoch * self.steps_per_epoch
             self._check_finite(metrics["val_loss"], step, "validation loss")
@@ -182,19 +190,22 @@ class Trainer:
                 "lr": learning_rate(self.config, step - 1, self.steps_per_epoch),
                 "train_loss": sum(losses) / len(losses),
                 **metrics,
+                "images_per_second": self.steps_per_epoch * self.config.batch_size / trained,
                 "seconds": time.perf_counter() - start,
             }
             self.history.append(row)
             self._save()
             if self.logs is not None:
                 self.logs.epoch(step, self.history)
+            if self.rank == 0 and report is not None:
+                report(row)
         if self.logs is not None:
             self.logs.close(self.history)
         if self.world_size > 1:
             dist.barrier()  # the first process has written its files
         return self.history
 
-    def train_epoch(self) -> list[float]:
+    def train_epoch(self, *, progress: bool = False) -> list[float]:
         """Trains for one epoch; returns the loss of every step, the mean over all processes."""
         entropy = np.random.SeedSequence((self.config.seed, self.epoch, self.rank))
         torch.manual_seed(int(entropy.generate_state(1)[0]))
@@ -205,13 +216,17 @@ class Trainer:
         batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
         losses: list[float] = []
         pending: list[Tensor] = []
-        hidden = True if self.rank else None  # None: unless on a terminal
-        for step in tqdm(range(self.steps_per_epoch), f"epoch {self.epoch + 1}", leave=False, disable=hidden):
-            micro_batches = list(itertools.islice(batches, self.config.accumulate))
-            pending.append(self.step(micro_batches, first + step))
-            if len(pending) == 20 or step == self.steps_per_epoch - 1:  # seldom, since it waits for the GPU
-                losses += self._losses(pending, first + len(losses))
-                pending = []
+        hidden = None if progress and self.rank == 0 else True  # None: unless on a terminal
+        with tqdm(
+            range(self.steps_per_epoch), f"epoch {self.epoch + 1}", unit="step", leave=False, disable=hidden
+        ) as steps:
+            for step in steps:
+                micro_batches = list(itertools.islice(batches, self.config.accumulate))
+                pending.append(self.step(micro_batches, first + step))
+                if len(pending) == 20 or step == self.steps_per_epoch - 1:  # seldom: it waits for the GPU
+                    losses += self._losses(pending, first + len(losses))
+                    steps.set_postfix(loss=f"{sum(losses[-len(pending) :]) / len(pending):.4f}")
+                    pending = []
         self.epoch += 1
         return losses
 
@@ -336,6 +351,19 @@ class Trainer:
         self.epoch, self.history = state["epoch"], state["history"]
 
 
+def epoch_line(row: dict[str, float], epochs: int) -> str:
+    """Returns a row of the history as one line for a log: losses, accuracy, speed and the time left.
+
+    The epochs that are left are taken to be as long as this one.
+    """
+    left = tqdm.format_interval(row["seconds"] * (epochs - row["epoch"]))
+    return (
+        f"epoch {row['epoch']:{len(str(epochs))}}/{epochs}  loss {row['train_loss']:.4f}  "
+        f"validation loss {row['val_loss']:.4f}  top-1 {row['top1']:7.2%}  "
+        f"{row['images_per_second']:.0f} images/s  {left} left"
+    )
+
+
 def _write(content: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint; whenever the process or the machine dies, the old one or the new one is whole."""
     with replacing(path) as scratch, open(scratch, "wb") as file:
@@ -349,7 +377,8 @@ def freeze_batch_norm(model: nn.Module) -> None:
             module.eval()
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
+    """Returns the number of this process, 0 for the first, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

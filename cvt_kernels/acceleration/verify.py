@@ -156,7 +156,7 @@ class Verification(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
+def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = False) -> Verification:
     """Runs a model accelerated and restored, in evaluation and for a training step, and compares them.
 
     The errors of both against the restored model in float64 are compared block by block: outputs, gradients
@@ -176,6 +176,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
             in training mode, the training step keeps the modes of its parts, such as frozen BatchNorms.
         inputs: The arguments of the model: one tensor, a tuple of positional or a dict of keyword arguments.
         rounds: Timed runs of each model.
+        progress: Show a bar over the runs on stderr, if that is a terminal.
 
     Returns:
         A :class:`Verification`: print it, or ask for ``passed``.
@@ -184,6 +185,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
         TypeError: ``model`` is not a module.
         ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
     """
+    from tqdm import tqdm  # not needed where nothing is verified
+
     if rounds < 1:
         raise ValueError(f"rounds: got {rounds}, expected at least 1")
     coverage(model)  # raises unless there is something to verify
@@ -203,11 +206,15 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5) -> Verification:
     ]
     oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",), stages)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=cuda):
-        samples = _samples(runs, oracle)
+    # None: unless on a terminal. Each model is recorded, and both are timed twice, after a run that warms up.
+    bar = tqdm(
+        total=3 + 4 * (rounds + 1), desc="verify", unit="run", leave=False, disable=None if progress else True
+    )
+    with torch.random.fork_rng(devices=cuda), bar:
+        samples = _samples(runs, oracle, bar)
         random = _random_difference(*runs) if _random_modules(model) else None
-        evaluation = _speed([run.evaluate for run in runs], rounds, model)
-        training = _speed([run.train for run in runs], rounds, model)
+        evaluation = _speed([run.evaluate for run in runs], rounds, model, bar)
+        training = _speed([run.train for run in runs], rounds, model, bar)
     rows = coverage((serving or accelerated).eval())
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
@@ -427,15 +434,22 @@ class _Sample(NamedTuple):
 _Errors = dict[tuple[str, str], _Sample]
 
 
-def _samples(runs: list[_Run], oracle: _Run) -> list[list[_Errors]]:
+def _samples(runs: list[_Run], oracle: _Run, bar: Any) -> list[list[_Errors]]:
     """Returns the errors of each model's run, or of more runs where chance may have made one too large."""
-    exact = oracle.record()
-    samples = [[_errors(run.record(), exact)] for run in runs]
+
+    def record(run: _Run) -> _Record:
+        record = run.record()
+        bar.update()
+        return record
+
+    exact = record(oracle)
+    samples = [[_errors(record(run), exact)] for run in runs]
     errors = [_error(name, path, *samples) for name, path in samples[0][0]]
     failed = [error for error in errors if not error.passed]
     if failed and all(error.accelerated <= _LUCK * error.allowed for error in failed):
+        bar.total += len(runs) * _MORE_RUNS
         for run, known in zip(runs, samples, strict=True):
-            known += [_errors(run.nudged(seed).record(), exact) for seed in range(_MORE_RUNS)]
+            known += [_errors(record(run.nudged(seed)), exact) for seed in range(_MORE_RUNS)]
     return samples
 
 
@@ -491,14 +505,15 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
 
 
-def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module) -> Speed:
+def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: Any) -> Speed:
     """Returns the median seconds of two functions, run in turns where the model is."""
     import statistics  # neither is needed where nothing is verified
 
     from .. import measure
 
     device = next(model.parameters()).device
-    return Speed(*map(statistics.median, measure.seconds_in_turns(functions, rounds, device)))
+    times = measure.seconds_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
+    return Speed(*map(statistics.median, times))
 
 
 def _heading(model: nn.Module, inputs: Any) -> str:

@@ -83,7 +83,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     store = verdicts.store_for(device)
     with (
         Worker(device, arguments.seconds) as worker,
-        tqdm(questions, desc="prove", unit="question", disable=None) as progress,
+        tqdm(questions, desc="prove", unit="question", leave=False, disable=None) as progress,
     ):
         results: list[Result] = []
         try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from cvt.evaluation import Cost, Evaluation
 from cvt.factory import randomize
 from cvt.images import preprocess
 from cvt.training.recipe import MODELS
-from tests.checks import bad
+from tests.checks import Terminal, bad
 
 
 def test_report_and_json():
@@ -86,6 +87,14 @@ def test_command_on_digits(capsys, trained, tmp_path):
         assert f"{content['top1']:.2%}" in out
         assert "digits.pth on digits, 16×16 pixels, fp32 on c" in out
     assert outputs[0][1]["top5"] == outputs[1][1]["top5"]
+
+
+def test_a_bar_is_drawn_on_a_terminal(capsys, trained, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main(["evaluate", "--data", "digits", "--checkpoint", str(trained[0]), "--batch-size", "180"]) == 0
+    assert "0/2 [" in sys.stderr.getvalue()
+    assert not sys.stderr.getvalue().split("\r")[-1].strip()
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_command_on_a_folder_with_a_file_that_is_no_image(capsys, trained, tmp_path):

@@ -16,7 +16,7 @@ from cvt.commands import export as export_module
 from cvt.commands import main
 from cvt.commands.export import export
 from cvt.factory import randomize
-from tests.checks import bad, record_all_calls
+from tests.checks import Terminal, bad, record_all_calls
 from tests.upstream import ONE_STAGE
 
 # What torch.export.load of torch 2.11 says of itself.
@@ -80,6 +80,19 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     for batch in (1, 7):
         x = torch.randn(batch, 3, 32, 32)
         torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_a_bar_is_drawn_for_those_who_ask(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
+    monkeypatch.setattr(export_module, "_run", lambda path, images, runtime: model(images))
+    drawn = []
+    for progress in (False, True):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        export(model, tmp_path / "model.pt2", "pt2", image_size=32, progress=progress)
+        drawn.append(sys.stderr.getvalue())
+    assert drawn[0] == ""
+    assert "export:   0%|" in drawn[1]
+    assert not drawn[1].split("\r")[-1].strip()
 
 
 @pytest.mark.parametrize(("error", "said"), [(1e-2, "e-0"), (math.nan, "nan")])

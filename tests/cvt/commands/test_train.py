@@ -1,20 +1,27 @@
 """``cvt train`` from the command line to a checkpoint that classifies."""
 
+import argparse
 import csv
 import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from cvt import create_model, read_checkpoint
+from cvt import create_model, read_checkpoint, save_huggingface
 from cvt.checkpoints import ModelCard
-from cvt.commands import main
+from cvt.commands import main, train
 from cvt.datasets import open_dataset
 from cvt.images import read_image, sample_photos
+from cvt.training import trainer
 from cvt.training.recipe import MODELS
 from cvt.training.trainer import LAST
+from tests.checks import Terminal, bad, python_blocks, run_blocks
 
 
 def run(capsys, *arguments):
@@ -61,6 +68,18 @@ def test_the_trained_checkpoint_says_what_it_is(digits):
     assert top1 == pytest.approx(best["metrics"]["top1"])
 
 
+def test_the_python_of_the_page(digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits").symlink_to(digits)
+    page = Path(__file__).parents[3] / "docs" / "training.md"
+    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert read_checkpoint("digits.safetensors").card == read_checkpoint(digits).card
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    assert names["history"][1]["top1"] > 0.5
+
+
 def test_it_classifies_image_files(capsys, digits, tmp_path):
     held_out = open_dataset("digits", "val", 16)
     files = []
@@ -80,6 +99,51 @@ def test_it_classifies_image_files(capsys, digits, tmp_path):
     assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in err
 
 
+def test_a_bar_shows_the_loss_on_a_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    arguments = ("train", "--data", "digits", "--output", tmp_path, "--device", "cpu", "--batch-size", 60)
+    assert run(capsys, *arguments, "--epochs", 1, "--warmup-epochs", 0)[0] == 0
+    drawn = sys.stderr.getvalue()
+    assert "epoch 1:   0%|" in drawn
+    assert len(set(re.findall(r"loss=(\d\.\d+)", drawn))) == 2  # of 20 steps, and of the last 3
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu"])
+def test_activation_of_every_model(activation):
+    chosen = {"activation": activation, "drop_path_rate": None, "layer_scale": None, "checkpoint": None}
+    for name, config in MODELS.items():
+        with torch.device("meta"):
+            model = train._model_to_train(argparse.Namespace(model=name, **chosen), 7, "cvt_13")
+        assert model.config == dataclasses.replace(config, num_classes=7, activation=activation)
+
+
+def test_activation_on_the_command_line(capsys, tmp_path):
+    arguments = ("train", "--data", "digits", "--output", tmp_path, "--device", "cpu", "--batch-size", 479)
+    arguments += ("--epochs", 1, "--warmup-epochs", 0, "--checkpoint", "digits", "--activation", "gelu")
+    assert run(capsys, *arguments)[0] == 0
+    assert read_checkpoint(tmp_path).card.config.activation == "gelu"
+    assert "invalid choice: 'relu'" in bad(capsys, main, *arguments, "--activation", "relu")
+
+
+def test_warnings_name_the_options(capsys, tmp_path, monkeypatch):
+    config = {"embed_dims": (8, 16, 24), "num_heads": (1, 2, 3), "depths": (1, 2, 3)}
+    save_huggingface(create_model("cvt_13", activation="gelu", num_classes=3, **config), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["transformers_version"] = "5.0.0"  # which has written it
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    arguments = argparse.Namespace(command="train", checkpoint=tmp_path, teacher=tmp_path)
+    for option, ending in (("checkpoint", "; choose by --activation gelu or quick_gelu"), ("teacher", "")):
+        train._trained_model(arguments, option, "cvt_13", **config)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"cvt train: --{option}: {tmp_path} is a Hugging Face model")
+        assert line.endswith(f"with which the published weights were trained{ending}")
+    train._trained_model(arguments, "checkpoint", "cvt_13", activation="gelu", **config)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(trainer, "rank_and_world_size", lambda: (1, 2))  # where the first process prints
+    train._trained_model(arguments, "checkpoint", "cvt_13", **config)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
     """Pieces of scikit-learn's two photographs, in the layout of ImageNet."""
@@ -96,6 +160,7 @@ def photographs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.filterwarnings("default:skipped")
 def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photographs, tmp_path):
     """Fine-tuned from digits with a new head, with augmentation, workers, EMA, and a file of no image."""
     (photographs / "train" / "china" / "note.jpg").write_text("hello")
@@ -121,11 +186,13 @@ def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photog
         f"'{photographs}/train/china/note.jpg'"
     )
     arguments[4] = tmp_path / "skipped"
-    with pytest.warns(UserWarning, match=r"skipped: .*china/note.jpg: is not a readable image"):
-        code, out, err = run(capsys, *arguments, "--corrupt", "skip")
+    code, out, err = run(capsys, *arguments, "--corrupt", "skip")
     assert code == 0
-    assert "has a head of 10 classes and the model one of 2" in err
-    assert out.startswith(f"{tmp_path / 'skipped'}: top-1 ")
+    head, *skipped = err.splitlines()
+    assert head.startswith("cvt train: --checkpoint: ")
+    assert "has a head of 10 classes and the model one of 2" in head
+    assert re.match(r"cvt train: skipped: .*china/note.jpg: is not a readable image", skipped[0])
+    assert out.splitlines()[-1].startswith(f"{tmp_path / 'skipped'}: top-1 ")
     code, out, _ = run(capsys, "classify", *sample_photos(), "--checkpoint", tmp_path / "skipped", "--top", 1)
     assert code == 0
     assert [line.split()[-1] for line in out.splitlines()[1::2]] == ["china", "flower"]
@@ -138,13 +205,19 @@ def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
     assert (code, out) == (2, "")
     assert "teacher: expected one with distillation soft or hard only, not none" in err
     arguments += ("--distillation", "soft")
-    code, out, _ = run(capsys, *arguments)
-    assert code == 0
-    assert "top-1" in out
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")  # no bar where nobody sees it
+    line, last = out.splitlines()
+    number = r"\d+\.\d{4}"
+    expected = (
+        rf"epoch 1/1  loss {number}  validation loss {number}  top-1 +\d+\.\d\d%  \d+ images/s  00:00 left"
+    )
+    assert re.fullmatch(expected, line)
+    assert last.startswith(f"{tmp_path / 'run'}: top-1 ")
     code, nothing, err = run(capsys, *arguments)
     assert (code, nothing) == (2, "")
     assert "exists; go on with --resume" in err
-    assert run(capsys, *arguments, "--resume")[:2] == (0, out)  # nothing is left to do
+    assert run(capsys, *arguments, "--resume")[:2] == (0, f"{last}\n")  # nothing is left to do
     code, out, err = run(capsys, *arguments, "--resume", "--lr", 1.0)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].endswith("last.pth was trained with lr 0.005, now 1.0")

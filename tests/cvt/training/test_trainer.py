@@ -24,8 +24,16 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.datasets import ImageDataset, RandomCrop, open_dataset
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig, distillation_loss
-from cvt.training.trainer import LAST, NonFiniteLossError, Trainer, distributed, freeze_batch_norm
+from cvt.training.trainer import (
+    LAST,
+    NonFiniteLossError,
+    Trainer,
+    distributed,
+    epoch_line,
+    freeze_batch_norm,
+)
 from cvt_kernels import backends, machine
+from tests.checks import Terminal
 from tests.processes import Child, run_ranks
 from tests.upstream import KERNELS_FIRST
 
@@ -72,7 +80,7 @@ def assert_same_bits(a, b):
         assert torch.equal(a, b)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
-        for key in a.keys() - {"seconds"}:
+        for key in a.keys() - {"seconds", "images_per_second"}:
             assert_same_bits(a[key], b[key])
     elif isinstance(a, list | tuple):
         for x, y in zip(a, b, strict=True):
@@ -212,6 +220,47 @@ def test_fused_and_reference_curves_agree_for_20_steps(tmp_path):
     assert curves[0] != curves[1]
     assert curves[0][19] < curves[0][0] - 0.3
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
+
+
+# Progress -------------------------------------------------------------------------------------------------
+
+
+def test_a_library_prints_nothing_and_reports_what_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    silent, reported = trainer(tmp_path / "silent", epochs=2), []
+    silent.fit(report=lambda row: reported.append((row, (tmp_path / "silent" / LAST).exists())))
+    assert sys.stderr.getvalue() == capsys.readouterr().out == ""
+    assert reported == [(row, True) for row in silent.history]
+    assert all(
+        24 / row["seconds"] < row["images_per_second"] < math.inf
+        and set(row) == set(rows(tmp_path / "silent" / "log.csv")[0])
+        for row in silent.history
+    )
+    shown = trainer(tmp_path / "shown", epochs=2)
+    shown.fit(progress=True)
+    drawn = sys.stderr.getvalue()
+    assert "epoch 2:   0%|" in drawn
+    losses = torch.load(tmp_path / "shown" / LAST, weights_only=True)["history"]
+    assert f"loss={losses[1]['train_loss']:.4f}" in drawn  # of the three steps of the epoch
+    assert not drawn.split("\r")[-1].strip()
+
+
+def test_the_line_of_an_epoch():
+    row = {"epoch": 7, "lr": 1e-3, "train_loss": 0.55555, "val_loss": 0.25, "top1": 0.9125, "top5": 1.0}
+    row |= {"images_per_second": 1234.5, "seconds": 61.0}
+    assert epoch_line(row, 100) == (
+        "epoch   7/100  loss 0.5555  validation loss 0.2500  top-1  91.25%  1234 images/s  1:34:33 left"
+    )
+
+
+def test_logs_go_on_with_more_columns(tmp_path):
+    ours = trainer(tmp_path, epochs=2)
+    ours.history = [{"epoch": 1, "train_loss": 2.0, "val_loss": 1.0, "top1": 0.5, "top5": 1.0}]
+    ours.epoch = 1
+    ours.fit()
+    first, second = rows(tmp_path / "log.csv")
+    assert (first["images_per_second"], first["train_loss"]) == ("", "2.0")
+    assert float(second["images_per_second"]) > 0
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------
@@ -387,7 +436,9 @@ def _process(rank, port, directory):
             ours = trainer(f"{directory}/{name}", config, **{**JOINED, **options})
             convs = [m for m in ours.model.modules() if isinstance(m, nn.SyncBatchNorm)]
             assert len(convs) == 6
-            ours.fit()
+            reported = []
+            history = ours.fit(report=reported.append)
+            assert reported == ([] if rank else history)
         path = Path(directory, "shard", LAST)
         before = torch.load(path, weights_only=True)
         resumed = trainer(path.parent, config, resume=True, **{**JOINED, **RUNS["shard"]})

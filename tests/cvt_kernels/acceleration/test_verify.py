@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, measure, proofs
+from tests.checks import Terminal
 from tests.upstream import (
     KERNELS_FIRST,
     RANDOM,
@@ -81,8 +83,13 @@ def test_half_precision():
 def test_kernels_are_proven_before_models_are_timed(monkeypatch):
     events = []
     prove, time = proofs.prove, measure.seconds_in_turns
+
+    def timed(*args, **options):
+        events.append("timing")
+        return time(*args, **options)
+
     monkeypatch.setattr(proofs, "prove", lambda proof: events.append("proof") or prove(proof))
-    monkeypatch.setattr(measure, "seconds_in_turns", lambda *args: events.append("timing") or time(*args))
+    monkeypatch.setattr(measure, "seconds_in_turns", timed)
     with ck.use_backend("auto"):
         report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
     assert report.passed, str(report)
@@ -211,6 +218,18 @@ def test_the_report_is_a_table():
     assert table[-1].startswith("(model)")
     assert "times as fast" in lines[-3]
     assert lines[-1] == "as accurate as it was"
+
+
+def test_a_bar_is_drawn_for_those_who_ask(monkeypatch):
+    drawn = []
+    for progress in (False, True):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        ck.verify(ours(), images(1), rounds=1, progress=progress)
+        drawn.append(sys.stderr.getvalue())
+    assert drawn[0] == ""
+    assert "verify:   0%|" in drawn[1]
+    assert "0/11 [" in drawn[1]  # three recorded runs; two models timed twice, with a run that warms up
+    assert not drawn[1].split("\r")[-1].strip()
 
 
 def test_bad_input():

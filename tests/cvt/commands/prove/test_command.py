@@ -16,7 +16,7 @@ from cvt.commands import main
 from cvt.commands.prove import questions, worker
 from cvt.commands.prove.report import SCHEMA, VERSION
 from cvt_kernels import backends, verdicts
-from tests.checks import bad, operators_asked_on_a_cpu
+from tests.checks import Terminal, bad, operators_asked_on_a_cpu
 from tests.cvt.commands.prove import broken_kernels
 from tests.processes import run_python
 
@@ -103,12 +103,15 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert verdicts.store_for(CPU).get(question).chosen == row["chosen"]
 
 
-def test_it_replaces_what_is_remembered(cache, few_questions):
+def test_it_replaces_what_is_remembered(cache, few_questions, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
     question = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
     store = verdicts.store_for(CPU)
     store.remember({question.text: verdicts.Verdict("triton", "triton", {})})
     assert main(SMALL) == 0
     assert len(store.get(question.text).trials) > 1
+    assert "prove:   0%|" in sys.stderr.getvalue()
+    assert not sys.stderr.getvalue().split("\r")[-1].strip()
 
 
 def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_questions, capsys, recwarn):
