@@ -1,5 +1,7 @@
 """A thin CvT on the operators of cvt_kernels. See README.md for the tour."""
 
+from cvt_kernels import __version__
+
 from .checkpoints import CheckpointError, load_checkpoint, read_checkpoint, save_huggingface
 from .config import PRESETS, CvTConfig
 from .factory import create_model
@@ -11,6 +13,7 @@ __all__ = [
     "CvT",
     "CvTConfig",
     "CvTFeatures",
+    "__version__",
     "create_model",
     "load_checkpoint",
     "read_checkpoint",

@@ -11,6 +11,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from cvt_kernels.missing import warn_of_missing_kernels
+
 from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint
 from .config import CvTConfig, resolve_config
 from .model import CvT, CvTFeatures
@@ -71,6 +73,7 @@ def create_model(
     config = resolve_config(model, **overrides)
     if out_indices is not None and not features_only:
         raise ValueError("out_indices: is for features_only=True")
+    warn_of_missing_kernels()
     if checkpoint is None:
         return CvTFeatures(config, out_indices) if features_only else CvT(config)
     state = read_checkpoint(checkpoint)
