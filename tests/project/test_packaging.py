@@ -1,4 +1,4 @@
-"""What is in the packages that are built from this folder, and what they say of themselves."""
+"""The packages that are built from this folder: what is in them, and what they say of themselves."""
 
 import email
 import os
