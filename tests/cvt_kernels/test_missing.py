@@ -22,6 +22,7 @@ def at(monkeypatch):
     """Returns a function that makes this machine another one, where nothing has been said yet."""
     find_spec = machine.importlib.util.find_spec
     monkeypatch.setattr(missing, "_said", False)
+    monkeypatch.delenv("CXX", raising=False)
 
     def become(
         system="Linux", processor="x86_64", *,
