@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test matrix bench gpu results lint clean
+.PHONY: demo test matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -46,7 +46,6 @@ results: $(INSTALLED)
 	$(BIN)/python benchmarks/tabulate_results.py
 
 # The documentation as a site, in build/site/.
-.PHONY: docs
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -55,8 +54,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A wheel for this machine in dist/, and a try of it in an environment of its own, which sees nothing of this folder.
+wheel: $(INSTALLED)
+	rm -rf build/lib* build/bdist* dist
+	$(BIN)/python -m build --no-isolation --wheel
+	$(BIN)/python -m venv --clear build/wheel
+	build/wheel/bin/pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf]" scikit-learn
+	cd build/wheel && bin/python ../../tests/project/try_installed.py
+
 clean:
-	rm -rf .venv build *.egg-info cvt_kernels/_C.*.so
+	rm -rf .venv build dist *.egg-info cvt_kernels/_C.*.so
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)

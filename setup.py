@@ -130,6 +130,7 @@ def definitions(version: str, toolkit: "Toolkit | None", targets: "list[Target]"
         "VERSION": version,
         "COMPILER": compiler_version(),
         "CUDA_VERSION": toolkit.version if toolkit is not None else "",
+        "CUDA_REQUEST": cuda_request(),
         "ARCHITECTURES": ",".join(target.code for target in targets),
     }
     return [f'-DCVT_KERNELS_{name}="{fact}"' for name, fact in facts.items()]
@@ -151,6 +152,11 @@ class Toolkit(NamedTuple):
     known: frozenset[str]
 
 
+def cuda_request() -> str:
+    """Returns what CVT_KERNELS_CUDA asks for."""
+    return os.environ.get("CVT_KERNELS_CUDA") or "auto"
+
+
 @functools.cache
 def find_toolkit() -> Toolkit | None:
     """Returns the CUDA toolkit to build with; None if there is none that can be used, or none is wanted.
@@ -158,7 +164,7 @@ def find_toolkit() -> Toolkit | None:
     Raises:
         SystemExit: ``CVT_KERNELS_CUDA=1`` and there is none that can be used.
     """
-    requested = os.environ.get("CVT_KERNELS_CUDA") or "auto"
+    requested = cuda_request()
     if requested == "0":
         return None
     nvcc = runpy.run_path("cvt_kernels/toolkit.py")["find_nvcc"]()
@@ -289,7 +295,7 @@ def why_not_buildable() -> str | None:
 
 def extensions() -> list[Extension]:
     """Returns the extension; where it cannot be built, nothing, with a message."""
-    cuda = os.environ.get("CVT_KERNELS_CUDA") or "auto"
+    cuda = cuda_request()
     if cuda not in ("auto", "0", "1"):
         raise SystemExit(f"CVT_KERNELS_CUDA: got {cuda!r}, expected auto, 0 or 1")
     reason = why_not_buildable()

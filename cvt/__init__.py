@@ -1,5 +1,7 @@
 """A thin CvT on the operators of cvt_kernels. See README.md for the tour."""
 
+from cvt_kernels import __version__
+
 from .checkpoints import load_checkpoint, read_checkpoint
 from .config import PRESETS, CvTConfig
 from .factory import create_model, list_models
@@ -12,6 +14,7 @@ __all__ = [
     "CvT",
     "CvTConfig",
     "CvTFeatures",
+    "__version__",
     "create_model",
     "list_models",
     "load_checkpoint",

@@ -9,15 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-ACTIVATIONS = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
-SCALES = ("embed_dim", "head_dim")
-POOLS = ("cls", "avg")
-EMBED_NORMS = ("layer_norm", "batch_layer_norm")
-DROP_PATH_SCHEDULES = ("stage", "depth", "constant")
+from cvt_kernels.reference import GeluVariant
+
+Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
+Scale = Literal["embed_dim", "head_dim"]
+Pool = Literal["cls", "avg"]
+EmbedNorm = Literal["layer_norm", "batch_layer_norm"]
+DropPathSchedule = Literal["stage", "depth", "constant"]
+
+#: The GELU of each activation.
+ACTIVATIONS: dict[Activation, GeluVariant] = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
 #: The dtypes that models are measured and compiled in, by name.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -69,9 +74,9 @@ class StageConfig:
     drop_rate: float
     attn_drop_rate: float
     drop_path_rates: tuple[float, ...]
-    approximate: str
+    approximate: GeluVariant
     attention_scale: float
-    embed_norm: str
+    embed_norm: EmbedNorm
     layer_scale: float | None
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -137,11 +142,11 @@ class CvTConfig:
     drop_rate: tuple[float, ...] = (0.0, 0.0, 0.0)
     attn_drop_rate: tuple[float, ...] = (0.0, 0.0, 0.0)
     drop_path_rate: tuple[float, ...] = (0.0, 0.0, 0.1)
-    drop_path_schedule: str = "stage"
-    activation: str = "quick_gelu"
-    scale: str = "embed_dim"
-    pool: str = "cls"
-    embed_norm: str = "layer_norm"
+    drop_path_schedule: DropPathSchedule = "stage"
+    activation: Activation = "quick_gelu"
+    scale: Scale = "embed_dim"
+    pool: Pool = "cls"
+    embed_norm: EmbedNorm = "layer_norm"
     layer_scale: float | None = None
     num_classes: int = 1000
     in_chans: int = 3
@@ -153,10 +158,10 @@ class CvTConfig:
             object.__setattr__(self, name, _per_stage(name, getattr(self, name), len(self.embed_dims)))
         for name, choices in (
             ("activation", tuple(ACTIVATIONS)),
-            ("scale", SCALES),
-            ("pool", POOLS),
-            ("embed_norm", EMBED_NORMS),
-            ("drop_path_schedule", DROP_PATH_SCHEDULES),
+            ("scale", get_args(Scale)),
+            ("pool", get_args(Pool)),
+            ("embed_norm", get_args(EmbedNorm)),
+            ("drop_path_schedule", get_args(DropPathSchedule)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
 
 def open_dataset(
     source: str | os.PathLike[str],
-    split: str,
+    split: Literal["train", "val"],
     image_size: int,
     *,
     crop_fraction: float | None = None,
@@ -239,7 +240,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
-        corrupt: str = "error",
+        corrupt: Literal["error", "skip"] = "error",
     ):
         if corrupt not in ("error", "skip"):
             raise ValueError(f"corrupt: got {corrupt!r}, expected 'error' or 'skip'")

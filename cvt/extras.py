@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+#: The names of packages on PyPI, where they differ from those of their modules.
+_ON_PYPI = {"sklearn": "scikit-learn"}
+
 
 def require(module: str, extra: str) -> Any:
     """Imports a module of an optional package.
@@ -23,5 +26,9 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = (error.name or module).partition(".")[0]
-        message = f"{package} is not installed; pip install 'cvt-kernels[{extra}]'"
+        package = _ON_PYPI.get(package, package)
+        message = (
+            f"{package} is not installed; pip install {package}, or in a checkout of cvt-kernels "
+            f"pip install --no-build-isolation '.[{extra}]'"
+        )
         raise ModuleNotFoundError(message, name=error.name) from error

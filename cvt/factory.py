@@ -10,6 +10,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from cvt_kernels.missing import warn_of_missing_kernels
+
 from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint, warn_of_activation
 from .config import PRESETS, CvTConfig, resolve_config
 from .hub import PRETRAINED
@@ -77,6 +79,7 @@ def create_model(
     """
     if out_indices is not None and not features_only:
         raise ValueError("out_indices: is for features_only=True")
+    warn_of_missing_kernels()
     if pretrained:
         checkpoint = _published_weights(model, checkpoint)
     if checkpoint is None:

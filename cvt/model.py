@@ -18,7 +18,7 @@ from cvt_kernels.acceleration.fused import apply_linear_and_gelu
 from cvt_kernels.checks import autocast_enabled, dtype_for_layers
 from cvt_kernels.ops.attention.modules import project_and_attend
 
-from .config import CvTConfig, StageConfig
+from .config import CvTConfig, Pool, StageConfig
 from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
@@ -316,7 +316,7 @@ class CvT(_Stages, PretrainedModel):
         """Returns the head: ``nn.Linear``, or ``nn.Identity`` for ``num_classes=0``."""
         return self.head
 
-    def reset_classifier(self, num_classes: int, pool: str | None = None) -> None:
+    def reset_classifier(self, num_classes: int, pool: Pool | None = None) -> None:
         """Replaces the head by a freshly initialized one, on the same device and of the same dtype.
 
         Args:

@@ -13,15 +13,20 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from torch import Tensor
 
 from . import machine
 
-#: Every backend. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of this package one after the
-#: other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other operators of this package).
-BACKENDS = ("triton", "native", "composed", "sdpa", "onednn", "convolution", "float32", "reference")
+#: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of
+#: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
+#: operators of this package).
+Backend = Literal[
+    "auto", "triton", "native", "composed", "sdpa", "onednn", "convolution", "float32", "reference"
+]
+#: Every backend, without ``"auto"``.
+BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
 
@@ -126,7 +131,11 @@ implementations: dict[str, dict[str, Implementation]] = {operator: {} for operat
 choices: dict[Any, Any] = {}
 #: The choices that process groups have agreed on; the table does not delay the end of a group.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-_requested = tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(","))
+# As the environment has it; requested_backends() checks it.
+_requested = cast(
+    tuple[Backend, ...],
+    tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(",")),
+)
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
@@ -194,7 +203,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
     """
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: Backend):
         global _requested
         _check_backends(names, "backend")
         self._names, self._previous = names, _requested
@@ -226,7 +235,7 @@ def is_auto() -> bool:
     return _requested == _AUTO
 
 
-def requested_backends() -> tuple[str, ...]:
+def requested_backends() -> tuple[Backend, ...]:
     """Returns the backends chosen by :class:`use_backend` or ``CVT_KERNELS_BACKEND``, or ``("auto",)``.
 
     Raises:

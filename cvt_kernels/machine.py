@@ -29,6 +29,8 @@ from .toolkit import find_nvcc
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 _EXTENSION = "cvt_kernels._C"
+#: The build of the extension, as a part of sentences.
+_BUILD = "in a checkout: pip install 'setuptools>=77' ninja && pip install --no-build-isolation ."
 
 
 class ExtensionError(ImportError):
@@ -63,10 +65,11 @@ def facts() -> Machine:
 
 def why_triton_unavailable(device_type: str) -> str | None:
     """Says why this machine cannot run Triton kernels; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
     if not torch.cuda.is_available() and not INTERPRETING:
         return "there is no NVIDIA GPU"
+    if importlib.util.find_spec("triton") is None:
+        hint = "; 'pip install triton' installs it" if platform.system() == "Linux" else ""
+        return f"the package triton is not installed{hint}"
     return None
 
 
@@ -76,29 +79,46 @@ def why_native_unavailable(device_type: str) -> str | None:
     Raises:
         ExtensionError: They are installed but do not load.
     """
-    if importlib.util.find_spec(_EXTENSION) is not None:
-        facts = load_extension()
-        return (
-            _why_cuda_unavailable(facts.cuda, _split(facts.architectures)) if device_type == "cuda" else None
-        )
+    if not has_extension():
+        return f"the extension {_EXTENSION} is not installed: {_how_to_build()}"
+    facts = load_extension()
+    if device_type != "cuda":
+        return None
+    return _why_cuda_unavailable(facts.cuda, _split(facts.architectures), facts.cuda_request)
+
+
+def has_extension() -> bool:
+    """Says whether the compiled extension is installed; it is not loaded."""
+    return importlib.util.find_spec(_EXTENSION) is not None
+
+
+def _how_to_build() -> str:
+    """Says what keeps the extension from being built here, and what builds it."""
+    if platform.system() != "Linux":
+        return "it is built on Linux only"
     compiler = (os.environ.get("CXX") or "c++").split()[0]
-    lacking = "" if shutil.which(compiler) else f" (there is no C++ compiler {compiler!r} here)"
-    return (
-        "the extension is not part of this installation; with torch and a C++ compiler installed, "
-        f"'pip install --no-build-isolation .' builds it{lacking}"
-    )
+    if shutil.which(compiler) is None:
+        return (
+            f"there is no C++ compiler {compiler!r} here; install one of C++20, such as GCC 11 or newer, and "
+            f"run {_BUILD}"
+        )
+    return f"pip leaves it out where the build does not see torch; run {_BUILD}"
 
 
-def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...]) -> str | None:
+def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...], requested: str) -> str | None:
     """Says why the GPUs here cannot run kernels of a toolkit for some architectures; None if they can."""
     if torch.version.hip is not None:
         return "the extension has kernels for NVIDIA's GPUs only"
+    if not toolkit and requested == "0":
+        return "the extension was built with CVT_KERNELS_CUDA=0"
     if not toolkit:
-        return "the extension was built where there was no CUDA toolkit (nvcc), or with CVT_KERNELS_CUDA=0"
+        lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
+        return f"the extension was built where there was no CUDA toolkit (nvcc); {lacking}run {_BUILD}"
     for index in range(torch.cuda.device_count()):
         if not any(_runs_on(torch.cuda.get_device_capability(index), name) for name in architectures):
             name = torch.cuda.get_device_name(index)
-            return f"the extension was built for {', '.join(architectures)}, which {name} cannot run"
+            built = ", ".join(architectures)
+            return f"the extension was built for {built}, which {name} cannot run; run {_BUILD}"
     driver = _cuda_driver()
     if driver == 0:
         return "there is no NVIDIA driver"

@@ -10,12 +10,15 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+#: Names of the GELU variants; see :func:`gelu`.
+GeluVariant = Literal["none", "tanh", "quick"]
 
 
 class ConvBatchNorm(NamedTuple):
@@ -135,7 +138,7 @@ class TransformerBlock(NamedTuple):
     proj: Linear
     norm2: Norm
     fc1: Linear
-    approximate: str
+    approximate: GeluVariant
     fc2: Linear
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -328,7 +331,7 @@ def add_layer_norm(
     return h, layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016), x · Φ(x), or one of its two approximations.
 
     ``"none"``: Φ exactly, by erf. ``"tanh"``: 0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³))).
@@ -339,7 +342,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes gelu(x + bias), bias over the last dimension."""
     return gelu(x + bias, approximate=approximate)
 
@@ -350,7 +353,7 @@ def layer_norm_gelu(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    approximate: str = "none",
+    approximate: GeluVariant = "none",
 ) -> Tensor:
     """Computes gelu(layer_norm(x))."""
     return gelu(layer_norm(x, weight, bias, eps=eps), approximate=approximate)
@@ -362,7 +365,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none"
 ) -> Tensor:
     """Computes gelu(x · weightᵀ + bias)."""
     return gelu(F.linear(x, weight, bias), approximate=approximate)
@@ -403,7 +406,7 @@ def layer_norm_mlp(
     fc2_bias: Tensor | None,
     *,
     eps: float = 1e-5,
-    approximate: str = "none",
+    approximate: GeluVariant = "none",
     shift: Tensor | None = None,
 ) -> Tensor:
     """Computes x + fc2(gelu(fc1(layer_norm(x + shift))))."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 
 from cvt_kernels import __version__
+from cvt_kernels.missing import warn_of_missing_kernels
 
 from . import bench, classify, compile, doctor, evaluate, explain, export, prove, train  # noqa: A004 (their names)
-from .common import run_command
+from .common import print_remarks, run_command
 
 _COMMANDS = (classify, evaluate, explain, export, train, doctor, prove, bench, compile)
 
@@ -21,4 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
-    return run_command(f"cvt {arguments.command}", lambda: arguments.run(arguments))
+    return run_command(f"cvt {arguments.command}", lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int | None:
+    """Runs a command, and says before on one line which kernels are missing, if warnings are wanted."""
+    if arguments.command != "doctor":  # which says so itself
+        with warnings.catch_warnings(record=True) as caught:
+            warn_of_missing_kernels()
+        print_remarks(arguments, [str(warning.message) for warning in caught])
+    return arguments.run(arguments)

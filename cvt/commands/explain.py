@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--plot",
         action="store_true",
-        help="heads.png too (needs matplotlib: pip install 'cvt-kernels[explain]')",
+        help="heads.png too (needs the package matplotlib)",
     )
     add_device_argument(parser)
     parser.set_defaults(run=_explain)

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class Trainer:
         teacher: nn.Module | None = None,
         resume: bool = False,
         workers: int = 0,
-        corrupt: str = "error",
+        corrupt: Literal["error", "skip"] = "error",
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
         self.rank, self.world_size = rank_and_world_size()

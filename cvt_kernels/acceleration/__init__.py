@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs import cached, change_class, ungraphed
+from ..missing import warn_of_missing_kernels
 from .compiling import (
     give_number,
     members_of_numbered,
@@ -78,6 +79,7 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
             f"the first, {path or 'itself'}: {why_mismatched(block, entry)}"
         )
     stages = _freezable_stages(model) if freeze else []
+    warn_of_missing_kernels()
     for block, entry in supported:
         if entry.forward is not None and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))

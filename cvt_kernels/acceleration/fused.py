@@ -6,7 +6,7 @@ backend.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks, dispatch
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm
 from ..ops.linear import linear, linear_gelu
+from ..reference import GeluVariant
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -62,16 +63,16 @@ def is_plain_linear(module: Any) -> bool:
     return plain and why_must_be_called(module) is None
 
 
-def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: str) -> Tensor:
+def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: GeluVariant) -> Tensor:
     """Computes a linear layer and its GELU, as :func:`cvt_kernels.gelu` names it."""
     if is_plain_linear(module) and not _dtypes_differ(x, module.weight):
         return linear_gelu(x, module.weight, module.bias, approximate=approximate)
     return gelu(module(x), approximate=approximate)
 
 
-def gelu_variant(activation: Any) -> str:
+def gelu_variant(activation: Any) -> GeluVariant:
     """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or else QuickGELU."""
-    return activation.approximate if type(activation) is nn.GELU else "quick"
+    return cast(GeluVariant, activation.approximate) if type(activation) is nn.GELU else "quick"
 
 
 def gelu_operator(module: Any, device_type: str) -> str:

@@ -23,7 +23,7 @@ from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.mlp import layer_norm_mlp
 from ..ops.transformer_block import transformer_block
-from ..reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from ..reference import ConvBatchNorm, GeluVariant, Linear, Norm, TransformerBlock
 from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
@@ -68,7 +68,7 @@ class BlockParts(NamedTuple):
     proj: nn.Linear
     norm2: nn.LayerNorm
     fc1: nn.Linear
-    approximate: str
+    approximate: GeluVariant
     fc2: nn.Linear
     activation: nn.Module | None = None
     layer_scales: tuple[Any, Any] = (None, None)

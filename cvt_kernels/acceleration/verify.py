@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
-from ..backends import requested_backends, use_backend
+from ..backends import Backend, requested_backends, use_backend
 from ..checks import autocast_dtype, dtype_name
 from ..tables import aligned
 from . import accelerate, restore
@@ -293,7 +293,7 @@ class _Run:
         self,
         model: nn.Module,
         inputs: Any,
-        backends: tuple[str, ...],
+        backends: tuple[Backend, ...],
         stages: tuple[str, ...],
         serving: nn.Module | None = None,
     ):

@@ -1,11 +1,13 @@
 """Configurations: the table of the paper, broadcasting, and what is refused."""
 
 import dataclasses
+from typing import get_args, get_type_hints
 
 import pytest
 
 from cvt import PRESETS, CvTConfig, create_model
-from cvt.config import resolve_config
+from cvt.config import ACTIVATIONS, resolve_config
+from cvt_kernels.reference import GeluVariant
 
 
 def test_presets_are_those_of_the_paper():
@@ -24,6 +26,16 @@ def test_one_value_serves_every_stage_and_lists_become_tuples():
     assert config.depths == (2, 2, 2)
     assert config.mlp_ratio == (2.0, 2.0, 2.0)
     assert hash(config) == hash(CvTConfig(kernel_size=5, depths=2, mlp_ratio=2, drop_path_rate=0.1))
+
+
+def test_types_name_every_choice():
+    hints = get_type_hints(CvTConfig)
+    assert get_args(hints["activation"]) == tuple(ACTIVATIONS)
+    assert set(get_args(GeluVariant)) == set(ACTIVATIONS.values())
+    for name in ("scale", "pool", "embed_norm", "drop_path_schedule"):
+        expected = ", ".join(get_args(hints[name]))
+        with pytest.raises(ValueError, match=f"{name}: got 'other', expected one of {expected}"):
+            CvTConfig(**{name: "other"})
 
 
 def test_frozen():

@@ -208,4 +208,4 @@ def test_bad_data_sets(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="corrupt: got 'ignore', expected 'error' or 'skip'"):
         Batches(ImageDataset([image], [0], ["a", "b"], 8), 1, corrupt="ignore")
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    fails(r"pip install 'cvt-kernels\[train\]'", "digits", ModuleNotFoundError)
+    fails(r"scikit-learn is not installed; .*'\.\[train\]'", "digits", ModuleNotFoundError)

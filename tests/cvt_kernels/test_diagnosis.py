@@ -170,6 +170,7 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     lacks = {"cpu": None, "cuda": "built without CUDA"}
     add_marked_backend("triton", 1.0, operator="attention", devices=("cuda",))
+    add_marked_backend("native", 1.0, operator="attention", devices=("cpu",))
     add_marked_backend("native", 1.0, devices=("cpu", "cuda"), why_unavailable=lacks.get)
     verdict = verdicts.Verdict("triton", "triton", {"triton": trial(), "reference": trial()})
     stores["cuda"].remember({"attention, forward, bfloat16, 1+ heads": verdict})

@@ -22,7 +22,7 @@ FLOORS = (
     {"cvt_kernels.accuracy", "cvt_kernels.checks", "cvt_kernels.measure"},
     {"cvt_kernels.reference", "cvt_kernels.tables", "cvt_kernels.toolkit"},
     {"cvt_kernels.machine"},
-    {"cvt_kernels.verdicts"},
+    {"cvt_kernels.missing", "cvt_kernels.verdicts"},
     {"cvt_kernels.proofs"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.dispatch"},

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cvt_kernels import accelerate, backends, graphed, graphs
+from cvt_kernels.backends import Backend
 
 from ...checkpoints import read_checkpoint
 from ...config import CvTConfig
@@ -81,7 +82,7 @@ class Contender(NamedTuple):
 
     key: str
     model: nn.Module
-    backends: tuple[str, ...]
+    backends: tuple[Backend, ...]
     has_parts: bool
 
     def step(self, images: Tensor) -> Tensor:

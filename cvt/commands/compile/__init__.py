@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ...config import DTYPES, PRESETS
+from ...extras import require
 from ...files import check_writable, replacing, write_json
 from ..common import positive_int
 
@@ -72,7 +73,8 @@ def _compile(arguments: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
-    from . import jobs, report  # need Triton
+    require("triton", "gpu")
+    from . import jobs, report
 
     selection = jobs.Selection(
         archs=[archs[name] for name in dict.fromkeys(arguments.archs)],

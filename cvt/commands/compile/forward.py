@@ -29,7 +29,7 @@ from ...files import replacing
 from .gpus import LIMITS, RATES
 from .work import work_of
 
-_BACKENDS = ("triton", "native", "reference")
+_BACKENDS: tuple[backends.Backend, ...] = ("triton", "native", "reference")
 
 
 class ForwardLaunch(NamedTuple):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
+from ...reference import GeluVariant
 from ..registration import images_within, register_native, register_reference, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
-GELU_VARIANTS = ("none", "tanh", "quick")
+GELU_VARIANTS = get_args(GeluVariant)
 
 _MAX_CUDA_CHANNELS = 8192
 _MAX_CUDA_ROWS = 2**30
@@ -169,7 +170,7 @@ def add_layer_norm(
     return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps, dtype=dtype)
 
 
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
 
     Args:
@@ -192,7 +193,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return dispatch.call("gelu", x, approximate=approximate)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes gelu(x + bias).
 
     Args:
@@ -222,7 +223,7 @@ def layer_norm_gelu(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    approximate: str = "none",
+    approximate: GeluVariant = "none",
 ) -> Tensor:
     """Computes gelu(layer_norm(x)).
 

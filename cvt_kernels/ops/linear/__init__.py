@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import backends, checks, dispatch
+from ...reference import GeluVariant
 from ..layer_norm_gelu import (
     add_layer_norm,
     bias_gelu,
@@ -76,7 +77,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none"
 ) -> Tensor:
     """Computes gelu(x · weightᵀ + bias), the first half of a transformer's MLP.
 
@@ -181,7 +182,7 @@ def linear_add_layer_norm(
 # The composition of other operators -----------------------------------------------------------------------
 
 
-def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant) -> Tensor:
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
     gradient = checks.wants_gradient(x, weight, bias)
     if bias is None or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
+from ...reference import GeluVariant
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_gelu
 from ..registration import images_within, register_composed, register_reference, register_triton, size_class
@@ -26,7 +27,7 @@ def layer_norm_mlp(
     fc2_bias: Tensor | None,
     *,
     eps: float = 1e-5,
-    approximate: str = "none",
+    approximate: GeluVariant = "none",
     shift: Tensor | None = None,
 ) -> Tensor:
     """Computes x + fc2(gelu(fc1(layer_norm(x + shift)))), the second half of a pre-norm transformer block.
@@ -74,7 +75,7 @@ def _compose(
     fc2_bias: Tensor | None,
     *,
     eps: float,
-    approximate: str,
+    approximate: GeluVariant,
     shift: Tensor | None,
 ) -> Tensor:
     y = layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
@@ -96,7 +97,7 @@ def _signature(
     x: Tensor,
     *tensors: Tensor | None,
     eps: float = 1e-5,
-    approximate: str = "none",
+    approximate: GeluVariant = "none",
     shift: Tensor | None = None,
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *tensors, shift)

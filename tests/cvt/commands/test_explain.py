@@ -89,7 +89,9 @@ def test_command_bad_input(capsys, trained, tmp_path, monkeypatch):
     assert "error: " in fails(photo, output=tmp_path / "file" / "below")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install 'cvt-kernels[explain]'" in fails(photo, "--plot")
+        assert "matplotlib is not installed; pip install matplotlib, or in a checkout" in fails(
+            photo, "--plot"
+        )
     model.norm.weight.data.fill_(math.nan)
     card = ModelCard(model.config, [f"thing {i}" for i in range(10)], 64)
     torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, path)

@@ -1,0 +1,67 @@
+"""Says aloud, once per process, that kernels which would serve this machine are not installed.
+
+Without them PyTorch's own operators serve and nothing fails, so nobody would notice that an installation has
+left them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import warnings
+
+import torch
+
+from . import machine
+
+#: The oldest GPUs that this project has kernels for, by compute capability.
+_OLDEST_GPU = (8, 0)
+
+_said = False
+
+
+def warn_of_missing_kernels() -> None:
+    """Warns of kernels that would serve this machine but are not installed, once per process.
+
+    A public function calls it directly: the warning points to the line that called that function.
+    """
+    global _said
+    if _said:
+        return
+    _said = True
+    reason = why_kernels_are_missing()
+    if reason is not None:
+        warnings.warn(
+            f"kernels are missing, and PyTorch's own operators serve in their place: {reason}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def why_kernels_are_missing() -> str | None:
+    """Says what is lacking that would serve this machine, and what installs it; None if nothing is."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
+    has_gpu = _has_gpu()
+    reasons = []
+    if not machine.has_extension():
+        reasons.append(machine.why_native_unavailable("cpu"))
+    elif has_gpu:
+        with contextlib.suppress(machine.ExtensionError):  # the first call will raise it
+            reasons.append(_why_cuda_is_missing())
+    if has_gpu:
+        reasons.append(machine.why_triton_unavailable("cuda"))
+    return "; ".join(reason for reason in reasons if reason is not None) or None
+
+
+def _why_cuda_is_missing() -> str | None:
+    """Says why the extension does not serve the GPUs here, unless somebody left that out on purpose."""
+    return None if machine.load_extension().cuda_request == "0" else machine.why_native_unavailable("cuda")
+
+
+def _has_gpu() -> bool:
+    """Returns whether there is an NVIDIA GPU that this project has kernels for."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    gpus = range(torch.cuda.device_count())
+    return any(torch.cuda.get_device_capability(index) >= _OLDEST_GPU for index in gpus)
