@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..conv_projection.modules import project
 from . import attention
@@ -57,4 +58,4 @@ def attend_by_modules(q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, sc
         Tokens (B, Nq, C), the heads side by side.
     """
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
-    return torch.einsum("bhqk,bkhd->bqhd", dropout(scores.softmax(dim=-1)), v).flatten(2)
+    return torch.einsum("bhqk,bkhd->bqhd", dropout(F.softmax(scores, dim=-1)), v).flatten(2)

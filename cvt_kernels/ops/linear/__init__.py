@@ -176,7 +176,7 @@ def linear_add_layer_norm(
 def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
     gradient = checks.wants_gradient(x, weight, bias)
-    if bias is None or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):
+    if bias is None or checks.is_counted() or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):
         return gelu(linear(x, weight, bias), approximate=approximate)
     product = linear(x, weight)
     # Autocast makes the product half precision and leaves the bias to us.
@@ -188,7 +188,8 @@ def _compose_add(
 ) -> Tensor:
     if not inplace:
         return residual + linear(x, weight, bias)
-    if bias is not None or residual.dtype != x.dtype or weight.dtype != x.dtype or checks.autocast_enabled(x):
+    differ = residual.dtype != x.dtype or weight.dtype != x.dtype
+    if bias is not None or differ or checks.autocast_enabled(x) or checks.is_counted():
         return residual.add_(linear(x, weight, bias))
     rows = residual.view(-1, residual.shape[-1])
     rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product
