@@ -612,6 +612,8 @@ def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bo
 
     Whether they want a gradient matters where torch.compile traces them.
     """
+    if checks.is_counted():
+        return False
     if backends.is_auto():
         if torch.compiler.is_exporting():
             return False

@@ -31,7 +31,7 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
 
 
 def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
-    """Computes ``module(x)``: by the operator if it is a plain LayerNorm over channels that nobody watches."""
+    """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
     plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
     return normalize(module, x) if plain and why_must_be_called(module) is None else module(x)
 

@@ -2,12 +2,10 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import cvt_kernels as ck
@@ -247,7 +245,7 @@ REPLACEMENTS = [
     *[(place, lambda module: nn.Identity()) for place in ("attn.proj_drop", "mlp", "mlp.drop", "drop_path")],
     ("attn.attn_drop", lambda module: nn.Dropout2d(0.0)),
     ("attn.conv_proj_q", lambda module: nn.Sequential(module, nn.Identity())),
-    ("norm1", lambda module: nn.LayerNorm((17 if False else 16,), elementwise_affine=False)),
+    ("norm1", lambda module: nn.LayerNorm(16, elementwise_affine=False)),
     ("norm2", lambda module: nn.RMSNorm(16)),
 ]
 

@@ -145,7 +145,7 @@ class _Collector:
                 # An MLP does not call its first layer, and would if that had hooks.
                 if isinstance(module, Mlp):
                     module.register_forward_pre_hook(self._record_first_linear)
-                elif isinstance(module, nn.Linear) and name.startswith("stage") and module not in first_layers:
+                elif isinstance(module, nn.Linear) and name != "head" and module not in first_layers:
                     module.register_forward_pre_hook(self._record_linear)
             model(images)
 

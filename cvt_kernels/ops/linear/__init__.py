@@ -176,7 +176,7 @@ def linear_add_layer_norm(
 def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
     # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
     gradient = checks.wants_gradient(x, weight, bias)
-    if bias is None or checks.is_counted() or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):
+    if bias is None or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):
         return gelu(linear(x, weight, bias), approximate=approximate)
     product = linear(x, weight)
     # Autocast makes the product half precision and leaves the bias to us.
