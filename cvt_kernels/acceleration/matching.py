@@ -141,9 +141,9 @@ def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> bool:
-    """Says whether all parts are of their kinds and unwatched, in a fifth of the time that the reason takes.
+    """Says whether all parts are of their kinds and unwatched, sooner than the reason is found.
 
-    It is asked in every call. False may also mean that only :func:`_part_of` finds a part.
+    Every call asks. False may also mean that only :func:`_part_of` finds a part.
     """
     if torch_module._has_any_global_hook():
         return False

@@ -39,7 +39,7 @@ for _letter in "qkv":
 
 
 def _branches(attention: Any) -> list[tuple[Any, Any]]:
-    children = attention._modules  # as attributes they would take ten times as long to find
+    children = attention._modules  # as attributes they would take far longer to find
     branches = [children[name]._modules for name in ("conv_proj_q", "conv_proj_k", "conv_proj_v")]
     return [(branch["conv"], branch["bn"]) for branch in branches]
 
