@@ -107,7 +107,11 @@ def is_counted() -> bool:
     Such tools know the costs of PyTorch's own operators only. ptflops and others have a class of this name
     too.
     """
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+    if not torch._C._len_torch_dispatch_stack():
         return False
     classes = (cls for mode in _get_current_dispatch_mode_stack() for cls in type(mode).__mro__)
     return any(cls.__name__.endswith("FlopCounterMode") for cls in classes)
+
+
+# Nothing is compiled where a mode is on; see the end of backends.py.
+is_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
