@@ -7,35 +7,32 @@ are tokens (B, T, C) throughout; a class token, where a stage has one, is token 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-import cvt_kernels as ck
-from cvt_kernels.acceleration.fused import apply_linear_and_gelu
-from cvt_kernels.checks import autocast_enabled, dtype_for_layers
-from cvt_kernels.ops.attention.modules import project_and_attend
+from cvt_kernels.acceleration.entries import BATCH_NORMS
+from cvt_kernels.acceleration.fused import (
+    add_and_normalize,
+    apply_layer_norm,
+    apply_linear,
+    apply_linear_and_gelu,
+    normalize_for_layers,
+)
+from cvt_kernels.acceleration.matching import why_not_now
+from cvt_kernels.acceleration.ours import ENTRIES
+from cvt_kernels.checks import autocast_enabled
+from cvt_kernels.ops.attention.modules import attend_by_modules, project_and_attend
 
 from .config import CvTConfig, Pool, StageConfig
 from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
 
-
-class LayerNorm(nn.LayerNorm):
-    """An ``nn.LayerNorm`` over the last dimension, computed by ``cvt_kernels.layer_norm``."""
-
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return ck.layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=dtype)
-
-
-class Linear(nn.Linear):
-    """An ``nn.Linear``, computed by ``cvt_kernels.linear``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ck.linear(x, self.weight, self.bias)
+_ATTENTION, _BLOCK = ENTRIES["Attention"], ENTRIES["Block"]
 
 
 class DropPath(nn.Module):
@@ -82,21 +79,24 @@ class ConvEmbed(nn.Module):
             self.bn: nn.Module = nn.BatchNorm2d(config.embed_dim)
         else:
             self.bn = nn.Identity()
-        self.norm = LayerNorm(config.embed_dim)
+        self.norm = nn.LayerNorm(config.embed_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         x = self.bn(self.proj(x.contiguous(memory_format=torch.channels_last)))
         height, width = x.shape[2:]
-        return self.norm(x.permute(0, 2, 3, 1).flatten(1, 2)), (height, width)
+        return apply_layer_norm(self.norm, x.permute(0, 2, 3, 1).flatten(1, 2)), (height, width)
 
 
 class ConvProjection(nn.Module):
-    """The parameters of one branch of the convolutional projection; ``Attention`` computes all three."""
+    """One branch of the convolutional projection, from maps (B, C, H, W) to maps; without a class token."""
 
     def __init__(self, dim: int, kernel_size: int, stride: int):
         super().__init__()
         self.conv = nn.Conv2d(dim, dim, kernel_size, stride, kernel_size // 2, groups=dim, bias=False)
         self.bn = nn.BatchNorm2d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
 
 
 class Attention(nn.Module):
@@ -110,25 +110,40 @@ class Attention(nn.Module):
         self.conv_proj_q = ConvProjection(dim, config.kernel_size, stride=1)
         self.conv_proj_k = ConvProjection(dim, config.kernel_size, config.stride_kv)
         self.conv_proj_v = ConvProjection(dim, config.kernel_size, config.stride_kv)
-        self.proj_q = Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_k = Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_v = Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_q = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_k = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.proj_v = nn.Linear(dim, dim, bias=config.qkv_bias)
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.proj = Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
-        y = project_and_attend(
-            x,
-            grid,
-            [(branch.conv, branch.bn) for branch in branches],
-            (self.proj_q, self.proj_k, self.proj_v),
-            num_heads=self.num_heads,
-            scale=self.scale,
-            dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
-        )
-        return self.proj_drop(self.proj(y))
+        layers = (self.proj_q, self.proj_k, self.proj_v)
+        linears = [functools.partial(apply_linear, layer) for layer in layers]
+        if why_not_now(self, _ATTENTION) is None:
+            y = project_and_attend(
+                x,
+                grid,
+                [(branch.conv, branch.bn) for branch in branches],
+                linears,
+                num_heads=self.num_heads,
+                scale=self.scale,
+                dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
+            )
+        else:
+            q, k, v = (
+                linear(self._project_by_module(branch, x, grid)).unflatten(2, (self.num_heads, -1))
+                for branch, linear in zip(branches, linears, strict=True)
+            )
+            y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale)
+        return self.proj_drop(apply_linear(self.proj, y))
+
+    @staticmethod
+    def _project_by_module(branch: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+        y = branch(tokens_to_map(x, grid)).permute(0, 2, 3, 1).flatten(1, 2)
+        class_token = x[:, : x.shape[1] - grid[0] * grid[1]]
+        return torch.cat([class_token.to(y.dtype), y], dim=1)
 
 
 class Mlp(nn.Module):
@@ -138,13 +153,13 @@ class Mlp(nn.Module):
         super().__init__()
         hidden = int(config.embed_dim * config.mlp_ratio)
         self.approximate = config.approximate
-        self.fc1 = Linear(config.embed_dim, hidden)
-        self.fc2 = Linear(hidden, config.embed_dim)
+        self.fc1 = nn.Linear(config.embed_dim, hidden)
+        self.fc2 = nn.Linear(hidden, config.embed_dim)
         self.drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
         x = apply_linear_and_gelu(self.fc1, x, approximate=self.approximate)
-        return self.drop(self.fc2(self.drop(x)))
+        return self.drop(apply_linear(self.fc2, self.drop(x)))
 
 
 class Block(nn.Module):
@@ -152,10 +167,10 @@ class Block(nn.Module):
 
     def __init__(self, config: StageConfig, drop_path_rate: float):
         super().__init__()
-        self.norm1 = LayerNorm(config.embed_dim)
+        self.norm1 = nn.LayerNorm(config.embed_dim)
         self.attn = Attention(config)
         self.ls1 = self._layer_scale(config)
-        self.norm2 = LayerNorm(config.embed_dim)
+        self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = Mlp(config)
         self.ls2 = self._layer_scale(config)
         self.drop_path = DropPath(drop_path_rate)
@@ -167,11 +182,14 @@ class Block(nn.Module):
         return LayerScale(config.embed_dim, config.layer_scale)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        dtype = dtype_for_layers(x)
-        named = {} if dtype is None or not isinstance(self.norm1, LayerNorm) else {"dtype": dtype}
-        branch = self.drop_path(self.ls1(self.attn(self.norm1(x, **named), grid)))
-        norm2 = self.norm2  # in one pass with the residual sum, so that its own forward is not called
-        x, y = ck.add_layer_norm(branch, x, norm2.weight, norm2.bias, eps=norm2.eps, dtype=dtype)
+        is_fused = why_not_now(self, _BLOCK) is None
+        y = normalize_for_layers(self.norm1, x) if is_fused else self.norm1(x)
+        branch = self.drop_path(self.ls1(self.attn(y, grid)))
+        if is_fused:
+            x, y = add_and_normalize(self.norm2, branch, x)
+        else:
+            x = branch + x
+            y = self.norm2(x)
         return x + self.drop_path(self.ls2(self.mlp(y)))
 
 
@@ -246,12 +264,9 @@ class _Stages(nn.Module):
                 f"images: got shape {tuple(images.shape)}, "
                 f"expected (batch, {self.config.in_chans}, height, width)"
             )
-        weight = self._built_stages()[0].patch_embed.proj.weight
-        if images.device != weight.device:
-            raise ValueError(f"images: are on {images.device}, expected {weight.device} as the model")
-        castable = images.is_floating_point() and images.dtype != torch.float64 and autocast_enabled(images)
-        if images.dtype != weight.dtype and not castable:
-            raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
+        weight = getattr(self._built_stages()[0].patch_embed.proj, "weight", None)
+        if isinstance(weight, Tensor):  # and no other module in the place of the convolution
+            _check_like(images, weight)
         self._check_image_size(images)
 
     def _check_image_size(self, images: Tensor) -> None:
@@ -264,8 +279,7 @@ class _Stages(nn.Module):
                     f"the embedding with patch size {stage.patch_size} gets an empty grid"
                 )
             keys = [(n - 1) // stage.stride_kv + 1 for n in (height, width)]
-            batch_norm = cast(Block, built.blocks[0]).attn.conv_proj_k.bn
-            if batch_norm.training and images.shape[0] * keys[0] * keys[1] == 1:
+            if _normalizes_by_batch(built.blocks[0]) and images.shape[0] * keys[0] * keys[1] == 1:
                 raise ValueError(
                     f"images: one of {images.shape[2]}×{images.shape[3]} leaves BatchNorm a single value per "
                     "channel, expected a larger batch or larger images in training"
@@ -292,15 +306,17 @@ class CvT(_Stages, PretrainedModel):
         Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
         (B, num_classes), or (B, num_features) without a head.
 
-    Modules that a fused operator covers hold parameters but are not called, so their forward hooks do not
-    fire: ``norm2``, ``attn.conv_proj_*`` with their ``conv`` and ``bn``, and ``attn.attn_drop``.
+    A fused operator does the work of several modules without calling them: LayerNorms, linear layers,
+    ``attn.conv_proj_*`` with their ``conv`` and ``bn``, and ``attn.attn_drop``. Where somebody would notice,
+    since one of them has hooks, parametrizations or a forward of its own, or is of another class, the modules
+    are called one by one. ``cvt_kernels.coverage`` says which blocks do so and why.
     """
 
     def __init__(self, config: CvTConfig):
         super().__init__(config, count=len(config.embed_dims))
         self.num_features = config.embed_dims[-1]
         self.feature_info = self._feature_info()
-        self.norm = LayerNorm(self.num_features)
+        self.norm = nn.LayerNorm(self.num_features)
         self.head = self._build_head(config.num_classes)
         self.apply(_init_weights)
 
@@ -334,7 +350,7 @@ class CvT(_Stages, PretrainedModel):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""
-        return self.norm(self._tokens(images))
+        return apply_layer_norm(self.norm, self._tokens(images))
 
     def _tokens(self, images: Tensor) -> Tensor:
         """Turns images into the tokens of the last stage (B, T, C), before the last LayerNorm."""
@@ -356,7 +372,7 @@ class CvT(_Stages, PretrainedModel):
         tokens = self._tokens(images)
         if self.config.pool == "cls":
             tokens = tokens[:, :1]  # the head reads no other
-        return self.forward_head(self.norm(tokens))
+        return self.forward_head(apply_layer_norm(self.norm, tokens))
 
 
 class CvTFeatures(_Stages):
@@ -403,6 +419,21 @@ def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
     height, width = grid
     spatial = tokens[:, tokens.shape[1] - height * width :]
     return spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+def _check_like(images: Tensor, weight: Tensor) -> None:
+    if images.device != weight.device:
+        raise ValueError(f"images: are on {images.device}, expected {weight.device} as the model")
+    castable = images.is_floating_point() and images.dtype != torch.float64 and autocast_enabled(images)
+    if images.dtype != weight.dtype and not castable:
+        raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
+
+
+def _normalizes_by_batch(block: nn.Module) -> bool:
+    """Says whether the keys of a block are normalized by the statistics of the batch."""
+    branch = getattr(getattr(block, "attn", None), "conv_proj_k", None)
+    batch_norm = getattr(branch, "bn", None)
+    return isinstance(batch_norm, BATCH_NORMS) and batch_norm.training
 
 
 def _init_weights(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -106,3 +107,19 @@ def dtype_for_layers(x: Tensor) -> torch.dtype | None:
     The layers after a LayerNorm compute in it. Named to ``layer_norm``, it saves their casts.
     """
     return autocast_dtype(x) if x.is_cuda else None
+
+
+def is_counted() -> bool:
+    """Returns whether a counter of floating-point operations watches, such as PyTorch's FlopCounterMode.
+
+    Such tools know the costs of PyTorch's own operators only. ptflops and others have a class of this name
+    too.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    classes = (cls for mode in _get_current_dispatch_mode_stack() for cls in type(mode).__mro__)
+    return any(cls.__name__.endswith("FlopCounterMode") for cls in classes)
+
+
+# Nothing is compiled where a mode is on; see the end of backends.py.
+is_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]

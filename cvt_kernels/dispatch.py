@@ -31,9 +31,13 @@ if TYPE_CHECKING:
 def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves ``operator(x, ...)`` with the requested backends, or under ``auto`` by verdict.
 
+    What is counted is served by PyTorch's own operators, whatever is requested.
+
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
     """
+    if checks.is_counted():
+        return backends.implementations[operator]["reference"].function(x, *args, **kwargs)
     if not backends.is_auto():
         return _call_requested(operator, x, *args, **kwargs)
     if torch.compiler.is_compiling():
@@ -211,9 +215,9 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
 
     Returns:
         None for a call of which nothing may be remembered: one that is compiled, transformed, differentiated
-        in forward mode or intercepted, and one with an argument that is no tensor.
+        in forward mode, intercepted or counted, and one with an argument that is no tensor.
     """
-    if torch.compiler.is_compiling() or machine.is_intercepting():
+    if torch.compiler.is_compiling() or machine.is_intercepting() or checks.is_counted():
         return None
     if _level_of_transforms() is not None or checks.forward_mode_enabled():
         return None
@@ -633,6 +637,8 @@ def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bo
 
     Whether they want a gradient matters where torch.compile traces them.
     """
+    if checks.is_counted():
+        return False
     if backends.is_auto():
         if torch.compiler.is_exporting():
             return False

@@ -142,8 +142,10 @@ def _rows_of(model: nn.Module) -> list[_Row]:
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
     reason = why_mismatched(block, entry)
-    if reason is None and entry.forward is not None:
-        reason = why_not_now(block, entry) if is_fused(block) else "accelerate() has not been called"
+    if reason is None and entry.forward is not None and not is_fused(block):
+        reason = "accelerate() has not been called"
+    if reason is None:
+        reason = why_not_now(block, entry)
     if reason is None and "forward" in vars(block):
         reason = "its forward has been replaced in this object"
     return reason

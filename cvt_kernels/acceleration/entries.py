@@ -22,7 +22,7 @@ class BypassedPart(NamedTuple):
 
     Attributes:
         path: Names from the block to it; a number is a position among the children.
-        kinds: What it may be: exact types, or names of classes.
+        kinds: What it may be: exact types, or names of classes, with or without their module.
     """
 
     path: tuple[str, ...]
@@ -40,7 +40,7 @@ class BlockEntry(NamedTuple):
         arguments: Names of the arguments of ``forward``.
         children: Names of the submodules. There are no parameters or buffers beside them.
         forward: The fused forward; None for a class that calls the operators already.
-        parts: The submodules that the fused forward does not call.
+        parts: The submodules that the fused forward, or a class that calls the operators, does not call.
         why_unsupported: Says why parts of the right kinds are not supported all the same; None if they are.
         why_not_now: Says why the block cannot be fused at the moment; None if it can.
     """
@@ -66,7 +66,8 @@ class StageEntry(NamedTuple):
 
     Attributes:
         block: Describes the class as if it were a block; its forward and parts do not matter.
-        classes: Names of the classes that its submodules may have besides those of ``torch.nn``.
+        classes: Names of the classes that its submodules may have besides those of ``torch.nn``, with or
+            without their module.
         parts: Returns the modules of a stage, whose structure is as upstream has it.
         embedding: Returns the convolution of its embedding and its class token, those of ``parts``.
         result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
@@ -124,15 +125,15 @@ def bypassed(parts: dict[str, type | str | tuple[type | str, ...]]) -> tuple[Byp
 def why_convolutions_unsupported(branches: Iterable[tuple[Any, Any]]) -> str | None:
     """Says why the pairs of convolution and BatchNorm are not those of a CvT; None if they are."""
     for conv, bn in branches:
-        if conv.bias is not None:
+        if conv._parameters["bias"] is not None:  # as an attribute it takes far longer to find
             return "a convolution has a bias"
         if not conv.groups == conv.in_channels == conv.out_channels:
             return "a convolution is not depthwise"
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             return f"a convolution pads by {conv.padding_mode!r}, {conv.padding!r}; expected numbers of zeros"
-        for vertical, horizontal in (conv.kernel_size, conv.stride, conv.padding, conv.dilation):
-            if vertical != horizontal:
-                return "a convolution is not the same in both directions"
+        kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+        if (kernel[0], stride[0], padding[0], dilation[0]) != (kernel[1], stride[1], padding[1], dilation[1]):
+            return "a convolution is not the same in both directions"
         if bn.training and not bn.track_running_stats and bn.running_mean is not None:
             return "a BatchNorm has running statistics that it no longer tracks"
     return None

@@ -21,7 +21,7 @@ from ..verdicts import stacklevel_of_caller
 from . import huggingface, microsoft, ours
 from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
 from .fused import is_plain_linear, why_must_be_called
-from .matching import find_blocks, original_class, patch_of, why_mismatched, why_not_now
+from .matching import find_blocks, is_named, original_class, patch_of, why_mismatched, why_not_now
 from .stages import FoldedStage, StageParts, fold, operators_of, serve
 
 #: Every entry by its key.
@@ -79,7 +79,10 @@ def why_not_freezable(stage: nn.Module, entry: StageEntry) -> str | None:
     reason = why_mismatched(stage, entry.block) or _why_other_modules(stage, entry)
     if reason is not None:
         return reason
-    parts = entry.parts(stage)
+    try:
+        parts = entry.parts(stage)
+    except (AttributeError, KeyError) as error:
+        return f"is not built as upstream's: {error}"
     return (
         _why_parts_unsupported(parts)
         or _why_other_work(stage, parts)
@@ -91,13 +94,13 @@ def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
     """Says which module within a stage is not what upstream has there; None if all are."""
     for path, block, block_entry in find_blocks(stage):
         reason = why_mismatched(block, block_entry)
-        if reason is None and block_entry.forward is not None:
+        if reason is None:
             reason = why_not_now(block, block_entry)
         if reason is not None:
             return f"{path} is not as upstream has it: {reason}"
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
-        if kind not in _PLAIN and kind.__name__ not in entry.classes:
+        if kind not in _PLAIN and not is_named(kind, entry.classes):
             return f"{path} is a {kind.__qualname__}"
         has_forward = kind.forward is not nn.Module.forward
         if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
@@ -129,6 +132,8 @@ def _why_parts_unsupported(parts: StageParts) -> str | None:
         if not all(map(is_plain_linear, (*block.linears, block.proj, block.fc1, block.fc2))):
             return "a linear layer is not a plain nn.Linear"
     conv, batch_norm = parts.conv, parts.batch_norm
+    if type(conv) is not nn.Conv2d:
+        return f"the embedding has a {type(conv).__qualname__}, expected Conv2d"
     if batch_norm is not None and batch_norm.running_mean is None:
         return "a BatchNorm has no running statistics"
     settings = (conv.kernel_size, conv.stride, conv.padding)

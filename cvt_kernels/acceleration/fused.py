@@ -31,6 +31,12 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
     return layer_norm(x, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 
+def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
+    """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
+    plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+    return normalize(module, x) if plain and why_must_be_called(module) is None else module(x)
+
+
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Computes LayerNorm for the layers after it, on a GPU in the dtype that autocast has for them."""
     return normalize(norm, x, checks.dtype_for_layers(x))
@@ -57,10 +63,8 @@ def apply_linear(module: Any, x: Tensor) -> Tensor:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Says whether a module is a linear layer, ``torch.nn``'s or that of ``cvt``, that nobody watches."""
-    kind = type(module)
-    plain = kind is nn.Linear or (kind.__module__, kind.__name__) == ("cvt.model", "Linear")
-    return plain and why_must_be_called(module) is None
+    """Says whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
+    return type(module) is nn.Linear and why_must_be_called(module) is None
 
 
 def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: GeluVariant) -> Tensor:

@@ -8,9 +8,11 @@ submodule may have been replaced or got a hook in between.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import huggingface, microsoft, ours
@@ -129,12 +131,37 @@ def _why_parts_unsupported(block: nn.Module, entry: BlockEntry) -> str | None:
 
 def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
     """Says why a block that was of the right class cannot run fused at the moment; None if it can."""
-    for part in entry.parts:
-        module = _part_of(block, part)
-        reason = _why_another_kind(module, part) or why_must_be_called(module)
-        if reason is not None:
-            return f"{'.'.join(part.path)} {reason}"
+    if not _are_parts_bypassable(block, entry.parts):
+        for part in entry.parts:
+            module = _part_of(block, part)
+            reason = _why_another_kind(module, part) or why_must_be_called(module)
+            if reason is not None:
+                return f"{'.'.join(part.path)} {reason}"
     return entry.why_unsupported(block) or entry.why_not_now(block)
+
+
+def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> bool:
+    """Says whether all parts are of their kinds and unwatched, sooner than the reason is found.
+
+    Every call asks. False may also mean that only :func:`_part_of` finds a part.
+    """
+    if torch_module._has_any_global_hook():
+        return False
+    for path, kinds in parts:
+        module = block
+        for name in path:
+            found = module._modules.get(name)
+            if found is None:
+                return False
+            module = found
+        kind = type(module)
+        if kind not in kinds and not is_named(kind, kinds):
+            return False
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return False
+        if module._backward_hooks or module._backward_pre_hooks:
+            return False
+    return True
 
 
 def _part_of(block: nn.Module, part: BypassedPart) -> Any:
@@ -152,11 +179,16 @@ def _part_of(block: nn.Module, part: BypassedPart) -> Any:
 
 def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | None:
     kind = type(module)
-    if kind in part.kinds or kind.__name__ in part.kinds:
+    if kind in part.kinds or is_named(kind, part.kinds):
         return None
     expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in part.kinds)
     actual = "missing" if module is None else f"a {kind.__qualname__}"
     return f"is {actual}, expected {expected}"
+
+
+def is_named(kind: type, names: Collection[Any]) -> bool:
+    """Says whether the name of a class, with or without its module, is among some names."""
+    return kind.__name__ in names or f"{kind.__module__}.{kind.__name__}" in names
 
 
 # Classes without fused forwards ---------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""The blocks of the model in ``cvt``, which call the operators as they are: they need no fused forward."""
+"""The blocks of the model in ``cvt``, which call the operators as they are: they need no fused forward.
+
+Their own forwards ask :func:`cvt_kernels.acceleration.matching.why_not_now`, and if there is a reason call
+their modules one by one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .entries import BlockEntry, StageEntry, always, by_name
+from .entries import (
+    BATCH_NORMS,
+    BlockEntry,
+    StageEntry,
+    always,
+    by_name,
+    bypassed,
+    why_convolutions_unsupported,
+    why_norms_unsupported,
+)
 from .fused import gelu_operator
 from .stages import BlockParts, StageParts
 
@@ -15,10 +28,44 @@ MODULE = "cvt.model"
 
 UPSTREAM = "cvt"
 
+_ATTENTION_PARTS: dict[str, Any] = {"attn_drop": nn.Dropout}
+for _letter in "qkv":
+    _path = f"conv_proj_{_letter}"
+    _ATTENTION_PARTS |= {
+        _path: f"{MODULE}.ConvProjection",
+        f"{_path}.conv": nn.Conv2d,
+        f"{_path}.bn": BATCH_NORMS,
+    }
+
+
+def _branches(attention: Any) -> list[tuple[Any, Any]]:
+    children = attention._modules  # as attributes they would take far longer to find
+    branches = [children[name]._modules for name in ("conv_proj_q", "conv_proj_k", "conv_proj_v")]
+    return [(branch["conv"], branch["bn"]) for branch in branches]
+
+
 ENTRIES = by_name(
-    BlockEntry(upstream=UPSTREAM, name="ConvEmbed", operators=always("layer_norm")),
-    BlockEntry(upstream=UPSTREAM, name="Block", operators=always("layer_norm", "add_layer_norm")),
-    BlockEntry(upstream=UPSTREAM, name="Attention", operators=always("conv_projection", "attention")),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="ConvEmbed",
+        operators=always("layer_norm"),
+        parts=bypassed({"norm": nn.LayerNorm}),
+        why_unsupported=lambda block: why_norms_unsupported(block.norm),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Block",
+        operators=always("layer_norm", "add_layer_norm"),
+        parts=bypassed({"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}),
+        why_unsupported=lambda block: why_norms_unsupported(block.norm1, block.norm2),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="Attention",
+        operators=always("conv_projection", "attention"),
+        parts=bypassed(_ATTENTION_PARTS),
+        why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
+    ),
     BlockEntry(
         upstream=UPSTREAM,
         name="Mlp",
@@ -45,10 +92,9 @@ def _stage_parts(self: Any) -> StageParts:
 
 def _block_parts(self: Any) -> BlockParts:
     attn = self.attn
-    branches = attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v
     return BlockParts(
         norm1=self.norm1,
-        branches=[(branch.conv, branch.bn) for branch in branches],
+        branches=_branches(attn),
         linears=[attn.proj_q, attn.proj_k, attn.proj_v],
         num_heads=attn.num_heads,
         scale=attn.scale,
@@ -81,7 +127,7 @@ STAGE = StageEntry(
         arguments=("image",),
         children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
     ),
-    classes=frozenset(ENTRIES) | {"ConvProjection", "DropPath", "LayerNorm", "LayerScale", "Linear"},
+    classes=frozenset(f"{MODULE}.{name}" for name in (*ENTRIES, "ConvProjection", "DropPath", "LayerScale")),
     parts=_stage_parts,
     embedding=_embedding_parts,
     result=_tokens_and_grid,

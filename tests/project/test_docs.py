@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding
 
 def test_accelerate_page(capsys):
     blocks = python_blocks(PAGE)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names = run_blocks(blocks)
     printed = capsys.readouterr().out
     assert "33 of 33 blocks fused" in printed

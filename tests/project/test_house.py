@@ -89,7 +89,7 @@ def floor_of(name):
 def test_imports_are_understood():
     assert "cvt_kernels.checks" in GRAPH["cvt_kernels.ops.attention.native"]
     assert "cvt_kernels.ops.attention" in GRAPH["cvt_kernels.ops.attention.maps"]
-    assert "cvt_kernels" in GRAPH["cvt.model"]
+    assert "cvt_kernels" in GRAPH["cvt.explanation"]
     assert "cvt.checkpoints" in GRAPH["cvt"]
 
 

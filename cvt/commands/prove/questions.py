@@ -16,7 +16,7 @@ from cvt_kernels import accelerate, backends, dispatch, reference, restore
 
 from ...config import DTYPES
 from ...factory import create_model
-from ...model import Linear, Mlp
+from ...model import Mlp
 
 #: The backends to request on a CPU, so that a block that is one operator asks of its parts too.
 COMPOSED_ON_CPU = ("composed", "native", "reference")
@@ -140,12 +140,12 @@ class _Collector:
             first_layers = {module.fc1 for module in model.modules() if isinstance(module, Mlp)}
             for name, module in model.named_modules():
                 if name.endswith("patch_embed.norm"):
-                    module.register_forward_pre_hook(self._record_strided_layer_norm)
-            for module in model.modules() if device.type == "cpu" else ():
+                    module.register_forward_pre_hook(self._record_layer_norms)
+            for name, module in model.named_modules() if device.type == "cpu" else ():
                 # An MLP does not call its first layer, and would if that had hooks.
                 if isinstance(module, Mlp):
                     module.register_forward_pre_hook(self._record_first_linear)
-                elif isinstance(module, Linear) and module not in first_layers:
+                elif isinstance(module, nn.Linear) and name != "head" and module not in first_layers:
                     module.register_forward_pre_hook(self._record_linear)
             model(images)
 
@@ -175,11 +175,11 @@ class _Collector:
 
         return dataclasses.replace(implementation, function=call, why_unsupported=None)
 
-    def _record_strided_layer_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Notes the call of a LayerNorm for tokens that lie channel by channel."""
+    def _record_layer_norms(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Notes the calls of a LayerNorm for tokens as they lie and for ones that lie channel by channel."""
         norm = cast(nn.LayerNorm, module)
-        x = args[0].transpose(1, 2).contiguous().transpose(1, 2)
-        self._record("layer_norm", (x, norm.weight, norm.bias), {"eps": norm.eps})
+        for x in (args[0], args[0].transpose(1, 2).contiguous().transpose(1, 2)):
+            self._record("layer_norm", (x, norm.weight, norm.bias), {"eps": norm.eps})
 
     def _record_first_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of the first linear layer of an MLP."""

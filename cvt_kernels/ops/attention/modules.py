@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..conv_projection.modules import project
 from . import attention
@@ -40,3 +42,20 @@ def project_and_attend(
         for linear, projected in zip(linears, project(x, grid, branches), strict=True)
     )
     return attention(q, k, v, scale=scale, dropout_p=dropout_p).flatten(2)
+
+
+def attend_by_modules(q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, scale: float) -> Tensor:
+    """Computes attention in plain PyTorch, with a module called on its probabilities (B, h, Nq, Nkv).
+
+    Args:
+        q: Queries (B, Nq, h, D).
+        k: Keys (B, Nkv, h, D).
+        v: Values (B, Nkv, h, D).
+        dropout: The module.
+        scale: Factor on the scores.
+
+    Returns:
+        Tokens (B, Nq, C), the heads side by side.
+    """
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
+    return torch.einsum("bhqk,bkhd->bqhd", dropout(F.softmax(scores, dim=-1)), v).flatten(2)

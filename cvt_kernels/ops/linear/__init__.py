@@ -197,7 +197,8 @@ def _compose_add(
 ) -> Tensor:
     if not inplace:
         return residual + linear(x, weight, bias)
-    if bias is not None or residual.dtype != x.dtype or weight.dtype != x.dtype or checks.autocast_enabled(x):
+    differ = residual.dtype != x.dtype or weight.dtype != x.dtype
+    if bias is not None or differ or checks.autocast_enabled(x) or checks.is_counted():
         return residual.add_(linear(x, weight, bias))
     rows = residual.view(-1, residual.shape[-1])
     rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product

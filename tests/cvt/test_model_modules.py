@@ -1,0 +1,383 @@
+"""Hooks on the modules of a block, and other modules in their places, act as in a model of plain modules."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import cvt_kernels as ck
+from cvt import CvTConfig, create_model
+from cvt.factory import randomize
+from cvt.model import Attention, Block, ConvEmbed, Mlp, Stage
+from tests.checks import record_all_calls
+from tests.upstream import KERNELS_FIRST, assert_same_step, images, ours, relative
+
+#: All layers keep the number of tokens and channels, so that any of them can be left out.
+SQUARE = CvTConfig(
+    embed_dims=(16, 32, 48), num_heads=(2, 2, 3), depths=(1, 1, 1), mlp_ratio=1, stride_kv=1, cls_token=True
+)
+
+CONVS = [f"attn.conv_proj_{letter}" for letter in "qkv"]
+BYPASSED = ["norm1", "norm2", "attn.attn_drop", *CONVS]
+BYPASSED += [f"{path}.{name}" for path in CONVS for name in ("conv", "bn")]
+LINEARS = ["attn.proj_q", "attn.proj_k", "attn.proj_v", "attn.proj", "mlp.fc1", "mlp.fc2"]
+OTHERS = ["attn", "attn.proj_drop", "mlp", "mlp.drop", "ls1", "ls2", "drop_path"]
+
+
+# The model of plain modules -------------------------------------------------------------------------------
+
+
+class PlainConvEmbed(ConvEmbed):
+    def forward(self, x):
+        x = self.bn(self.proj(x))
+        return self.norm(x.flatten(2).transpose(1, 2)), tuple(x.shape[2:])
+
+
+class PlainAttention(Attention):
+    def forward(self, x, grid):
+        q, k, v = (self._branch(letter, x, grid) for letter in "qkv")
+        probabilities = self.attn_drop((q @ k.transpose(2, 3) * self.scale).softmax(-1))
+        return self.proj_drop(self.proj((probabilities @ v).transpose(1, 2).flatten(2)))
+
+    def _branch(self, letter, x, grid):
+        image = x[:, 1:].unflatten(1, grid).permute(0, 3, 1, 2)
+        y = getattr(self, f"conv_proj_{letter}")(image).flatten(2).transpose(1, 2)
+        y = getattr(self, f"proj_{letter}")(torch.cat([x[:, :1], y], dim=1).contiguous())
+        return y.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+
+class PlainMlp(Mlp):
+    def forward(self, x):
+        x = self.fc1(x)
+        return self.drop(self.fc2(self.drop(x * torch.sigmoid(1.702 * x))))
+
+
+class PlainBlock(Block):
+    def forward(self, x, grid):
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), grid)))
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+
+
+PLAIN = {ConvEmbed: PlainConvEmbed, Attention: PlainAttention, Mlp: PlainMlp, Block: PlainBlock}
+
+
+class Tokens(nn.Module):
+    """A stage that returns tokens alone."""
+
+    def __init__(self, **overrides):
+        super().__init__()
+        self.stage = Stage(create_model(SQUARE, **overrides).config.stages[0])
+        randomize(self)
+
+    def forward(self, x):
+        return self.stage(x)[0]
+
+
+def pair(mode, **overrides):
+    """Returns a stage and the same one of plain modules."""
+    fused = Tokens(**overrides)
+    getattr(fused, mode)()
+    plain = copy.deepcopy(fused)
+    for module in plain.modules():
+        module.__class__ = PLAIN.get(type(module), type(module))
+    return fused, plain
+
+
+def block_of(model):
+    return model.stage.blocks[0]
+
+
+def replace(model, place, make):
+    """Puts ``make(module)`` in the place of a module of the block."""
+    parent, _, name = place.rpartition(".")
+    parent = block_of(model).get_submodule(parent)
+    setattr(parent, name, make(getattr(parent, name)))
+
+
+def reasons(model):
+    return [row.reason for row in ck.coverage(model) if not row.fused]
+
+
+def assert_same(fused, plain):
+    x = images(2, 16, 20)
+    with ck.use_backend(*KERNELS_FIRST):
+        if fused.training:
+            assert_same_step(plain, fused, x, 2e-5)
+        else:
+            with torch.no_grad():
+                assert relative(fused(x), plain(x)) < 1e-5
+
+
+# Hooks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("place", [*BYPASSED, *LINEARS, *OTHERS])
+def test_a_hook_fires_and_what_it_returns_counts(place, mode):
+    models, fired = pair(mode, attn_drop_rate=0.2, drop_rate=0.2), []
+    assert reasons(models[0]) == []
+    for model in models:
+        calls = []
+        block_of(model).get_submodule(place).register_forward_hook(
+            lambda module, args, out, calls=calls: calls.append(out.shape) or 1.5 * out + 0.1
+        )
+        fired.append(calls)
+    assert_same(*models)
+    assert fired[0] == fired[1]
+    assert len(fired[0]) == (2 if place in ("mlp.drop", "drop_path") else 1)
+    name = place.rpartition("attn.")[2]
+    assert reasons(models[0]) == ([f"{name} has forward hooks"] if place in BYPASSED else [])
+
+
+@pytest.mark.parametrize("place", ["patch_embed.proj", "patch_embed.bn", "patch_embed.norm", "pos_drop"])
+def test_a_hook_on_the_embedding(place):
+    models = pair("train", embed_norm="batch_layer_norm")
+    for model in models:
+        model.stage.get_submodule(place).register_forward_hook(lambda module, args, out: 1.5 * out)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("place", BYPASSED)
+def test_other_hooks(place):
+    """Hooks before the forward and on the backward, each alone."""
+    for kind in ("forward_pre", "full_backward_pre", "full_backward"):
+        models, fired = pair("train"), []
+        for model in models:
+            calls = []
+            register = getattr(block_of(model).get_submodule(place), f"register_{kind}_hook")
+            register(lambda module, *gradients, calls=calls: calls.append(len(gradients)))
+            fired.append(calls)
+        assert_same(*models)
+        assert fired[0] == fired[1] != []
+        assert len(reasons(models[0])) == 1
+
+
+@pytest.mark.parametrize("place", [*BYPASSED, *LINEARS])
+def test_a_forward_of_its_own(place):
+    models = pair("train")
+    for model in models:
+        module = block_of(model).get_submodule(place)
+        module.forward = lambda x, original=module.forward: 3 * original(x)
+    assert_same(*models)
+
+
+def test_a_hook_that_is_gone_leaves_the_block_fused():
+    model, x = ours().eval(), images(2, 32, 32)
+    called = record_all_calls()
+    with ck.use_backend("native"):
+        model(x)
+        fused = list(called)
+        handle = model.stage0.blocks[0].attn.conv_proj_k.bn.register_forward_hook(lambda *args: None)
+        called.clear()
+        model(x)
+        assert len(called) == len(fused) - 2  # a projection and its attention
+        handle.remove()
+        called.clear()
+        model(x)
+    assert called == fused
+
+
+def test_a_hook_on_all_modules_sees_all_of_them():
+    seen = []
+    model = ours().eval()
+    with nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module)):
+        model(images(2, 32, 32))
+    unseen = set(model.modules()) - set(seen)
+    assert all(isinstance(module, nn.ModuleList) for module in unseen)
+
+
+# Other modules --------------------------------------------------------------------------------------------
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank one beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2)
+        self.up = nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def derived(module):
+    """Gives a module a class of the same name that does something else."""
+
+    def forward(self, *args):
+        return 2 * super(type(self), self).forward(*args)
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    return module
+
+
+def group_norm(module):
+    return nn.GroupNorm(4, module.num_features)
+
+
+def with_bias(module):
+    return nn.Conv2d(16, 16, 3, padding=1, groups=16)
+
+
+def dense(module):
+    return nn.Conv2d(16, 16, 3, padding=1, bias=False)
+
+
+def circular(module):
+    return nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False, padding_mode="circular")
+
+
+REPLACEMENTS = [
+    *[(place, make) for place in BYPASSED for make in (lambda module: nn.Identity(), derived)],
+    *[(place, make) for place in LINEARS for make in (lambda module: nn.Identity(), derived, Adapter)],
+    *[(f"{path}.bn", group_norm) for path in CONVS],
+    *[("attn.conv_proj_v.conv", make) for make in (with_bias, dense, circular)],
+    *[(place, lambda module: nn.Identity()) for place in ("attn.proj_drop", "mlp", "mlp.drop", "drop_path")],
+    ("attn.attn_drop", lambda module: nn.Dropout2d(0.0)),
+    ("attn.conv_proj_q", lambda module: nn.Sequential(module, nn.Identity())),
+    ("norm1", lambda module: nn.LayerNorm(16, elementwise_affine=False)),
+    ("norm2", lambda module: nn.RMSNorm(16)),
+]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("place", "make"), REPLACEMENTS, ids=[f"{place}-{i}" for i, (place, _) in enumerate(REPLACEMENTS)]
+)
+def test_another_module_in_the_place_of_one(place, make, mode):
+    fused, plain = pair(mode)
+    replace(fused, place, make)
+    randomize(fused)
+    replace(plain, place, make)
+    plain.load_state_dict(fused.state_dict())
+    assert_same(fused.train(mode == "train"), plain.train(mode == "train"))
+
+
+@pytest.mark.parametrize("name", ["proj", "bn", "norm"])
+def test_another_module_in_the_embedding(name):
+    models = pair("train", embed_norm="batch_layer_norm")
+    for model in models:
+        embed = model.stage.patch_embed
+        embed._modules[name] = nn.Sequential(embed._modules[name], Doubling())
+    assert_same(*models)
+
+
+def test_images_are_checked_whatever_the_first_convolution_is():
+    model = ours().train()
+    model.stage0.patch_embed.proj = nn.Sequential(model.stage0.patch_embed.proj, Doubling())
+    model.stage0.blocks[0].attn.conv_proj_k.bn = nn.Identity()
+    with pytest.raises(ValueError, match="images: one of 32×32 leaves BatchNorm a single value"):
+        model(images(1, 32, 32))
+    assert model(images(2, 32, 32)).isfinite().all()
+
+
+def test_parametrizations_take_effect():
+    models = pair("train")
+    for model in models:
+        block = block_of(model)
+        torch.manual_seed(1)
+        for linear in (block.attn.proj_k, block.mlp.fc1, block.mlp.fc2):
+            parametrizations.weight_norm(linear)
+            linear.parametrizations.weight.original0.data.mul_(2)
+        parametrizations.spectral_norm(block.attn.conv_proj_v.conv)
+        parametrize.register_parametrization(block.attn.conv_proj_q.bn, "weight", Doubling())
+        parametrize.register_parametrization(block.norm2, "weight", Doubling())
+    assert_same(*models)
+    assert reasons(models[0]) == [
+        "norm2 is a ParametrizedLayerNorm, expected LayerNorm",
+        "conv_proj_q.bn is a ParametrizedBatchNorm2d, expected BatchNorm2d or SyncBatchNorm",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_the_older_normalization_of_weights_takes_effect():
+    models = pair("train")
+    for model in models:
+        nn.utils.weight_norm(block_of(model).attn.conv_proj_k.conv)
+        block_of(model).attn.conv_proj_k.conv.weight_g.data.mul_(2)
+    assert_same(*models)
+
+
+def test_a_block_in_which_modules_are_called_compiles_to_one_graph():
+    fused, plain = pair("eval")
+    for model in (fused, plain):
+        replace(model, "attn.conv_proj_k.bn", lambda module: nn.Identity())
+        replace(model, "norm2", lambda module: nn.RMSNorm(16))
+    compiled = torch.compile(fused, fullgraph=True, backend="eager")
+    x = images(2, 16, 20)
+    assert relative(compiled(x), plain(x)) < 1e-5
+
+
+def test_a_served_stage_notices_them_too():
+    x = images(2, 32, 32)
+    for place in BYPASSED:
+        own = ours().eval()
+        frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+        with torch.inference_mode():
+            frozen(x)
+            for model in (own, frozen):
+                model.stage0.blocks[0].get_submodule(place).register_forward_hook(lambda m, a, out: 2 * out)
+            assert relative(frozen(x), own(x)) < 1e-5, place
+        row = ck.coverage(frozen)[0]
+        assert (row.class_name, row.fused) == ("Stage", False)
+        assert place.split(".")[-1] in row.reason
+
+
+@pytest.mark.parametrize("place", ["attn.conv_proj_q", "attn.proj", "mlp", "norm1"])
+@pytest.mark.parametrize("make", [lambda module: nn.Identity(), derived])
+def test_a_served_stage_notices_other_modules(place, make):
+    x = images(2, 32, 32)
+    own = ours().eval()
+    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+    with torch.inference_mode():
+        frozen(x)
+        for model in (own, frozen):
+            parent, _, name = f"stage0.blocks.0.{place}".rpartition(".")
+            parent = model.get_submodule(parent)
+            setattr(parent, name, make(getattr(parent, name)))
+        assert relative(frozen(x), own(x)) < 1e-5
+    assert not ck.coverage(frozen)[0].fused
+
+
+# Tools ----------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_of_pytorchs_own_classes():
+    model = ours()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert {type(module) for module in (*linears, *norms)} == {nn.Linear, nn.LayerNorm}
+    assert (len(linears), len(norms)) == (4 * 6 + 1, 4 * 2 + 3 + 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_dynamic_quantization_finds_every_linear_layer():
+    if torch.backends.quantized.engine == "none":
+        pytest.skip("this PyTorch has no engine for quantized layers")
+    model = ours().eval()
+    count = sum(type(module) is nn.Linear for module in model.modules())
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    kind = torch.ao.nn.quantized.dynamic.Linear
+    assert sum(type(module) is kind for module in quantized.modules()) == count
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    x = images(2, 32, 32)
+    out = quantized(x)
+    assert 0 < (out - model(x)).abs().max() < 0.2 * model(x).abs().max()
+    assert all(row.fused for row in ck.coverage(quantized))
+
+
+def test_a_pickle_of_a_model_with_other_modules():
+    model = ours().eval()
+    model.stage0.blocks[0].norm2 = nn.Identity()
+    x = images(2, 32, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
