@@ -14,11 +14,13 @@ if not torch.cuda.is_available():
 # verdicts; the fonts that matplotlib has found may lie where they are.
 os.environ["CVT_KERNELS_PROVE"] = "0"
 os.environ.pop("CVT_KERNELS_VERDICTS", None)
-# They run where the extension could not be built too; what is said then has tests of its own.
+# They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
 from cvt_kernels import backends, machine, missing, verdicts
+
+missing._said = True
 
 DATA = Path(__file__).parent / "data"
 
@@ -55,7 +57,6 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setattr(backends, "_fallbacks", {})
     monkeypatch.setattr(backends, "choices", {})
     monkeypatch.setattr(backends, "agreements", {})
-    monkeypatch.setattr(missing, "_said", True)
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_warned", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
