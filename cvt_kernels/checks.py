@@ -90,8 +90,15 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-# torch.compile of torch 2.11 cannot trace it; see the end of backends.py.
+def is_exporting() -> bool:
+    """Returns whether ``torch.export`` traces."""
+    return torch.compiler.is_exporting()
+
+
+# torch.compile of torch 2.11 cannot trace the first and takes the second for true; see the end of
+# backends.py.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -133,7 +133,7 @@ def _names_requested(operator: str) -> tuple[str, ...]:
 def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
     description = backends.operators[operator]
-    if torch.compiler.is_exporting():  # for whatever machine, and for sizes that may not be asked for
+    if checks.is_exporting():  # for whatever machine, and for sizes that may not be asked for
         return _call_unnoted(operator, description.defaults, x, *args, **kwargs)
     signature = description.signature(x, *args, **kwargs)
     if not signature[0] and _is_left_to_compiler(operator, x.device.type):
@@ -640,7 +640,7 @@ def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bo
     if checks.is_counted():
         return False
     if backends.is_auto():
-        if torch.compiler.is_exporting():
+        if checks.is_exporting():
             return False
         if not gradient and torch.compiler.is_compiling() and _is_left_to_compiler(operator, device_type):
             return False

@@ -94,7 +94,7 @@ def try_to_trace_as_one(stage: nn.Module, entry: StageEntry, image: Tensor) -> A
     """
     number = getattr(stage, _NUMBER)
     # An exported program may run anywhere, and so holds the model's own modules.
-    if torch.compiler.is_exporting() or number is None or image.device.type != "cpu":
+    if checks.is_exporting() or number is None or image.device.type != "cpu":
         return None
     if torch_module._has_any_global_hook() or checks.autocast_enabled(image):
         return None
