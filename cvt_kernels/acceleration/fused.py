@@ -26,15 +26,16 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
     if type(norm) is not nn.LayerNorm:  # Microsoft's, which computes in float32 whatever comes
         out = layer_norm(x.float(), norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
         return out if dtype is not None else out.type(x.dtype)
-    if _dtypes_differ(x, norm.weight):
+    weight = norm.weight
+    if _dtypes_differ(x, weight):
         return norm(x)  # PyTorch knows which mixtures it takes
-    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
+    return layer_norm(x, weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 
 def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
     plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
-    return normalize(module, x) if plain and why_must_be_called(module) is None else module(x)
+    return normalize(module, x) if plain and not is_watched(module) else module(x)
 
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -45,11 +46,12 @@ def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of a branch and the residual stream, and the LayerNorm of this sum for layers."""
     casts = type(norm) is not nn.LayerNorm and not branch.dtype == stream.dtype == torch.float32
-    if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, norm.weight):
+    weight = norm.weight
+    if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, weight):
         stream = branch + stream
         return stream, normalize_for_layers(norm, stream)
     dtype = checks.dtype_for_layers(stream)
-    return add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
+    return add_layer_norm(branch, stream, weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
@@ -64,7 +66,7 @@ def apply_linear(module: Any, x: Tensor) -> Tensor:
 
 def is_plain_linear(module: Any) -> bool:
     """Says whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
-    return type(module) is nn.Linear and why_must_be_called(module) is None
+    return type(module) is nn.Linear and not is_watched(module)
 
 
 def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: GeluVariant) -> Tensor:
@@ -95,6 +97,15 @@ def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     image = projection(image)
     tokens = normalize(norm, image.flatten(2).transpose(1, 2))
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Says whether :func:`why_must_be_called` has a reason, sooner than it finds one."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return True
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return torch_module._has_any_global_hook()
 
 
 def why_must_be_called(module: nn.Module) -> str | None:

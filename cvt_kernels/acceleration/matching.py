@@ -12,12 +12,11 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import huggingface, microsoft, ours
 from .entries import BlockEntry, BypassedPart
-from .fused import why_must_be_called
+from .fused import is_watched, why_must_be_called
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {
@@ -145,8 +144,6 @@ def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> 
 
     Every call asks. False may also mean that only :func:`_part_of` finds a part.
     """
-    if torch_module._has_any_global_hook():
-        return False
     for path, kinds in parts:
         module = block
         for name in path:
@@ -155,11 +152,7 @@ def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> 
                 return False
             module = found
         kind = type(module)
-        if kind not in kinds and not is_named(kind, kinds):
-            return False
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return False
-        if module._backward_hooks or module._backward_pre_hooks:
+        if (kind not in kinds and not is_named(kind, kinds)) or is_watched(module):
             return False
     return True
 
