@@ -17,11 +17,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_python_blocks(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_python_blocks(capsys, hub):
     official = create_model("cvt_13")
     randomize(official)
-    torch.save(official.state_dict(), "CvT-13-224x224-IN-1k.pth")
+    hub.publish("microsoft/cvt-13", official)
     names = {"model": huggingface(), "images": torch.randn(2, 3, 64, 96)}
     accelerating, loading = python_blocks(README)
     exec(accelerating, names)
