@@ -1,0 +1,178 @@
+"""Counters of floating-point operations count what the model does, whatever serves it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import cvt_kernels as ck
+from cvt import PRESETS, create_model
+from cvt.evaluation import cost
+from cvt_kernels import checks, proofs, reference
+from cvt_kernels.reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from tests.checks import recorded_operators
+from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours
+
+
+def flops(function, *args, backward=False, **kwargs):
+    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+        out = function(*args, **kwargs)
+        if backward:
+            logits(out).sum().backward()
+    return counter.get_total_flops()
+
+
+class OtherFlopCounterMode(TorchDispatchMode):
+    """A counter as other packages have them, which asks for no hook on all modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        count = flop_registry.get(function.overloadpacket)
+        self.total += 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def other_flops(function, *args, **kwargs):
+    with torch.no_grad(), OtherFlopCounterMode() as counter:
+        function(*args, **kwargs)
+    return counter.total
+
+
+def test_cvt_13():
+    with torch.device("meta"):
+        model = create_model("cvt_13").eval()
+        x = torch.empty(1, 3, 224, 224)
+    assert flops(model, x) == 2 * 4_566_089_216 == 2 * cost(PRESETS["cvt_13"], 224).multiply_adds
+    assert flops(ck.accelerate(model, freeze=True), x) == 2 * 4_566_089_216
+
+
+@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+@pytest.mark.parametrize("make", [huggingface, microsoft])
+def test_accelerated_models_cost_what_they_did(make, backends):
+    own, x = make(), images(2, 32, 48)
+    live = ck.accelerate(copy.deepcopy(own))
+    with ck.use_backend(*backends):
+        for mode in ("eval", "train"):
+            for model in (own, live):
+                getattr(model, mode)()
+            for backward in (False, True):
+                assert flops(live, x, backward=backward) == flops(own, x, backward=backward) > 0
+            assert other_flops(live, x) == flops(own, x)
+        frozen = ck.accelerate(copy.deepcopy(own).eval(), freeze=True)
+        assert flops(frozen, x) == other_flops(frozen, x) == flops(own.eval(), x)
+
+
+@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+def test_our_model_costs_what_its_operators_do(backends):
+    model, x = ours(), images(2, 32, 48)
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        for backward in (False, True):
+            with ck.use_backend("reference"):
+                expected = flops(model, x, backward=backward)
+            with ck.use_backend(*backends):
+                assert flops(model, x, backward=backward) == expected > 0
+        with ck.use_backend(*backends):
+            assert other_flops(model, x) == flops(model, x)
+
+
+def test_modules_are_told_apart():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        ours().eval()(images(2, 32, 32))
+    counts = {name: sum(parts.values()) for name, parts in counter.get_flop_counts().items()}
+    assert counts["CvT.stage0.blocks.0.mlp.fc1"] == 2 * (2 * 64 * 16 * 64)
+    assert counts["CvT.stage0.blocks.0.attn.conv_proj_q.conv"] == 2 * (2 * 64 * 16 * 9)
+    assert counts["CvT.stage0.blocks.0.attn"] > counts["CvT.stage0.blocks.0.attn.proj_q"]
+
+
+def a_projection():
+    bn = nn.BatchNorm2d(16)
+    return ConvBatchNorm(torch.randn(16, 1, 3, 3), *bn.parameters(), *bn.buffers(), padding=1)
+
+
+def operator_calls():
+    """Returns every operator with products of its own, and arguments."""
+    torch.manual_seed(0)
+    x, image, w, b = torch.randn(2, 20, 16), torch.randn(2, 3, 16, 20), torch.randn(16, 16), torch.randn(16)
+    wide, conv, linear = torch.randn(64, 16), a_projection(), (w, b)
+    block = TransformerBlock(
+        norm1=Norm(b, b), convs=3 * (conv,), linears=3 * (Linear(w, b),), num_heads=2, scale=None,
+        proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None), approximate="none",
+        fc2=Linear(wide.t().contiguous(), b),
+    )  # fmt: skip
+    heads = x.unflatten(2, (2, 8))
+    mlp = wide, None, wide.t().contiguous(), b
+    return [
+        ("attention", (heads, heads[:, :5], heads[:, :5]), {}),
+        ("conv_projection", (x, (4, 5), (conv, conv)), {"training": False}),
+        ("conv_projection", (x, (4, 5), (conv, conv)), {"training": True}),
+        ("linear", (x, w, b), {}),
+        ("linear_gelu", (x, w, b), {}),
+        ("linear_add", (x, w, b, x), {}),
+        ("linear_add", (x, w, None, x.clone()), {"inplace": True}),
+        ("linear_add_layer_norm", (x, w, None, x.clone()), {"inplace": True}),
+        ("layer_norm_mlp", (x, b, b, *mlp), {}),
+        ("conv_linear", (x, (4, 5), (conv,), (linear,)), {}),
+        ("conv_embedding", (image, torch.randn(16, 3, 7, 7), b), {"stride": 4, "padding": 2}),
+        ("transformer_block", (x, (4, 5), block), {}),
+    ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize("count", [flops, other_flops], ids=["PyTorch's", "another"])
+def test_each_operator_costs_what_its_reference_does(count, backend):
+    for name, args, kwargs in operator_calls():
+        expected = count(getattr(reference, name), *args, **kwargs)
+        with ck.use_backend(backend), torch.no_grad():
+            getattr(ck, name)(*args, **kwargs)  # later calls of the kind are quicker, and are counted too
+            assert count(getattr(ck, name), *args, **kwargs) == expected > 0, name
+
+
+@pytest.mark.usefixtures("proving")
+def test_nothing_is_proven_in_what_is_counted(monkeypatch):
+    monkeypatch.setattr(proofs, "prove", None)
+    x = torch.randn(2, 20, 2, 8)
+    with ck.use_backend("auto"):
+        assert other_flops(ck.attention, x, x, x) == flops(reference.attention, x, x, x)
+
+
+def test_other_modes_see_what_runs():
+    x = torch.randn(2, 20, 2, 8)
+    with ck.use_backend("native"), recorded_operators() as names:
+        assert not checks.is_counted()
+        ck.attention(x, x, x)
+    assert "cvt_kernels.attention_inference.default" in names
+
+
+# Other packages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aten", "pytorch"])
+def test_ptflops(backend):
+    """Its figures differ by what it counts besides products: biases, and activations that are modules."""
+    ptflops = pytest.importorskip("ptflops")
+    own = huggingface().eval()
+    models = [own, ck.accelerate(copy.deepcopy(own)), ck.accelerate(copy.deepcopy(own), freeze=True)]
+    with torch.no_grad(), ck.use_backend(*KERNELS_FIRST):
+        counts = [
+            ptflops.get_model_complexity_info(
+                model, (3, 64, 64), as_strings=False, print_per_layer_stat=False, backend=backend
+            )[0]
+            for model in models
+        ]
+    assert counts == [pytest.approx(counts[0], rel=0.005)] * 3
+
+
+def test_torchinfo():
+    torchinfo = pytest.importorskip("torchinfo")
+    own = huggingface().eval()
+    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+    summaries = [torchinfo.summary(model, input_data=images(), verbose=0) for model in (own, frozen)]
+    assert summaries[0].total_mult_adds == summaries[1].total_mult_adds > 0
