@@ -98,7 +98,7 @@ def run(python: str, torch: str) -> Result:
     try:
         outcome = outcome_in(folder, python, torch)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     if outcome.startswith("skipped"):
         print(outcome, flush=True)
     return Result(python, torch, outcome, (time.monotonic() - start) / 60)
