@@ -16,7 +16,7 @@ from torch import Tensor
 from cvt_kernels import BackendUnavailable
 
 from ..checkpoints import Checkpoint, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, default_image_size
+from ..config import ACTIVATIONS, PRESETS, CvTConfig, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
@@ -161,18 +161,44 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
     with recorded_warnings() as remarks:
         given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
         checkpoint = read_checkpoint(given)
-        activation = arguments.activation or checkpoint.activation
-        overrides: dict[str, Any] = {} if activation is None else {"activation": activation}
-        model = create_model(arguments.model, checkpoint=checkpoint, **overrides).to(device).eval()
-    reason = None if arguments.activation else checkpoint.why_choose_activation()
-    if reason is not None:
-        remarks.append(f"{reason}; choose by --activation gelu or quick_gelu")
+    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
-    remarks += preprocessing.remarks
+    remarks += [*more, *preprocessing.remarks]
     default_size = preprocessing.image_size or default_image_size(
         arguments.model or checkpoint.architecture()
     )
-    return LoadedModel(model, checkpoint, arguments.image_size or default_size, remarks)
+    return LoadedModel(model.to(device).eval(), checkpoint, arguments.image_size or default_size, remarks)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    model: str | CvTConfig | None,
+    *,
+    activation: str | None,
+    option: str = "--activation",
+    **overrides: Any,
+) -> tuple[CvT, list[str]]:
+    """Builds a model with the weights of a checkpoint.
+
+    Args:
+        checkpoint: The weights.
+        model: As of :func:`create_model`.
+        activation: The one that the user has chosen, or None.
+        option: The option of the command that chooses the activation; empty for none.
+        **overrides: As of :func:`create_model`.
+
+    Returns:
+        The model, and the warnings of its loading, which name the option.
+    """
+    chosen = activation or checkpoint.activation
+    if chosen is not None:
+        overrides["activation"] = chosen
+    with recorded_warnings() as remarks:
+        built = create_model(model, checkpoint=checkpoint, **overrides)
+    reason = None if activation else checkpoint.why_choose_activation()
+    if reason is not None:
+        remarks.append(reason + (f"; choose by {option} gelu or quick_gelu" if option else ""))
+    return built, remarks
 
 
 # Output ---------------------------------------------------------------------------------------------------

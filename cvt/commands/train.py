@@ -15,10 +15,10 @@ from ..model import CvT
 from ..training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
 from .common import (
     add_device_argument,
+    build_model,
     positive_int,
     print_remarks,
     printed_warnings,
-    recorded_warnings,
     resolve_device,
 )
 
@@ -78,7 +78,7 @@ def _train(arguments: argparse.Namespace) -> None:
             config,
             output=arguments.output,
             device=device,
-            teacher=_trained_model(arguments, "teacher") if arguments.teacher else None,
+            teacher=_teacher(arguments) if arguments.teacher else None,
             resume=arguments.resume,
             workers=arguments.workers,
             corrupt=arguments.corrupt,
@@ -93,31 +93,32 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
-    overrides = {name: getattr(arguments, name) for name in ("activation", "drop_path_rate", "layer_scale")}
+    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale")}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     overrides["num_classes"] = classes
+    activation = arguments.activation
     if arguments.checkpoint is None:
+        overrides |= {} if activation is None else {"activation": activation}
         return create_model(MODELS[arguments.model or default], **overrides)
-    return _trained_model(arguments, "checkpoint", arguments.model, **overrides)
+    name = arguments.model
+    model = name if name is None or name in PRESETS else MODELS[name]
+    built, remarks = build_model(
+        read_checkpoint(arguments.checkpoint), model, activation=activation, **overrides
+    )
+    _print_once(arguments, "--checkpoint", remarks)
+    return built
 
 
-def _trained_model(
-    arguments: argparse.Namespace, option: str, model: str | None = None, **overrides: Any
-) -> CvT:
-    """Builds the model of ``--checkpoint`` or ``--teacher`` with its weights.
+def _teacher(arguments: argparse.Namespace) -> CvT:
+    """Builds the model of ``--teacher`` with its weights."""
+    built, remarks = build_model(read_checkpoint(arguments.teacher), None, activation=None, option="")
+    _print_once(arguments, "--teacher", remarks)
+    return built
 
-    The warnings of the loading are printed, with options of the command in place of Python's arguments.
-    """
+
+def _print_once(arguments: argparse.Namespace, option: str, remarks: list[str]) -> None:
+    """Prints warnings in the first of all processes."""
     from ..training.trainer import rank_and_world_size
 
-    checkpoint = read_checkpoint(getattr(arguments, option))
-    name = model or checkpoint.architecture()
-    if isinstance(name, str) and name not in PRESETS:
-        name = MODELS[name]
-    with recorded_warnings() as remarks:
-        built = create_model(name, checkpoint=checkpoint, **overrides)
-    choice = {"checkpoint": "; choose by --activation gelu or quick_gelu", "teacher": ""}[option]
-    remarks = [remark.replace("; choose by activation='gelu' or 'quick_gelu'", choice) for remark in remarks]
     if rank_and_world_size()[0] == 0:
-        print_remarks(arguments, [f"--{option}: {remark}" for remark in remarks])
-    return built
+        print_remarks(arguments, [f"{option}: {remark}" for remark in remarks])

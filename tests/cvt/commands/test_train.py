@@ -131,17 +131,25 @@ def test_warnings_name_the_options(capsys, tmp_path, monkeypatch):
     content = json.loads((tmp_path / "config.json").read_text())
     content["transformers_version"] = "5.0.0"  # which has written it
     (tmp_path / "config.json").write_text(json.dumps(content))
-    arguments = argparse.Namespace(command="train", checkpoint=tmp_path, teacher=tmp_path)
+    arguments = argparse.Namespace(
+        command="train", checkpoint=tmp_path, teacher=tmp_path, model=None, drop_path_rate=None,
+        layer_scale=None, activation=None,
+    )  # fmt: skip
+
+    def load(option):
+        model = train._teacher(arguments) if option == "teacher" else train._model_to_train(arguments, 3, "")
+        return model.config.activation, capsys.readouterr().err.splitlines()
+
     for option, ending in (("checkpoint", "; choose by --activation gelu or quick_gelu"), ("teacher", "")):
-        train._trained_model(arguments, option, "cvt_13", **config)
-        (line,) = capsys.readouterr().err.splitlines()
+        activation, (line,) = load(option)
+        assert activation == "quick_gelu"
         assert line.startswith(f"cvt train: --{option}: {tmp_path} is a Hugging Face model")
         assert line.endswith(f"with which the published weights were trained{ending}")
-    train._trained_model(arguments, "checkpoint", "cvt_13", activation="gelu", **config)
-    assert capsys.readouterr().err == ""
+    arguments.activation = "gelu"
+    assert load("checkpoint") == ("gelu", [])
+    arguments.activation = None
     monkeypatch.setattr(trainer, "rank_and_world_size", lambda: (1, 2))  # where the first process prints
-    train._trained_model(arguments, "checkpoint", "cvt_13", **config)
-    assert capsys.readouterr().err == ""
+    assert load("checkpoint") == ("quick_gelu", [])
 
 
 @pytest.fixture(scope="module")
