@@ -378,13 +378,13 @@ def test_a_first_call_without_gradients(proven, context):
     assert [question.split(", ")[1] for question in proven] == ["forward", "forward+backward"]
 
 
-def test_counters_see_only_the_served_call(proving):
+def test_counters_see_only_the_served_call_and_prove_nothing(proving):
     x, weight = torch.randn(4, 8), torch.randn(16, 8)
     with FlopCounterMode(display=False) as first:
         ck.linear(x, weight)
     with FlopCounterMode(display=False) as second:
         ck.linear(x, weight)
-    assert only_answer().trials.keys() == {"reference", "convolution"}
+    assert answers() == {}
     assert first.get_total_flops() == second.get_total_flops() == 2 * 4 * 8 * 16
 
 
