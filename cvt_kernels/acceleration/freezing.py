@@ -20,8 +20,8 @@ from .. import checks
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, microsoft, ours
 from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
-from .fused import is_plain_linear, why_must_be_called
-from .matching import find_blocks, is_named, original_class, patch_of, why_mismatched, why_not_now
+from .fused import is_plain_linear, patch_of, why_must_be_called
+from .matching import find_blocks, is_named, original_class, why_mismatched, why_not_now
 from .stages import FoldedStage, StageParts, fold, operators_of, serve
 
 #: Every entry by its key.
@@ -169,6 +169,7 @@ class _Watch:
         self._modules = modules
         self._spaces = [vars(module) for module in modules]
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._classes = {type(module) for module in modules}
         self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
         # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
         spaces = [vars(stage), *self._spaces]
@@ -183,6 +184,7 @@ class _Watch:
         return (
             [id(member) for members in self._members_of for member in members.values()],
             [module.__class__ for module in self._modules],
+            [cls.forward for cls in self._classes],
             [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
             [module.eps for module in self._with_eps],
             [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
