@@ -158,6 +158,10 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
 # What a frozen stage is watched for -----------------------------------------------------------------------
 
 
+#: The numbers and names that a module's work depends on, besides those of convolutions.
+_SETTINGS = ("eps", "num_heads", "scale", "approximate")
+
+
 class _Watch:
     """Everything that a stage was folded from, to be compared with what it is.
 
@@ -176,7 +180,7 @@ class _Watch:
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = parts.folded()
-        self._with_eps = [module for module in modules if hasattr(module, "eps")]
+        self._settings = [(space, name) for space in self._spaces for name in _SETTINGS if name in space]
         self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 
@@ -186,7 +190,7 @@ class _Watch:
             [module.__class__ for module in self._modules],
             [cls.forward for cls in self._classes],
             [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
-            [module.eps for module in self._with_eps],
+            [space.get(name) for space, name in self._settings],
             [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
         )
 

@@ -13,7 +13,16 @@ from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Attention, Block, ConvEmbed, Mlp, Stage
 from tests.checks import record_all_calls
-from tests.upstream import KERNELS_FIRST, assert_same_step, huggingface, images, logits, ours, relative
+from tests.upstream import (
+    KERNELS_FIRST,
+    assert_same_step,
+    huggingface,
+    images,
+    logits,
+    microsoft_plain,
+    ours,
+    relative,
+)
 
 #: All layers keep the number of tokens and channels, so that any of them can be left out.
 SQUARE = CvTConfig(
@@ -195,6 +204,16 @@ def test_a_class_patched_after_accelerating(kind, freeze, monkeypatch):
             assert relative(logits(fused(x)), logits(own(x))) < 1e-5
         assert relative(logits(fused(x)), logits(own(x))) < 1e-5
         assert all(row.fused for row in ck.coverage(fused))
+
+
+def test_a_bias_that_is_no_parameter():
+    models = pair("eval")
+    for model in models:
+        conv = block_of(model).attn.conv_proj_k.conv
+        del conv.bias
+        conv.bias = torch.ones(16)
+    assert_same(*models)
+    assert reasons(models[0]) == ["a convolution has a bias"]
 
 
 def test_a_hook_that_is_gone_leaves_the_block_fused():
@@ -411,6 +430,21 @@ def test_a_served_stage_notices_other_modules(place, make):
             setattr(parent, name, make(getattr(parent, name)))
         assert relative(frozen(x), own(x)) < 1e-5
     assert not ck.coverage(frozen)[0].fused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
+def test_a_served_stage_notices_other_settings(make):
+    own, x = make().eval(), images(2, 32, 32)
+    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+    frozen(x)
+    for name, value in (("scale", 0.4), ("eps", 0.1), ("approximate", "tanh")):
+        for model in (own, frozen):
+            for module in model.modules():
+                if name in vars(module):
+                    setattr(module, name, value)
+        assert relative(logits(frozen(x)), logits(own(x))) < 1e-5, name
+    assert all(row.fused for row in ck.coverage(frozen))
 
 
 # Tools ----------------------------------------------------------------------------------------------------
