@@ -264,8 +264,10 @@ class _Stages(nn.Module):
                 f"images: got shape {tuple(images.shape)}, "
                 f"expected (batch, {self.config.in_chans}, height, width)"
             )
-        weight = getattr(self._built_stages()[0].patch_embed.proj, "weight", None)
-        if isinstance(weight, Tensor):  # and no other module in the place of the convolution
+        # Other modules may be in the places of a stage, its embedding and the convolution.
+        embedding = getattr(self._built_stages()[0], "patch_embed", None)
+        weight = getattr(getattr(embedding, "proj", None), "weight", None)
+        if isinstance(weight, Tensor):
             _check_like(images, weight)
         self._check_image_size(images)
 
@@ -279,7 +281,7 @@ class _Stages(nn.Module):
                     f"the embedding with patch size {stage.patch_size} gets an empty grid"
                 )
             keys = [(n - 1) // stage.stride_kv + 1 for n in (height, width)]
-            if _normalizes_by_batch(built.blocks[0]) and images.shape[0] * keys[0] * keys[1] == 1:
+            if _normalizes_by_batch(built) and images.shape[0] * keys[0] * keys[1] == 1:
                 raise ValueError(
                     f"images: one of {images.shape[2]}×{images.shape[3]} leaves BatchNorm a single value per "
                     "channel, expected a larger batch or larger images in training"
@@ -344,7 +346,7 @@ class CvT(_Stages, PretrainedModel):
             ValueError: A value out of range; the model is left as it was.
         """
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
-        self.head = self._build_head(num_classes).to(self.norm.weight)
+        self.head = self._build_head(num_classes).to(next(self.parameters()))
         self.head.apply(_init_weights)
         self.labels = None
 
@@ -429,8 +431,9 @@ def _check_like(images: Tensor, weight: Tensor) -> None:
         raise TypeError(f"images: have dtype {images.dtype}, expected {weight.dtype} as the model")
 
 
-def _normalizes_by_batch(block: nn.Module) -> bool:
-    """Says whether the keys of a block are normalized by the statistics of the batch."""
+def _normalizes_by_batch(stage: nn.Module) -> bool:
+    """Says whether the keys of the first block of a stage are normalized by the statistics of the batch."""
+    block = next(iter(getattr(stage, "blocks", ())), None)
     branch = getattr(getattr(block, "attn", None), "conv_proj_k", None)
     batch_norm = getattr(branch, "bn", None)
     return isinstance(batch_norm, BATCH_NORMS) and batch_norm.training

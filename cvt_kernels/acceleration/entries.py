@@ -125,7 +125,8 @@ def bypassed(parts: dict[str, type | str | tuple[type | str, ...]]) -> tuple[Byp
 def why_convolutions_unsupported(branches: Iterable[tuple[Any, Any]]) -> str | None:
     """Says why the pairs of convolution and BatchNorm are not those of a CvT; None if they are."""
     for conv, bn in branches:
-        if conv._parameters["bias"] is not None:  # as an attribute it takes far longer to find
+        # As an attribute it takes far longer to find. One that is no parameter may be any tensor.
+        if conv._parameters.get("bias", conv) is not None:
             return "a convolution has a bias"
         if not conv.groups == conv.in_channels == conv.out_channels:
             return "a convolution is not depthwise"

@@ -20,8 +20,8 @@ from .. import checks
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, microsoft, ours
 from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
-from .fused import is_plain_linear, why_must_be_called
-from .matching import find_blocks, is_named, original_class, patch_of, why_mismatched, why_not_now
+from .fused import is_plain_linear, patch_of, why_must_be_called
+from .matching import find_blocks, is_named, original_class, why_mismatched, why_not_now
 from .stages import FoldedStage, StageParts, fold, operators_of, serve
 
 #: Every entry by its key.
@@ -158,6 +158,10 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
 # What a frozen stage is watched for -----------------------------------------------------------------------
 
 
+#: The numbers and names that a module's work depends on, besides those of convolutions.
+_SETTINGS = ("eps", "num_heads", "scale", "approximate")
+
+
 class _Watch:
     """Everything that a stage was folded from, to be compared with what it is.
 
@@ -169,13 +173,14 @@ class _Watch:
         self._modules = modules
         self._spaces = [vars(module) for module in modules]
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._classes = {type(module) for module in modules}
         self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
         # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
         spaces = [vars(stage), *self._spaces]
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = parts.folded()
-        self._with_eps = [module for module in modules if hasattr(module, "eps")]
+        self._settings = [(space, name) for space in self._spaces for name in _SETTINGS if name in space]
         self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 
@@ -183,8 +188,9 @@ class _Watch:
         return (
             [id(member) for members in self._members_of for member in members.values()],
             [module.__class__ for module in self._modules],
+            [cls.forward for cls in self._classes],
             [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
-            [module.eps for module in self._with_eps],
+            [space.get(name) for space, name in self._settings],
             [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
         )
 

@@ -6,6 +6,7 @@ backend.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -105,7 +106,7 @@ def is_watched(module: nn.Module) -> bool:
         return True
     if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return torch_module._has_any_global_hook()
+    return torch_module._has_any_global_hook() or _is_patched(type(module))
 
 
 def why_must_be_called(module: nn.Module) -> str | None:
@@ -118,4 +119,27 @@ def why_must_be_called(module: nn.Module) -> str | None:
         return "is seen by a hook on all modules"
     if "forward" in vars(module):
         return "has a forward of its own"
+    if _is_patched(type(module)):
+        return f"has a forward that is patched by {patch_of(type(module))}"
     return None
+
+
+def patch_of(cls: type) -> str | None:
+    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    # functools.wraps gives a patch the names of what it wraps, but not its globals.
+    home = getattr(forward, "__globals__", {}).get("__name__")
+    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
+        return None
+    return f"{home}.{forward.__qualname__}"
+
+
+_BYPASSED = (nn.BatchNorm2d, nn.Conv2d, nn.Dropout, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm)
+#: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
+_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
+
+
+def _is_patched(cls: Any) -> bool:
+    """Says, sooner than :func:`patch_of`, whether the forward of a class of PyTorch has been patched."""
+    return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]

@@ -16,7 +16,7 @@ from torch import nn
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import huggingface, microsoft, ours
 from .entries import BlockEntry, BypassedPart
-from .fused import is_watched, why_must_be_called
+from .fused import is_watched, patch_of, why_must_be_called
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {
@@ -100,17 +100,6 @@ def _replaced_method(block: nn.Module, owner: type) -> str | None:
         name for name in public if name != "forward" and any(name in members for members in overriding)
     )
     return next(replaced, None)
-
-
-def patch_of(cls: type) -> str | None:
-    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    forward = vars(owner)["forward"]
-    # functools.wraps gives a patch the names of what it wraps, but not its globals.
-    home = getattr(forward, "__globals__", {}).get("__name__")
-    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
-        return None
-    return f"{home}.{forward.__qualname__}"
 
 
 # Whether the fused forward does justice to the submodules that it does not call ---------------------------

@@ -13,7 +13,16 @@ from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Attention, Block, ConvEmbed, Mlp, Stage
 from tests.checks import record_all_calls
-from tests.upstream import KERNELS_FIRST, assert_same_step, images, ours, relative
+from tests.upstream import (
+    KERNELS_FIRST,
+    assert_same_step,
+    huggingface,
+    images,
+    logits,
+    microsoft_plain,
+    ours,
+    relative,
+)
 
 #: All layers keep the number of tokens and channels, so that any of them can be left out.
 SQUARE = CvTConfig(
@@ -164,6 +173,49 @@ def test_a_forward_of_its_own(place):
     assert_same(*models)
 
 
+def patch(monkeypatch, kind):
+    """Puts another function in the place of the forward of a class."""
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args: 1.5 * forward(self, *args))
+
+
+PATCHED = [nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d, nn.Dropout]
+
+
+@pytest.mark.parametrize("kind", PATCHED)
+def test_a_patched_class_of_pytorch(kind, monkeypatch):
+    models = pair("train")
+    patch(monkeypatch, kind)
+    assert_same(*models)
+    assert all("has a forward that is patched by tests.cvt" in reason for reason in reasons(models[0]))
+    assert bool(reasons(models[0])) == (kind is not nn.Linear)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("kind", [*PATCHED[:-1], nn.GELU])
+def test_a_class_patched_after_accelerating(kind, freeze, monkeypatch):
+    for make in (huggingface, ours) if freeze else (huggingface,):
+        own, x = make().eval(), images(2, 32, 32)
+        fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+        fused(x)
+        with monkeypatch.context() as context:
+            patch(context, kind)
+            assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+        assert all(row.fused for row in ck.coverage(fused))
+
+
+def test_a_bias_that_is_no_parameter():
+    models = pair("eval")
+    for model in models:
+        conv = block_of(model).attn.conv_proj_k.conv
+        del conv.bias
+        conv.bias = torch.ones(16)
+    assert_same(*models)
+    assert reasons(models[0]) == ["a convolution has a bias"]
+
+
 def test_a_hook_that_is_gone_leaves_the_block_fused():
     model, x = ours().eval(), images(2, 32, 32)
     called = record_all_calls()
@@ -272,6 +324,37 @@ def test_another_module_in_the_embedding(name):
     assert_same(*models)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+@pytest.mark.parametrize("place", ["stage0", "stage1", "stage0.patch_embed", "stage1.blocks.0"])
+def test_a_wrapped_part_of_the_model(place):
+    model, x = ours().train(), images(2, 32, 32)
+    wrapped = copy.deepcopy(model)
+    wrapped.set_submodule(place, Wrapper(wrapped.get_submodule(place)))
+    assert relative(wrapped(x), model(x)) < 1e-5
+
+
+def test_a_stage_without_blocks():
+    model = ours().train()
+    model.stage1.blocks = nn.ModuleList()
+    assert model(images(2, 32, 32)).isfinite().all()
+
+
+def test_a_new_head_where_the_last_norm_is_another_module():
+    model = ours().bfloat16()
+    model.norm = nn.Identity()
+    model.reset_classifier(3)
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model(images(2, 32, 32).bfloat16()).shape == (2, 3)
+
+
 def test_images_are_checked_whatever_the_first_convolution_is():
     model = ours().train()
     model.stage0.patch_embed.proj = nn.Sequential(model.stage0.patch_embed.proj, Doubling())
@@ -347,6 +430,21 @@ def test_a_served_stage_notices_other_modules(place, make):
             setattr(parent, name, make(getattr(parent, name)))
         assert relative(frozen(x), own(x)) < 1e-5
     assert not ck.coverage(frozen)[0].fused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
+def test_a_served_stage_notices_other_settings(make):
+    own, x = make().eval(), images(2, 32, 32)
+    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+    frozen(x)
+    for name, value in (("scale", 0.4), ("eps", 0.1), ("approximate", "tanh")):
+        for model in (own, frozen):
+            for module in model.modules():
+                if name in vars(module):
+                    setattr(module, name, value)
+        assert relative(logits(frozen(x)), logits(own(x))) < 1e-5, name
+    assert all(row.fused for row in ck.coverage(frozen))
 
 
 # Tools ----------------------------------------------------------------------------------------------------
