@@ -11,9 +11,9 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from . import hub
-from .config import PRESETS, CvTConfig, preset_of, resolve_config
+from .config import PRESETS, CvTConfig, check_images, preset_of, resolve_config
 from .files import replacing
 from .huggingface import (
+    BEST,
     INDEX,
     WEIGHTS,
     CheckpointError,
@@ -39,9 +40,8 @@ from .huggingface import (
 )
 
 _PathLike = str | os.PathLike[str]
+_Module = TypeVar("_Module", bound=nn.Module)
 
-#: The best weights in a directory of ``cvt train``.
-BEST = "best.pth"
 #: Models that come with this package, by the names that stand for their files.
 PACKAGED = {"digits": Path(__file__).parent / "weights" / "digits.safetensors"}
 
@@ -76,6 +76,9 @@ class ModelCard(NamedTuple):
         card = cls(**{**content, "config": CvTConfig(**content["config"])})
         if len(card.labels) != card.config.num_classes:
             raise ValueError(f"got {len(card.labels)} labels for {card.config.num_classes} classes")
+        if not isinstance(card.labels, list) or not all(isinstance(label, str) for label in card.labels):
+            raise TypeError(f"got labels {card.labels!r}, expected a list of strings")
+        check_images(card.image_size, card.crop_fraction)
         return card
 
 
@@ -168,6 +171,7 @@ class Checkpoint(NamedTuple):
             CheckpointError: That is no CvT that this package can build, or nothing tells.
         """
         if self.config is not None:
+            self._check_blocks(self.config)
             return self.config
         preset = self.preset
         hf_config = self.hf_config
@@ -178,9 +182,22 @@ class Checkpoint(NamedTuple):
         if hf_config is None:
             raise CheckpointError(f"{self.path}: is not a CvT of {', '.join(PRESETS)}")
         try:
-            return config_of_huggingface(hf_config, **self._known_fields())
+            config = config_of_huggingface(hf_config, **self._known_fields())
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+        self._check_blocks(config)
+        return config
+
+    def _check_blocks(self, config: CvTConfig) -> None:
+        """Raises if the configuration beside the weights is one of other channels, blocks or classes."""
+        dims, depths = _dims_and_depths(self.tensors)
+        for field, told, found in (
+            ("embed_dims", config.embed_dims, dims),
+            ("depths", config.depths, depths),
+            ("num_classes", config.num_classes, self.num_classes or 0),
+        ):
+            if told != found:
+                raise CheckpointError(f"{self.path}: is said to have {field} {told}, but its weights {found}")
 
     def configuration(self, model: str | CvTConfig | None = None, **overrides: Any) -> CvTConfig:
         """Returns the configuration of a model for these weights.
@@ -214,6 +231,28 @@ def warn_of_activation(checkpoint: Checkpoint) -> None:
     reason = checkpoint.why_choose_activation()
     if reason is not None:
         warnings.warn(f"{reason}; choose by activation='gelu' or 'quick_gelu'", stacklevel=3)
+
+
+def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:
+    """Builds a model once the weights are known to fit it, so that no memory is taken for another.
+
+    Args:
+        checkpoint: The weights, which are not loaded.
+        build: Builds the ``CvT`` or ``CvTFeatures``.
+
+    Raises:
+        CheckpointError: They do not fit.
+    """
+    try:
+        with torch.device("meta"):
+            sketch: Any = build()
+    except RuntimeError as error:  # more elements than can be counted
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{checkpoint.path}: does not fit this model: {reason}") from error
+    shapes = sketch.state_dict().items()
+    own = {name: torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in shapes}
+    _fitting(checkpoint, own, sketch.config)
+    return build()
 
 
 class LoadReport(NamedTuple):
@@ -258,6 +297,8 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
         path /= BEST
     name = str(path if model is None else model)
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise CheckpointError(f"{path}: is a directory with neither config.json nor {BEST}")
         hf_config = read_json(path / "config.json")
         if (path / "preprocessor_config.json").is_file():
             hf_preprocessor = read_json(path / "preprocessor_config.json")
@@ -314,15 +355,8 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
         raise TypeError(f"model: got {type(model).__name__}, expected a CvT or CvTFeatures")
     checkpoint = read_checkpoint(checkpoint)
     own = model.state_dict()
-    if checkpoint.hf_config is not None:
-        difference = why_another_architecture(checkpoint.hf_config, config)
-        if difference is not None:
-            raise CheckpointError(f"{checkpoint.path}: {difference}")
-    tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))
-    head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
-    if head_replaced:
-        tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
-    _check_fit(checkpoint, tensors, own)
+    tensors, report = _fitting(checkpoint, own, config)
+    head_replaced = report.head_replaced
     model.load_state_dict(tensors, strict=True)
     target.labels = checkpoint.labels if "head.weight" in own and not head_replaced else None
     target.preprocessing = checkpoint.preprocessing
@@ -333,7 +367,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
             f"{classes}: the head was not loaded and keeps the model's own weights",
             stacklevel=2,
         )
-    return LoadReport(head_replaced, unused)
+    return report
 
 
 def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -443,6 +477,22 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 # Checks before anything is loaded -------------------------------------------------------------------------
+
+
+def _fitting(
+    checkpoint: Checkpoint, own: Mapping[str, Tensor], config: CvTConfig
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """Returns the tensors for a model whose own are ``own``, all of which fit."""
+    if checkpoint.hf_config is not None:
+        difference = why_another_architecture(checkpoint.hf_config, config)
+        if difference is not None:
+            raise CheckpointError(f"{checkpoint.path}: {difference}")
+    tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))
+    head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
+    if head_replaced:
+        tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
+    _check_fit(checkpoint, tensors, own)
+    return tensors, LoadReport(head_replaced, unused)
 
 
 def _split_unused(

@@ -27,6 +27,12 @@ ACTIVATIONS: dict[Activation, GeluVariant] = {"quick_gelu": "quick", "gelu": "no
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+#: The most pixels of a side that images are resized to, beyond which a number is taken for a mistake.
+LARGEST_IMAGE = 1 << 14
+# The bound of every number of a stage, far above any model's.
+_MOST = 1_000_000
+
+
 class _Limits(NamedTuple):
     """The type of a number, its smallest value, and what it must be below."""
 
@@ -37,17 +43,17 @@ class _Limits(NamedTuple):
 
 # The fields with one value per stage.
 _PER_STAGE = {
-    "embed_dims": _Limits(int, 1, math.inf),
-    "depths": _Limits(int, 1, math.inf),
-    "num_heads": _Limits(int, 1, math.inf),
-    "patch_sizes": _Limits(int, 1, math.inf),
-    "patch_strides": _Limits(int, 1, math.inf),
-    "patch_paddings": _Limits(int, 0, math.inf),
-    "mlp_ratio": _Limits(float, 0, math.inf),
+    "embed_dims": _Limits(int, 1, _MOST),
+    "depths": _Limits(int, 1, _MOST),
+    "num_heads": _Limits(int, 1, _MOST),
+    "patch_sizes": _Limits(int, 1, _MOST),
+    "patch_strides": _Limits(int, 1, _MOST),
+    "patch_paddings": _Limits(int, 0, _MOST),
+    "mlp_ratio": _Limits(float, 0, _MOST),
     "qkv_bias": _Limits(bool, 0, 2),
-    "kernel_size": _Limits(int, 1, math.inf),
-    "stride_q": _Limits(int, 1, math.inf),
-    "stride_kv": _Limits(int, 1, math.inf),
+    "kernel_size": _Limits(int, 1, _MOST),
+    "stride_q": _Limits(int, 1, _MOST),
+    "stride_kv": _Limits(int, 1, _MOST),
     "cls_token": _Limits(bool, 0, 2),
     "drop_rate": _Limits(float, 0, 1),
     "attn_drop_rate": _Limits(float, 0, 1),
@@ -166,9 +172,10 @@ class CvTConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
         for name, least in (("num_classes", 0), ("in_chans", 1)):
-            check_number(name, getattr(self, name), int, least, math.inf)
+            check_number(name, getattr(self, name), int, least, 1_000_000_000)
         if self.layer_scale is not None:
-            check_number("layer_scale", self.layer_scale, float, -math.inf, math.inf)
+            layer_scale = check_number("layer_scale", self.layer_scale, float, -_MOST, _MOST)
+            object.__setattr__(self, "layer_scale", layer_scale)
         self._check_consistency()
 
     def _check_consistency(self) -> None:
@@ -177,6 +184,9 @@ class CvTConfig:
                 raise ValueError(f"num_heads: {heads} heads do not divide embed_dims[{i}] = {dim}")
             if int(dim * self.mlp_ratio[i]) < 1:
                 raise ValueError(f"mlp_ratio: {self.mlp_ratio[i]} leaves stage {i} no hidden channel")
+        for padding, size in zip(self.patch_paddings, self.patch_sizes, strict=True):
+            if padding >= size:
+                raise ValueError(f"patch_paddings: got {padding} for a patch of {size}, expected less")
         if any(size % 2 == 0 for size in self.kernel_size):
             raise ValueError(f"kernel_size: got {self.kernel_size}, expected odd numbers")
         if any(stride != 1 for stride in self.stride_q):
@@ -251,6 +261,21 @@ def check_number(name: str, value: Any, kind: type, least: float, below: float) 
         upper = " and finite" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{name}: got {value!r}, expected at least {least:g}{upper}")
     return kind(value)
+
+
+def check_images(image_size: int, crop_fraction: float | None) -> None:
+    """Raises unless :func:`cvt.images.preprocess` can prepare images like this.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range.
+    """
+    check_number("image_size", image_size, int, 1, LARGEST_IMAGE + 1)
+    if crop_fraction is None:
+        return
+    check_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
+    if not image_size / LARGEST_IMAGE <= crop_fraction <= 1:
+        raise ValueError(f"crop_fraction: got {crop_fraction!r}, expected a part of the image, 1 at most")
 
 
 #: The models of the paper by name.

@@ -12,7 +12,7 @@ from torch import nn
 
 from cvt_kernels.missing import warn_of_missing_kernels
 
-from .checkpoints import Checkpoint, load_checkpoint, read_checkpoint, warn_of_activation
+from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
 from .config import PRESETS, CvTConfig, resolve_config
 from .hub import PRETRAINED
 from .model import CvT, CvTFeatures
@@ -93,7 +93,9 @@ def create_model(
     config = state.configuration(model, **overrides)
     if not isinstance(model, CvTConfig) and "activation" not in overrides:
         warn_of_activation(state)
-    built: CvT | CvTFeatures = CvTFeatures(config, out_indices) if features_only else CvT(config)
+    built: CvT | CvTFeatures = build_fitting(
+        state, lambda: CvTFeatures(config, out_indices) if features_only else CvT(config)
+    )
     load_checkpoint(built, state)
     return built
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from cvt_kernels.checks import dtype_name
 
-from .config import CvTConfig, default_image_size, preset_of
+from .config import LARGEST_IMAGE, CvTConfig, check_images, default_image_size, preset_of
 from .files import filling, write_json
 
 _PathLike = str | os.PathLike[str]
@@ -28,6 +28,8 @@ _PathLike = str | os.PathLike[str]
 #: The field of ``config.json`` that holds the whole :class:`CvTConfig`; Hugging Face's hold a part of it.
 OWN_CONFIG = "cvt_config"
 
+#: The best weights in a directory of ``cvt train``.
+BEST = "best.pth"
 #: The files of a directory's weights, the better format first; ``INDEX`` after it, for one that lists shards.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
@@ -109,8 +111,8 @@ def save_huggingface(
 
     Raises:
         TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, or ``labels`` has the wrong length.
-            Nothing is written then.
+        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length, a size is
+            out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
         OSError: The directory cannot be written.
     """
     if not isinstance(getattr(model, "head", None), nn.Linear):
@@ -152,6 +154,8 @@ def write_model(
     content[OWN_CONFIG] = dataclasses.asdict(config)
     processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
     directory = Path(directory)
+    if (directory / BEST).exists():
+        raise ValueError(f"{directory}: has the {BEST} of a training, which would be read in place of this")
     directory.mkdir(parents=True, exist_ok=True)
     with filling(directory) as scratch:
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
@@ -160,6 +164,8 @@ def write_model(
         (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)
         if config.in_chans == 3:
             write_json(scratch / "preprocessor_config.json", processor, indent=2)
+    if config.in_chans != 3:  # those of another model, which was here before
+        (directory / "preprocessor_config.json").unlink(missing_ok=True)
 
 
 def shards(index: Path) -> list[str]:
@@ -213,7 +219,8 @@ def made_up_labels(classes: int) -> list[str]:
 
 
 def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
-    if not all(isinstance(label, str) for label in labels):
+    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
+    if not is_list or not all(isinstance(label, str) for label in labels):
         raise TypeError(f"labels: got {labels!r}, expected one string per class")
     if len(labels) != classes:
         raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
@@ -361,7 +368,7 @@ def _size_and_crop(content: Mapping[str, Any]) -> tuple[int | None, float | None
         square, shortest = (None, size) if is_convnext else (size, None)
     if content.get("do_center_crop"):
         crop = _square(crop) if isinstance(crop, Mapping) else crop
-        if not _is_size(crop) or not _is_size(shortest):
+        if not _is_size(crop) or not _is_size(shortest) or crop > shortest:
             return None, None
         # Below the quotient, so that crop / crop_fraction is not rounded down to a pixel less than shortest.
         return crop, math.nextafter(crop / shortest, 0.0)
@@ -372,7 +379,8 @@ def _size_and_crop(content: Mapping[str, Any]) -> tuple[int | None, float | None
     fraction = content.get("crop_pct") or _CROP_FRACTION
     if shortest >= _UNCROPPED_SIZE or fraction == _CROP_FRACTION:
         return shortest, None
-    return (shortest, fraction) if isinstance(fraction, float) and 0 < fraction < 1 else (None, None)
+    is_part = isinstance(fraction, float) and shortest / LARGEST_IMAGE <= fraction < 1
+    return (shortest, fraction) if is_part else (None, None)
 
 
 def _square(size: Mapping[str, Any]) -> Any:
@@ -380,7 +388,7 @@ def _square(size: Mapping[str, Any]) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_IMAGE
 
 
 def _preprocessing_of(
@@ -395,7 +403,9 @@ def _preprocessing_of(
         config = _config_of(model)
         image_size = default_image_size(preset_of(config.embed_dims, config.depths) or config)
     if crop_fraction is None:
+        check_images(image_size, None)
         crop_fraction = _CROP_FRACTION if image_size < _UNCROPPED_SIZE else 1.0
+    check_images(image_size, crop_fraction)
     return image_size, crop_fraction
 
 

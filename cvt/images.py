@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .config import check_images
 from .extras import require
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -98,8 +99,10 @@ def preprocess(
         float32 (3, image_size, image_size).
 
     Raises:
-        ImageError: The image is smaller than the crop.
+        TypeError: A size or a fraction of the wrong type.
+        ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop.
     """
+    check_images(image_size, crop_fraction)
     width, height = image.size
     if min(width, height) < image_size and not upscale:
         raise ImageError(f"is {width}×{height} pixels, smaller than the {image_size}×{image_size} crop")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .checkpoints import load_checkpoint, read_checkpoint, warn_of_activation
+from .checkpoints import build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
 from .extras import require
 from .huggingface import Preprocessing, write_model
 
@@ -70,7 +70,7 @@ class PretrainedModel(nn.Module):
         if "activation" not in overrides:
             warn_of_activation(state)
         model_class: Any = cls
-        model = model_class(config)
+        model = build_fitting(state, lambda: model_class(config))
         load_checkpoint(model, state)
         return model.eval()
 
@@ -97,7 +97,7 @@ class PretrainedModel(nn.Module):
 
         Raises:
             TypeError: Labels that are not strings.
-            ValueError: Not one label per class.
+            ValueError: Not one label per class, a size out of range, or a directory of ``cvt train``.
             OSError: The directory cannot be written.
         """
         write_model(self, save_directory, labels=labels, image_size=image_size, crop_fraction=crop_fraction)

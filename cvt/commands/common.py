@@ -72,7 +72,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
         pretrained: Without ``--checkpoint`` the published weights serve; else it is required.
     """
     text = (
-        "official .pth, .safetensors, a directory of Hugging Face or of cvt train, or owner/name on the Hub"
+        "official .pth, .safetensors, a directory of Hugging Face or of cvt train, owner/name on the Hub, "
+        "or digits"
     )
     parser.add_argument(
         "--checkpoint",

@@ -65,7 +65,7 @@ def _train(arguments: argparse.Namespace) -> None:
         is_digits = arguments.data == DIGITS
         given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
         given = {name: value for name, value in given.items() if value is not None}
-        config = TrainConfig(**{**(DIGITS_OPTIONS if is_digits else {}), **given})
+        config = TrainConfig(**_recipe(DIGITS_OPTIONS if is_digits else {}, given))
         image_size = arguments.image_size or (16 if is_digits else 224)
         crop = RandomCrop(config.min_scale, flip=config.flip)
         train_set = open_dataset(arguments.data, "train", image_size, random_crop=crop)
@@ -89,6 +89,14 @@ def _train(arguments: argparse.Namespace) -> None:
         if trainer.rank == 0:
             best = max(history, key=lambda row: row["top1"])
             print(f"{arguments.output}: top-1 {best['top1']:.2%} in epoch {best['epoch']} of {len(history)}")
+
+
+def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a training; as few epochs as the default warm-up has are half warm-up."""
+    options = {**dataclasses.asdict(TrainConfig(**defaults)), **given}
+    if "warmup_epochs" not in given and options["warmup_epochs"] >= options["epochs"]:
+        options["warmup_epochs"] = options["epochs"] / 2
+    return options
 
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT:

@@ -29,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from ..checkpoints import BEST, ModelCard, load_pickle
+from ..checkpoints import ModelCard, load_pickle
 from ..datasets import Batches, ImageDataset
 from ..evaluation import Sums, add_up
 from ..files import replacing
+from ..huggingface import BEST
 from ..model import Block, CvT
 from .augment import Augment
 from .logs import Logs

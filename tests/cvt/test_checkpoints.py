@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cvt import CheckpointError, create_model, load_checkpoint, read_checkpoint, save_huggingface
+from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkpoint, save_huggingface
 from tests.cvt.models import SMALL, equal, huggingface_twin, small
 
 
@@ -162,6 +162,26 @@ def test_a_config_of_which_no_model_can_be_built(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         create_model(checkpoint=tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed_dims": [900000] * 3}, r"is said to have embed_dims \(900000, .*, but its weights \(8, "),
+        ({"depths": 900000}, r"is said to have depths \(900000, "),
+        ({"num_classes": 900000000}, "is said to have num_classes 900000000, but its weights 10"),
+        ({"mlp_ratio": 900000}, r"does not fit this model: .* of another shape"),
+        ({"in_chans": 900000000, "patch_sizes": 900000}, "does not fit this model: "),
+    ],
+)
+def test_no_memory_is_taken_for_a_model_that_weights_do_not_fit(tmp_path, changes, message):
+    small().save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["cvt_config"] |= {"num_heads": [1, 1, 1], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for build in (CvT.from_pretrained, lambda path: create_model(checkpoint=path, features_only=True)):
+        with pytest.raises(CheckpointError, match=message):
+            build(tmp_path)
 
 
 # Other heads ----------------------------------------------------------------------------------------------
@@ -326,7 +346,7 @@ def test_files_without_a_state_dict(tmp_path, content, message):
 def test_bad_directories(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"checkpoint: .*nothing does not exist"):
         read_checkpoint(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"config.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"is a directory with neither config.json nor best.pth"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json: is not JSON"):

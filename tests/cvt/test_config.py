@@ -78,7 +78,7 @@ def test_drop_path_schedules(schedule, rates):
         ({"qkv_bias": 1}, TypeError, "qkv_bias: got 1, expected bool"),
         ({"mlp_ratio": "4"}, TypeError, "mlp_ratio: got '4', expected float"),
         ({"mlp_ratio": 0.001}, ValueError, "mlp_ratio: 0.001 leaves stage 0 no hidden channel"),
-        ({"mlp_ratio": float("inf")}, ValueError, "mlp_ratio: got inf, expected at least 0 and finite"),
+        ({"mlp_ratio": float("inf")}, ValueError, "mlp_ratio: got inf, expected at least 0 and below"),
         ({"drop_rate": 1.0}, ValueError, "drop_rate: got 1.0, expected at least 0 and below 1"),
         ({"drop_path_rate": float("nan")}, ValueError, "drop_path_rate: got nan"),
         (
@@ -92,6 +92,10 @@ def test_drop_path_schedules(schedule, rates):
         ({"embed_norm": None}, ValueError, "embed_norm: got None"),
         ({"drop_path_schedule": "x"}, ValueError, "drop_path_schedule: got 'x'"),
         ({"layer_scale": "small"}, TypeError, "layer_scale: got 'small'"),
+        ({"layer_scale": 10**400}, ValueError, "layer_scale: got 1000"),
+        ({"mlp_ratio": 1e308}, ValueError, "mlp_ratio: got 1e"),
+        ({"depths": 10**400}, ValueError, "depths: got 1000"),
+        ({"patch_paddings": (7, 0, 0)}, ValueError, "patch_paddings: got 7 for a patch of 7, expected less"),
         ({"num_classes": -1}, ValueError, "num_classes: got -1"),
         ({"in_chans": 0}, ValueError, "in_chans: got 0"),
         ({"embed_dims": 64}, TypeError, "embed_dims: got 64, expected one integer per stage"),
@@ -108,6 +112,10 @@ def test_bad_overrides(overrides, error, message):
         resolve_config("cvt_13", **overrides)
     with pytest.raises(error, match=message):
         create_model("cvt_13", **overrides)
+
+
+def test_an_integer_passes_for_the_layer_scale():
+    assert create_model("cvt_13", depths=1, layer_scale=1).config.layer_scale == 1.0
 
 
 def test_unknown_model():

@@ -65,7 +65,7 @@ def test_a_path_of_that_name_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = read_checkpoint("digits")
     (tmp_path / "digits").mkdir()
-    with pytest.raises(CheckpointError, match=r"^digits"):
+    with pytest.raises(CheckpointError, match=r"^digits: is a directory with neither config.json nor"):
         read_checkpoint("digits")
     torch.save({"model": checkpoint.tensors}, tmp_path / "digits" / "best.pth")
     assert read_checkpoint("digits").path == os.path.join("digits", "best.pth")
@@ -82,8 +82,24 @@ def test_safetensors_keep_the_card(tmp_path):
     assert read_checkpoint(path).card is None
     with pytest.raises(ValueError, match=r"path: got '.*copy.pth', expected a name that ends with .safetens"):
         save_safetensors(checkpoint, tmp_path / "copy.pth")
-    content = {**checkpoint.card.to_dict(), "labels": ["0"]}
-    for card, reason in ((json.dumps(content), "got 1 labels for 10 classes"), ("{", "Expecting property")):
-        save_file(load_file(DIGITS), path, metadata={"card": card})
-        with pytest.raises(CheckpointError, match=rf"is not of this version of cvt train: {reason}"):
-            read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"labels": ["0"]}, "got 1 labels for 10 classes"),
+        ({"labels": [0] * 10}, r"got labels \[0, "),
+        ({"labels": dict.fromkeys("0123456789", "")}, r"got labels \{'0': "),
+        ({"image_size": None}, "image_size: got None, expected int"),
+        ({"image_size": 10**9}, "image_size: got 1000000000, expected at least 1 and below 16385"),
+        ({"crop_fraction": 0}, "crop_fraction: got 0, expected a part of the image"),
+        ({"crop_fraction": "all"}, "crop_fraction: got 'all', expected float"),
+        (None, "Expecting property"),
+    ],
+)
+def test_damaged_cards(tmp_path, changes, reason):
+    content = read_checkpoint("digits").card.to_dict()
+    card = "{" if changes is None else json.dumps({**content, **changes})
+    save_file(load_file(DIGITS), tmp_path / "odd.safetensors", metadata={"card": card})
+    with pytest.raises(CheckpointError, match=rf"is not of this version of cvt train: {reason}"):
+        read_checkpoint(tmp_path / "odd.safetensors")

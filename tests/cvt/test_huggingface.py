@@ -177,6 +177,13 @@ def test_preprocessor_configs(content, expected):
         ({"size": {"height": 96, "width": 64}}, "size {'height': 96, 'width': 64}"),
         ({"size": {"longest_edge": 96}}, "size {'longest_edge': 96}"),
         ({"size": 96, "crop_pct": 3}, "size 96, crop_pct 3"),
+        ({"size": 10**9}, "size 1000000000"),
+        ({"size": 96, "crop_pct": 1e-9}, "size 96, crop_pct 1e-09"),
+        ({"size": True}, "size True"),
+        (
+            {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": 24},
+            "size {'shortest_edge': 20}, crop_size 24",
+        ),
     ],
 )
 def test_what_images_cannot_do_is_said(changes, words):

@@ -249,3 +249,18 @@ def test_crop_fraction_chooses_how_much_is_seen():
     assert torch.equal(whole, normalize(torch.from_numpy(np.array(expected)).permute(2, 0, 1) / 255))
     center = image.crop((16, 16, 48, 48))
     assert torch.equal(half, normalize(torch.from_numpy(np.array(center)).permute(2, 0, 1) / 255))
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction", "error", "message"),
+    [
+        (0, None, ValueError, "image_size: got 0, expected at least 1"),
+        (10**8, None, ValueError, "image_size: got 100000000, expected at least 1 and below 16385"),
+        (16.0, None, TypeError, "image_size: got 16.0, expected int"),
+        (16, 0.0, ValueError, "crop_fraction: got 0.0, expected a part of the image"),
+        (16, float("nan"), ValueError, "crop_fraction: got nan"),
+    ],
+)
+def test_sizes_that_no_image_has(size, fraction, error, message):
+    with pytest.raises(error, match=message):
+        preprocess(Image.new("RGB", (32, 32)), size, crop_fraction=fraction, upscale=True)

@@ -127,3 +127,30 @@ def test_pushing_needs_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModuleNotFoundError, match="huggingface_hub is not installed"):
         small().push_to_hub(NAME)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"image_size": 0}, ValueError, "image_size: got 0, expected at least 1"),
+        ({"image_size": "224"}, TypeError, "image_size: got '224', expected int"),
+        ({"image_size": 224, "crop_fraction": 1.5}, ValueError, "crop_fraction: got 1.5"),
+        ({"image_size": 224, "crop_fraction": 1e-9}, ValueError, "crop_fraction: got 1e-09"),
+        ({"labels": "0123456789"}, TypeError, "labels: got '0123456789', expected one string per class"),
+        ({"labels": 10}, TypeError, "labels: got 10, expected one string per class"),
+    ],
+)
+def test_nothing_is_written_of_what_could_not_be_read(tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        small().save_pretrained(tmp_path, **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_had_another_model(tmp_path):
+    small().save_pretrained(tmp_path, image_size=96)
+    model = model_of("headless")  # of four channels, for which there is no preprocessing
+    model.save_pretrained(tmp_path)
+    assert CvT.from_pretrained(tmp_path).preprocessing is None
+    (tmp_path / "best.pth").touch()
+    with pytest.raises(ValueError, match=r"has the best.pth of a training, which would be read in place of"):
+        model.save_pretrained(tmp_path)

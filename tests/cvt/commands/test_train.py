@@ -19,7 +19,7 @@ from cvt.commands import main, train
 from cvt.datasets import open_dataset
 from cvt.images import read_image, sample_photos
 from cvt.training import trainer
-from cvt.training.recipe import MODELS
+from cvt.training.recipe import DIGITS_OPTIONS, MODELS
 from cvt.training.trainer import LAST
 from tests.checks import Terminal, bad, python_blocks, run_blocks
 
@@ -123,6 +123,14 @@ def test_activation_on_the_command_line(capsys, tmp_path):
     assert run(capsys, *arguments)[0] == 0
     assert read_checkpoint(tmp_path).card.config.activation == "gelu"
     assert "invalid choice: 'relu'" in bad(capsys, main, *arguments, "--activation", "relu")
+
+
+@pytest.mark.parametrize(
+    ("given", "warmup"),
+    [({"epochs": 1}, 0.5), ({"epochs": 4}, 1.0), ({"epochs": 1, "warmup_epochs": 0}, 0), ({}, 1.0)],
+)
+def test_a_short_training_has_a_short_warm_up(given, warmup):
+    assert train._recipe(DIGITS_OPTIONS, given)["warmup_epochs"] == warmup
 
 
 def test_warnings_name_the_options(capsys, tmp_path, monkeypatch):
