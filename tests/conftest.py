@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,9 @@ os.environ.pop("CVT_KERNELS_VERDICTS", None)
 # They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
+
+# A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from cvt_kernels import backends, machine, missing, verdicts
 

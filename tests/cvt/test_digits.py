@@ -49,7 +49,7 @@ def test_the_commands_know_it_by_name(capsys, tmp_path):
 
 def test_make_demo_ends_with_digits():
     def commands(*options):
-        make = ["make", "-n", "demo", *options]
+        make = ["make", "--no-print-directory", "-n", "demo", *options]
         root = Path(__file__).parents[2]
         return subprocess.run(make, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
 
