@@ -19,12 +19,11 @@ os.environ.pop("CVT_KERNELS_VERDICTS", None)
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
-# A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from cvt_kernels import backends, machine, missing, verdicts
 
 missing._said = True
+# A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
 
