@@ -39,15 +39,20 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of 
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
 # The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run,
-# but for AMX only those with products of matrices.
+# but for AMX only those with products of matrices, and those of 8-bit integers for sets of their own.
 PRODUCTS = CSRC / "common/product.h"
+INTEGERS = CSRC / "linear_int8/cpu_loops.cpp"
 INSTRUCTION_SETS = {"plain": ""}
+INTEGER_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     AVX2 = "-mavx2 -mfma -mf16c"
     AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
     AVX512_BF16 = f"{AVX512} -mavx512bf16"
     INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16}
     INSTRUCTION_SETS["amx_bf16"] = f"{AVX512_BF16} -mamx-tile -mamx-bf16"
+    AVX512_VNNI = f"{AVX512} -mavx512vnni"
+    INTEGER_SETS |= {"avx2": AVX2, "avx2_vnni": f"{AVX2} -mavxvnni", "avx512": AVX512}
+    INTEGER_SETS |= {"avx512_vnni": AVX512_VNNI, "amx_int8": f"{AVX512_VNNI} -mamx-tile -mamx-int8"}
 
 # Elements of the CUDA kernels, each compiled by a process of its own.
 CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
@@ -104,7 +109,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     objects = [compiled(CSRC / "module.cpp", definitions(version, toolkit, targets))]
     objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
     for source in sorted(CSRC.glob("*/cpu_loops.cpp")):
-        for name, flags in INSTRUCTION_SETS.items():
+        for name, flags in (INTEGER_SETS if source == INTEGERS else INSTRUCTION_SETS).items():
             if name == "amx_bf16" and PRODUCTS not in headers_of(source):
                 continue
             options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]

@@ -64,6 +64,9 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 
+  // linear_int8/, on the CPU: packs an int8 weight (outputs, inputs).
+  m.def("pack_linear_int8(Tensor weight) -> Tensor");
+
   // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the

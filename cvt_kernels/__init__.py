@@ -15,10 +15,12 @@ from .ops.conv_linear import conv_linear
 from .ops.conv_projection import conv_projection
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
+from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.packing import release_memory
 from .ops.transformer_block import transformer_block
-from .reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from .reference import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows, TransformerBlock
 
 if TYPE_CHECKING:
     from .acceleration.verify import verify
@@ -31,7 +33,10 @@ __all__ = [
     "BackendUnavailable",
     "ConvBatchNorm",
     "Linear",
+    "LinearInt8",
     "Norm",
+    "QuantizedLinear",
+    "QuantizedRows",
     "TransformerBlock",
     "__version__",
     "accelerate",
@@ -46,14 +51,18 @@ __all__ = [
     "doctor",
     "fallbacks",
     "gelu",
+    "gelu_quantize",
     "graphed",
     "layer_norm",
     "layer_norm_gelu",
     "layer_norm_mlp",
+    "layer_norm_quantize",
     "linear",
     "linear_add",
     "linear_add_layer_norm",
     "linear_gelu",
+    "linear_int8",
+    "quantize_rows",
     "reference",
     "release_memory",
     "restore",

@@ -23,7 +23,18 @@ from . import machine
 #: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
 #: operators of this package).
 Backend = Literal[
-    "auto", "triton", "native", "composed", "sdpa", "onednn", "convolution", "float32", "reference"
+    "auto",
+    "triton",
+    "native",
+    "composed",
+    "sdpa",
+    "onednn",
+    "convolution",
+    "float32",
+    "int_mm",
+    "scaled_mm",
+    "dequantized",
+    "reference",
 ]
 #: Every backend, without ``"auto"``.
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
@@ -47,6 +58,10 @@ OPERATORS = (
     "conv_linear",
     "conv_embedding",
     "transformer_block",
+    "quantize_rows",
+    "layer_norm_quantize",
+    "gelu_quantize",
+    "linear_int8",
 )
 
 

@@ -114,6 +114,37 @@ class Linear(NamedTuple):
     bias: Tensor | None = None
 
 
+class QuantizedRows(NamedTuple):
+    """Rows of 8-bit numbers, each row with a scale: ``values · scales`` is what they stand for.
+
+    Attributes:
+        values: ``(..., C)``; int8 between -127 and 127, or float8_e4m3fn.
+        scales: ``(..., 1)``, float32, not negative; NaN for a row that had NaN or an infinity.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+class QuantizedLinear(NamedTuple):
+    """A linear layer whose weight is of 8-bit numbers.
+
+    Attributes:
+        weight: ``(outputs, inputs)``; int8 between -127 and 127, or float8_e4m3fn.
+        weight_scale: ``(outputs,)``, float32: the weight stands for ``weight · weight_scale[:, None]``.
+        bias: ``(outputs,)``, or None for 0.
+        input_scale: The scale of all rows of the input, a float32 scalar; None for one per row.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+
+
+AnyLinear = Linear | QuantizedLinear
+
+
 class TransformerBlock(NamedTuple):
     """The parameters of a convolutional transformer block (Wu et al. 2021, section 3).
 
@@ -132,14 +163,14 @@ class TransformerBlock(NamedTuple):
 
     norm1: Norm
     convs: tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm]
-    linears: tuple[Linear, Linear, Linear]
+    linears: tuple[AnyLinear, AnyLinear, AnyLinear]
     num_heads: int
     scale: float | None
-    proj: Linear
+    proj: AnyLinear
     norm2: Norm
-    fc1: Linear
+    fc1: AnyLinear
     approximate: GeluVariant
-    fc2: Linear
+    fc2: AnyLinear
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all tensors that the block reads, in one order; None for those that it does without."""
@@ -415,6 +446,124 @@ def layer_norm_mlp(
     return linear_add(hidden, fc2_weight, fc2_bias, x)
 
 
+#: The largest 8-bit numbers.
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+#: A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
+LEAST = 2.0**-117
+
+
+def quantize_rows(
+    x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+) -> QuantizedRows:
+    """Rounds rows to 8-bit numbers, half to even, each with the scale max |x| / limit or all with ``scale``.
+
+    All is computed in float32, so that every implementation gives the same bits. Rows with NaN or infinities
+    become zeros with the scale NaN. In float64, where checks of accuracy take the exact result, nothing is
+    rounded.
+    """
+    limit, exact = LIMITS[dtype], x.dtype == torch.float64
+    x = x if exact else x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
+    if scale is None:
+        scales = (largest / limit).masked_fill(is_zero, 0.0)
+        factor = (limit / largest).masked_fill(is_zero, 0.0)
+    else:
+        scales = scale.to(x.dtype).expand(largest.shape)
+        factor = 1 / scales
+    finite = largest.isfinite()
+    values = (x * factor).masked_fill(~finite, 0.0)
+    scales = scales.masked_fill(~finite, torch.nan)
+    if not exact:
+        values = values.round() if dtype == torch.int8 else values
+        values = values.clamp(-limit, limit).to(dtype)
+    return QuantizedRows(values, scales)
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> QuantizedRows:
+    """Returns quantize_rows(layer_norm(x)), the LayerNorm not rounded to the dtype of ``x``."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    shifted = x if shift is None else (x + shift).to(x.dtype)
+    return quantize_rows(layer_norm(shifted.to(wide), weight, bias, eps=eps), scale=scale, dtype=dtype)
+
+
+def gelu_quantize(
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> QuantizedRows:
+    """Returns quantize_rows(gelu(x + bias)), neither the sum nor GELU rounded to the dtype of ``x``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide if bias is None else wide + bias
+    return quantize_rows(gelu(wide, approximate=approximate), scale=scale, dtype=dtype)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes (x · weightᵀ) · x_scales · weight_scale + bias, then GELU or the sum with a residual.
+
+    Without ``x_scales``, x is quantized first. The sums of products of int8 are exact.
+    """
+    dtype = dtype or (x.dtype if x_scales is None else torch.float32)
+    if x_scales is None:
+        x, x_scales = quantize_rows(x, scale=input_scale, dtype=weight.dtype)
+    y = _product(x, weight) * x_scales * weight_scale.to(x_scales.dtype)
+    if bias is not None:
+        y = y + bias
+    if approximate is not None:
+        y = gelu(y, approximate=approximate)
+    if residual is not None:
+        y = y + residual
+    return y.to(dtype)
+
+
+#: As many products of int8 are summed exactly in float32: 2^24 / 127², rounded down to a power of two.
+_EXACT = 1024
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x · weightᵀ of 8-bit numbers in float32, rounded once; in float64 if x is."""
+    if x.dtype == torch.float64:
+        return F.linear(x, weight.double())
+    with torch.autocast(x.device.type, enabled=False):
+        parts = zip(x.split(_EXACT, -1), weight.split(_EXACT, -1), strict=True)
+        sums = [F.linear(a.float(), b.float()) for a, b in parts]
+    if len(sums) == 1:
+        return sums[0]
+    exact = torch.int32 if weight.dtype == torch.int8 else torch.float32
+    return torch.stack([each.to(exact) for each in sums]).sum(0).float()
+
+
+def apply_linear(x: Tensor, layer: AnyLinear) -> Tensor:
+    """Computes a linear layer, quantized or not."""
+    if isinstance(layer, Linear):
+        return F.linear(x, *layer)
+    return linear_int8(x, layer.weight, layer.weight_scale, layer.bias, input_scale=layer.input_scale)
+
+
 def conv_linear(
     x: Tensor,
     grid: tuple[int, int],
@@ -449,14 +598,17 @@ def conv_embedding(
 def transformer_block(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool = False
 ) -> Tensor:
-    """Computes y = x + proj(attention(conv_linear(norm1(x)))) and y + fc2(gelu(fc1(norm2(y)))).
+    """Computes y = x + proj(attention(linear(conv(norm1(x))))) and y + fc2(gelu(fc1(norm2(y)))).
 
     The result takes the place of ``x`` if ``inplace``.
     """
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
-    heads = (t.unflatten(2, (block.num_heads, -1)) for t in conv_linear(y, grid, block.convs, block.linears))
+    projected = conv_projection(y, grid, block.convs, training=False)
+    layers = zip(projected, block.linears, strict=True)
+    heads = (apply_linear(t, layer).unflatten(2, (block.num_heads, -1)) for t, layer in layers)
     y = attention(*heads, scale=block.scale).flatten(2)
-    y = x + F.linear(y, *block.proj)
-    norm2, fc1, fc2 = block.norm2, block.fc1, block.fc2
-    y = layer_norm_mlp(y, *norm2[:2], *fc1, *fc2, eps=norm2.eps, approximate=block.approximate)
+    y = x + apply_linear(y, block.proj)
+    hidden = layer_norm(y, block.norm2.weight, block.norm2.bias, eps=block.norm2.eps)
+    hidden = gelu(apply_linear(hidden, block.fc1), approximate=block.approximate)
+    y = y + apply_linear(hidden, block.fc2)
     return x.copy_(y) if inplace else y

@@ -57,17 +57,21 @@ def compiler() -> list[str]:
 
 #: Parametrizes by the values of CVT_KERNELS_CPU, all of which matter where there are products of matrices.
 every_instruction_set = pytest.mark.parametrize(
-    "name", ["plain", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
+    "name", ["plain", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"]
 )
 
 
 def instruction_sets_here() -> tuple[str, ...]:
     """Returns the values of CVT_KERNELS_CPU beside ``plain`` that this CPU has."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability != "AVX512":
-        return ("avx2",) if capability == "AVX2" else ()
+    if capability not in ("AVX2", "AVX512"):
+        return ()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    return "avx2", "avx512", *(name for name in ("avx512_bf16", "amx_bf16") if name in flags)
+    names = {"avx2_vnni": "avx_vnni"}  # those that Linux calls otherwise
+    if capability == "AVX512":
+        names |= {"avx512": "avx512f", "avx512_vnni": "avx512_vnni"}
+        names |= {"avx512_bf16": "avx512_bf16", "amx_bf16": "amx_bf16"}
+    return "avx2", *(name for name, flag in names.items() if flag in flags)
 
 
 def run_on_instruction_set(name: str, code: str) -> None:

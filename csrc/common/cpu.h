@@ -21,13 +21,20 @@
 namespace cvt_kernels {
 
 #ifdef __x86_64__
-// Whether the CPU multiplies tiles of bfloat16 and Linux lets this process use them, which it does on request.
+// Whether the CPU multiplies tiles of bfloat16 and of 8-bit integers, and Linux lets this process use them, which it does
+// on request.
 inline bool has_tiles() {
   unsigned int eax, ebx, ecx, edx;
-  constexpr unsigned int kFlags = 1u << 24 | 1u << 22;  // AMX-TILE and AMX-BF16, which GCC 12 has no names for
+  constexpr unsigned int kFlags = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, -TILE, -INT8: GCC 12 has no names for them
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kFlags) != kFlags) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// Whether the CPU has VNNI for vectors of 32 bytes.
+inline bool has_avx_vnni() {
+  unsigned int eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4) != 0;
 }
 
 // Whether products in tiles are right here. It is tried once, in a process of its own, which a tile that the CPU refuses
@@ -44,19 +51,22 @@ inline InstructionSet find_instruction_set() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   const bool wants_tiles = bf16 && (name.empty() || name == "amx_bf16");
   if (wants_tiles && has_tiles() && (!name.empty() || tiles_work())) return InstructionSet::amx_bf16;
   if (bf16 && (name.empty() || name == "avx512_bf16")) return InstructionSet::avx512_bf16;
+  if (vnni && (name.empty() || name == "avx512_vnni")) return InstructionSet::avx512_vnni;
   if (avx512 && (name.empty() || name == "avx512")) return InstructionSet::avx512;
+  if (avx2 && has_avx_vnni() && (name.empty() || name == "avx2_vnni")) return InstructionSet::avx2_vnni;
   if (avx2 && (name.empty() || name == "avx2")) return InstructionSet::avx2;
 #endif
   STD_TORCH_CHECK(name.empty() || name == "plain", "CVT_KERNELS_CPU: got '", name,
-                  "', expected plain, or avx2, avx512, avx512_bf16 or amx_bf16 on a CPU that has it");
+                  "', expected plain, or avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx_bf16 on a CPU that has it");
   return InstructionSet::plain;
 }
 
-// The table for this CPU among KERNEL_TABLES or PRODUCT_TABLES: the last one where there is none for its latest set.
+// The table for this CPU among KERNEL_TABLES and the like: the last one where there is none for its latest set.
 template <class Kernels, int count>
 const Kernels& choose(const Kernels* const (&tables)[count]) {
   return *tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];

@@ -4,23 +4,36 @@
 
 namespace cvt_kernels {
 
-enum class InstructionSet { plain, avx2, avx512, avx512_bf16, amx_bf16 };
+// Those with VNNI have products of 8-bit integers, as has amx_bf16: every CPU with its tiles of bfloat16 has those too.
+enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx_bf16 };
 
 // DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
 // InstructionSet. Where there is no x86-64, there is only the first. AMX serves products of matrices (product.h) only:
-// families that have them take PRODUCT_TABLES, the others are not compiled for it.
+// families that have them take PRODUCT_TABLES, the others are not compiled for it. INTEGER_TABLES are those of products
+// of 8-bit integers (linear_int8/), for which bfloat16 does not matter.
 #ifdef __x86_64__
 #define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
-#define KERNEL_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16}
+#define KERNEL_TABLES \
+  {&kernels_plain, &kernels_avx2, &kernels_avx2, &kernels_avx512, &kernels_avx512, &kernels_avx512_bf16}
 #define DECLARE_PRODUCT_TABLES \
   DECLARE_KERNEL_TABLES;       \
   extern const Kernels kernels_amx_bf16
-#define PRODUCT_TABLES {&kernels_plain, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
+#define PRODUCT_TABLES                                                                                     \
+  {&kernels_plain,  &kernels_avx2,        &kernels_avx2,    &kernels_avx512, \
+   &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
+#define DECLARE_INTEGER_TABLES                                                                                  \
+  extern const Kernels kernels_plain, kernels_avx2, kernels_avx2_vnni, kernels_avx512, kernels_avx512_vnni, \
+      kernels_amx_int8
+#define INTEGER_TABLES                                                                          \
+  {&kernels_plain,       &kernels_avx2,        &kernels_avx2_vnni, &kernels_avx512, \
+   &kernels_avx512_vnni, &kernels_avx512_vnni, &kernels_amx_int8}
 #else
 #define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain
 #define KERNEL_TABLES {&kernels_plain}
 #define DECLARE_PRODUCT_TABLES DECLARE_KERNEL_TABLES
 #define PRODUCT_TABLES KERNEL_TABLES
+#define DECLARE_INTEGER_TABLES DECLARE_KERNEL_TABLES
+#define INTEGER_TABLES KERNEL_TABLES
 #endif
 
 }  // namespace cvt_kernels

@@ -1,0 +1,39 @@
+// The interface of the loops for linear layers of 8-bit integers on the CPU (cpu_loops.cpp). The operators of this folder
+// (cpu_operators.cpp) and those of transformer_block/ call them.
+//
+// Numbers lie between -127 and 127. A row of activations is quantized with one scale: x ≈ scale · number. How rows and
+// weights lie is the concern of an instruction set alone; the sums of their products are exact.
+#pragma once
+
+#include <cstdint>
+
+#include "common/instruction_sets.h"
+
+namespace cvt_kernels::linear_int8 {
+
+constexpr int64_t kPanel = 32;         // the outputs that are computed together
+constexpr int64_t kMostInputs = 1 << 16;  // of which the sums of products fit into 32 bits
+constexpr float kLimit = 127;
+// A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
+constexpr float kLeast = 0x1p-117f;
+
+// The loops, compiled for one instruction set. They are for one thread, and hold no memory.
+struct Kernels {
+  // The bytes of a quantized row, and the distance of rows; rows begin at multiples of 64 bytes.
+  int64_t (*row_bytes)(int64_t inputs);
+  // Quantizes rows of float that lie `stride` numbers apart. With `scale` 0 each row has the scale max |x| / 127, and its
+  // numbers are x · (127 / max |x|), rounded half to even; zeros have the scale 0. Else all rows have the scale `scale`
+  // and numbers x · (1 / scale), rounded and limited. A row that holds NaN or an infinity has zeros and the scale NaN.
+  void (*quantize)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
+  // Lays out rows that are quantized already and lie `stride` numbers apart, as `quantize` does.
+  void (*lay_out)(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out);
+  // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels.
+  int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
+  void (*pack)(const int8_t* weight, int64_t outputs, int64_t inputs, void* out);
+  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel.
+  void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums);
+};
+
+DECLARE_INTEGER_TABLES;
+
+}  // namespace cvt_kernels::linear_int8
