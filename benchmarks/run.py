@@ -47,6 +47,7 @@ NAMES = (
     "bench_bfloat16",
     "bench_training",
     "profile",
+    "quantization",
     "model",
     "tune",
 )
@@ -100,6 +101,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         suite("host", 15, results, tiny=tiny),
         *benches(device, results, tiny=tiny),
         script("profile", "profile_model", 15, results, tiny=tiny),
+        script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         suite("model", 240, results, tiny=tiny),
         tuning(device, results, tiny=tiny, minutes=minutes),
     ]

@@ -20,13 +20,15 @@ from cvt_kernels.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
-README = ROOT / "README.md"
-#: The lines of the README between which its table stands.
+README, QUANTIZE = ROOT / "README.md", ROOT / "docs" / "quantize.md"
+#: The lines between which a table stands.
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
 #: What benchmarks/auto.py writes.
 AUTO_SCHEMA, AUTO_VERSION = "benchmarks auto", 1
+#: What benchmarks/quantization.py writes.
+QUANTIZATION_SCHEMA, QUANTIZATION_VERSION = "benchmarks quantization", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
 SUITES = {
@@ -247,12 +249,71 @@ def fill_readme(text: str, runs: list[Run]) -> str:
     measured = [run for run in runs if run.benches]
     if not measured:
         return text
+    return fill("README.md", text, readme_table(max(measured, key=lambda run: run.summary["date"])))
+
+
+def fill(name: str, text: str, content: str) -> str:
+    """Puts content between the marks of a page.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md: has no {BEGIN.strip()} and {END.strip()}")
-    newest = max(measured, key=lambda run: run.summary["date"])
-    return before + begin + readme_table(newest) + "\n" + end + after
+        raise ValueError(f"{name}: has no {BEGIN.strip()} and {END.strip()}")
+    return before + begin + content + "\n" + end + after
+
+
+# 8-bit layers ---------------------------------------------------------------------------------------------
+
+
+def fill_quantize(text: str, results: Path) -> str:
+    """Puts the newest figures of every device about 8-bit layers between the marks of their page.
+
+    Raises:
+        ValueError: The marks are not there, or a file is not what benchmarks/quantization.py writes.
+    """
+    newest = {path.parent.parent.name: path for path in sorted(results.glob("*/*/quantization.json"))}
+    parts = []
+    for path in newest.values():
+        content = read(path, QUANTIZATION_SCHEMA, QUANTIZATION_VERSION)
+        threads, date = content["threads"], path.parent.name
+        parts += [f"{content['device']}, {threads} threads, torch {content['torch']}, {date}:"]
+        parts += ["\n".join(markdown(speed_of_8_bits(content["speed"])))]
+        parts += ["\n".join(markdown(accuracy_of_8_bits(content["accuracy"])))]
+    return fill("docs/quantize.md", text, "\n\n".join(["", *parts, ""])) if parts else text
+
+
+def speed_of_8_bits(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns a table of the speed of frozen models, with a row for each instruction set and batch size."""
+    groups: dict[tuple[str | None, int], dict[str, float]] = {}
+    for row in rows:
+        seconds = groups.setdefault((row["set"], row["batch"]), {})
+        seconds[row["model"]] = statistics.median(row["seconds"])
+    others = list(dict.fromkeys(row["model"] for row in rows if row["model"] != "float32"))
+    table_rows = [["instructions", "batch", "float32, images/s", *others]]
+    for (instruction_set, batch), seconds in groups.items():
+        ratios = [
+            f"{seconds['float32'] / seconds[name]:.2f} ×" if name in seconds else "–" for name in others
+        ]
+        name = "newest" if instruction_set is None else f"`{instruction_set}`"
+        table_rows.append([name, str(batch), number(batch / seconds["float32"]), *ratios])
+    return table_rows
+
+
+def accuracy_of_8_bits(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns a table of what models lose, with a row for each model and scheme."""
+    heads = ["model", "scheme", "logits, dB", "top-1 before and after", "top-5 before and after", "file"]
+    table_rows = [heads]
+    for row in rows:
+        tops = [f"{row[top][0]:.2%}, {row[top][1]:.2%}" if top in row else "–" for top in ("top1", "top5")]
+        size = f"{row['bytes'][1] / row['bytes'][0]:.3f} of float32" if "bytes" in row else "–"
+        table_rows.append([row["model"], row["scheme"], f"{row['sqnr']:.1f}", *tops, size])
+    return table_rows
+
+
+# Words ----------------------------------------------------------------------------------------------------
 
 
 def ceiling(name: str, rate: float) -> str:
@@ -304,11 +365,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--quantize", type=Path, default=QUANTIZE)
     options = parser.parse_args(argv)
     try:
         runs = load(options.results)
         readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs)
-        for path, text in ((options.page, page(runs)), (options.readme, readme)):
+        quantize = fill_quantize(options.quantize.read_text(encoding="utf-8"), options.results)
+        pages = {options.page: page(runs), options.readme: readme, options.quantize: quantize}
+        for path, text in pages.items():
             with replacing(path) as file:
                 file.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
