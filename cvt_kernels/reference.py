@@ -172,6 +172,14 @@ class TransformerBlock(NamedTuple):
     approximate: GeluVariant
     fc2: AnyLinear
 
+    def layers(self) -> tuple[AnyLinear, ...]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return (*self.linears, self.proj, self.fc1, self.fc2)
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        """Returns the quantized layers among them."""
+        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all tensors that the block reads, in one order; None for those that it does without."""
         q, k, v = self.linears
