@@ -466,7 +466,7 @@ def quantize_rows(
     largest = x.abs().amax(-1, keepdim=True)
     is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
     if scale is None:
-        limits = torch.full_like(largest, limit)  # a number divided by a tensor would not be rounded correctly
+        limits = torch.full_like(largest, limit)  # a number through a tensor is not divided exactly
         scales = (largest / limits).masked_fill(is_zero, 0.0)
         factor = (limits / largest).masked_fill(is_zero, 0.0)
     else:
