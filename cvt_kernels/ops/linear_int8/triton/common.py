@@ -51,9 +51,9 @@ ROW_CONFIGS = (
 )
 
 # The configurations of products, by generation and dtype. Of the names, ``narrow`` are results of up to 192
-# columns, ``float32`` those of 32 bits, for which there are fewer registers, and ``wide`` those of whole tiles
-# of 256 columns without a residual, for which there would be no room. sm_80 is every chip whose tensor cores
-# take their factors from registers.
+# columns, ``float32`` those of 32 bits, which take more registers, and ``wide`` those of whole tiles of 256
+# columns without a residual, for which there would be no room. sm_80 is every chip whose tensor cores take
+# their factors from registers.
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
 # that L2 bounds small tiles. Those of float8 are smaller on sm_90, where sums in float32 take registers too.

@@ -106,9 +106,9 @@ def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC
     is_finite = bits < _INFINITY
     if scale_ptr is None:
         largest = bits.to(tl.float32, bitcast=True)
-        is_zero = largest < _LEAST
-        scales = tl.where(is_zero, 0.0, tl.math.div_rn(largest, LIMIT))
-        factor = tl.where(is_zero, 0.0, tl.math.div_rn(LIMIT, tl.where(is_zero, 1.0, largest)))
+        has_scale = is_finite & (largest >= _LEAST)
+        scales = tl.where(has_scale, tl.math.div_rn(largest, LIMIT), 0.0)
+        factor = tl.where(has_scale, tl.math.div_rn(LIMIT, tl.where(has_scale, largest, 1.0)), 0.0)
     else:
         scale = tl.load(scale_ptr)
         scales = tl.zeros(bits.shape, tl.float32) + scale
