@@ -21,9 +21,18 @@ from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
 from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
+from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
 from ..ops.transformer_block import transformer_block
-from ..reference import ConvBatchNorm, GeluVariant, Linear, Norm, TransformerBlock
+from ..reference import (
+    AnyLinear,
+    ConvBatchNorm,
+    GeluVariant,
+    Linear,
+    Norm,
+    QuantizedLinear,
+    TransformerBlock,
+)
 from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
@@ -62,14 +71,14 @@ class BlockParts(NamedTuple):
 
     norm1: nn.LayerNorm
     branches: Sequence[tuple[Any, Any]]
-    linears: Sequence[nn.Linear]
+    linears: Sequence[nn.Linear | LinearInt8]
     num_heads: int
     scale: float
-    proj: nn.Linear
+    proj: nn.Linear | LinearInt8
     norm2: nn.LayerNorm
-    fc1: nn.Linear
+    fc1: nn.Linear | LinearInt8
     approximate: GeluVariant
-    fc2: nn.Linear
+    fc2: nn.Linear | LinearInt8
     activation: nn.Module | None = None
     layer_scales: tuple[Any, Any] = (None, None)
 
@@ -79,6 +88,10 @@ class BlockParts(NamedTuple):
         layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *self.layer_scales)
         found = (self.norm1, self.norm2, *branches, *layers)
         return [module for module in found if module is not None]
+
+    def layers(self) -> list[nn.Linear | LinearInt8]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return [*self.linears, self.proj, self.fc1, self.fc2]
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factors of the layer scales; None where there are none."""
@@ -118,8 +131,13 @@ class StageParts(NamedTuple):
         for block in self.blocks:
             sources += [block.proj.bias, block.fc2.bias, *block.factors()]
             if any(factor is not None for factor in block.factors()):
-                sources += [block.proj.weight, block.fc2.weight]
+                sources += [_factor_of(block.proj), _factor_of(block.fc2)]
         return [tensor for tensor in sources if tensor is not None]
+
+
+def _factor_of(linear: nn.Linear | LinearInt8) -> Tensor:
+    """Returns the tensor of a linear layer by which its outputs are scaled."""
+    return linear.weight_scale if isinstance(linear, LinearInt8) else linear.weight
 
 
 class FoldedBlock(NamedTuple):
@@ -187,7 +205,7 @@ def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
     if device_type == "cpu":
         names += ["transformer_block"]
         if _may_be_composed(device_type):
-            names += ["layer_norm", "conv_linear", "attention", "linear_add_layer_norm", "linear_gelu"]
+            names += _composition_of(parts.blocks)
     else:
         names += ["layer_norm", "conv_linear", "attention"]
         for block in parts.blocks:
@@ -195,6 +213,17 @@ def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
             names += ("linear_add", "layer_norm_mlp") if _is_narrow(block) else wide
     gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
     return tuple(dict.fromkeys(part for name in names for part in _parts_of(name, gelu, device_type)))
+
+
+def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
+    """Returns the operators of blocks on a CPU where ``transformer_block`` calls others."""
+    quantized = [isinstance(layer, LinearInt8) for block in blocks for layer in block.layers()]
+    names = ["layer_norm", "conv_linear", "attention"]
+    if not all(quantized):
+        names += ["linear_add_layer_norm", "linear_gelu"]
+    if any(quantized):
+        names += ["conv_projection", "layer_norm_quantize", "linear_int8"]
+    return names
 
 
 def _may_be_composed(device_type: str) -> bool:
@@ -240,7 +269,9 @@ def _norm_of(norm: nn.LayerNorm) -> Norm:
     return Norm(norm.weight, norm.bias, norm.eps)
 
 
-def _linear_of(linear: nn.Linear) -> Linear:
+def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
+    if isinstance(linear, LinearInt8):
+        return linear.parameters_of_operator()
     return Linear(linear.weight, linear.bias)
 
 
@@ -260,8 +291,10 @@ def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
 def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
     """Returns a block as it is served, and the biases that the stream must have before it."""
     proj_factors, fc2_factors = block.factors()
-    proj_weight, proj_bias = _scaled(block.proj, proj_factors)
-    fc2_weight, fc2_bias = _scaled(block.fc2, fc2_factors)
+    proj, fc2 = _scaled(block.proj, proj_factors), _scaled(block.fc2, fc2_factors)
+    assert isinstance(proj, Linear)
+    assert isinstance(fc2, Linear)
+    (proj_weight, proj_bias), (fc2_weight, fc2_bias) = proj, fc2
     if not _is_narrow(block) and fc2_bias is not None:
         due, fc2_bias = due + fc2_bias, None
     norm2_shift = -due
@@ -289,13 +322,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _scaled(linear: nn.Linear, scale: Tensor | None) -> Linear:
-    """Returns weight and bias of a linear layer with the factors of its outputs folded into them."""
-    if scale is None:
+def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:
+    """Returns a linear layer with the factors of its outputs folded into weight, or its scales, and bias."""
+    if factors is None:
         return _linear_of(linear)
-    weight = (_wide(scale)[:, None] * linear.weight).to(linear.weight.dtype)
-    bias = None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
-    return Linear(weight, bias)
+    bias = None if linear.bias is None else (_wide(factors) * linear.bias).to(linear.bias.dtype)
+    if isinstance(linear, LinearInt8):
+        scales = (_wide(factors) * linear.weight_scale).float()
+        return QuantizedLinear(linear.weight, scales, bias, linear.input_scale)
+    return Linear((_wide(factors)[:, None] * linear.weight).to(linear.weight.dtype), bias)
 
 
 def _as_read(weight: Tensor) -> Tensor:
