@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_reference, size_class
+from ..registration import images_within, register_reference, register_triton, size_class
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
@@ -394,7 +394,9 @@ def _exact(
 
 
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+    register_triton(_operator, __name__, "why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
+register_triton("linear_int8", __name__, "why_linear_unsupported")
 register_reference("linear_int8")
 backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact))
