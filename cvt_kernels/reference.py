@@ -466,8 +466,9 @@ def quantize_rows(
     largest = x.abs().amax(-1, keepdim=True)
     is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
     if scale is None:
-        scales = (largest / limit).masked_fill(is_zero, 0.0)
-        factor = (limit / largest).masked_fill(is_zero, 0.0)
+        limits = torch.full_like(largest, limit)  # a number divided by a tensor would not be rounded correctly
+        scales = (largest / limits).masked_fill(is_zero, 0.0)
+        factor = (limits / largest).masked_fill(is_zero, 0.0)
     else:
         scales = scale.to(x.dtype).expand(largest.shape)
         factor = 1 / scales
