@@ -13,7 +13,6 @@ import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
