@@ -26,9 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rounding -------------------------------------------------------------------------------------------------
 
 
-def why_rows_unsupported(
-    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object
-) -> str | None:
+def why_rows_unsupported(x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object) -> str | None:
     """Says why these kernels cannot round rows; None if they can."""
     if dtype != torch.int8:
         return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"
