@@ -477,9 +477,8 @@ def quantize_rows(
     largest = x.abs().amax(-1, keepdim=True)
     is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
     if scale is None:
-        limits = torch.full_like(
-            largest, limit
-        )  # a number divided by a tensor would not be rounded correctly
+        # What PyTorch makes of a number divided by a tensor is not rounded correctly.
+        limits = torch.full_like(largest, limit)
         scales = (largest / limits).masked_fill(is_zero, 0.0)
         factor = (limits / largest).masked_fill(is_zero, 0.0)
     else:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_reference, size_class
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
@@ -394,7 +395,37 @@ def _exact(
 
 
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+    register_triton(_operator, __name__, "why_rows_unsupported")
+    register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
+register_triton("linear_int8", __name__, "why_linear_unsupported")
+register_native("linear_int8", __name__)
+for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
+    (
+        "int_mm",
+        primitives.by_int_mm,
+        ("cpu", "cuda"),
+        primitives.why_int_mm_unavailable,
+        primitives.why_int_mm_unsupported,
+    ),
+    (
+        "onednn",
+        primitives.by_onednn,
+        ("cpu",),
+        primitives.why_onednn_unavailable,
+        primitives.why_onednn_unsupported,
+    ),
+    (
+        "scaled_mm",
+        primitives.by_scaled_mm,
+        ("cuda",),
+        primitives.why_scaled_mm_unavailable,
+        primitives.why_scaled_mm_unsupported,
+    ),
+    ("dequantized", primitives.by_dequantized, None, None, primitives.why_dequantized_unsupported),
+):
+    _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
+    backends.register("linear_int8", _backend, _implementation)
 register_reference("linear_int8")
 backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact))
