@@ -81,12 +81,14 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
   // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
-  // of all heads, the hidden channels and the number of heads.
+  // of all heads, the hidden channels and the number of heads. `weight_scales` are those of the outputs of layers that
+  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own.
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
       "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
-      "int[] widths, float eps1, float eps2, float scale, str activation) -> ()");
+      "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation) "
+      "-> ()");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_native, register_reference, size_class
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
 from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
@@ -299,7 +300,7 @@ def _rows_signature(x: Tensor, *others: Tensor | None, **settings: Any) -> tuple
     given = tuple(tensor is not None for tensor in others)
     static = settings["scale"] is not None
     return (
-        False,
+        checks.wants_gradient(x, *others, settings.get("shift")),
         x.shape,
         x.is_contiguous(),
         given,
@@ -337,14 +338,15 @@ def _signature(
     weight_scale: Tensor,
     bias: Tensor | None,
     *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: str | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: str | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, bias, residual)
     given = bias is not None, residual is not None
-    return False, x.shape, weight.shape, weight.dtype, input_scale is not None, approximate, given, dtype
+    return gradient, x.shape, weight.shape, weight.dtype, input_scale is not None, approximate, given, dtype
 
 
 def _shape_class(
@@ -355,28 +357,73 @@ def _shape_class(
     static: bool,
     approximate: str | None,
     given: tuple[bool, bool],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> str:
     rows = 1
     for size in shape[:-1]:
         rows *= size
     words = "" if approximate is None else f"{'exact' if approximate == 'none' else approximate}, "
     words += f"{size_class(rows)} rows, {weight_shape[1]} to {weight_shape[0]} channels"
-    words += f" by {checks.dtype_name(weight_dtype)} to {checks.dtype_name(dtype)}"
+    words += f" by {checks.dtype_name(weight_dtype)}" + (f" to {checks.dtype_name(dtype)}" if dtype else "")
     words += ", one scale" if static else ""
     return words + ("" if given[0] else ", without bias") + (", added" if given[1] else "")
 
 
 def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
     images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0]) if x.ndim > 1 else None
-    parts = {name: settings[name][:images] for name in ("x_scales", "residual") if settings[name] is not None}
+    parts = {
+        name: settings[name][:images] for name in ("x_scales", "residual") if settings.get(name) is not None
+    }
     return (x[:images], weight, *others), {**settings, **parts}
 
 
+def _exact(
+    x: Tensor,
+    weight: Tensor,
+    *others: Any,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Computes the call in float64, but rounds the input in float32, as every implementation has to.
+
+    Measured against an input that is not rounded, one that rounds otherwise would not look wrong.
+    """
+    if x_scales is None:
+        scale = None if input_scale is None else input_scale.float()
+        x, x_scales = reference.quantize_rows(x.float(), scale=scale, dtype=weight.dtype)
+    return reference.linear_int8(x, weight, *others, x_scales=x_scales.double(), **settings)
+
+
+def _unrounded(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes the call with the weight in floating point, and without rounding the input."""
+    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
+        y = y if bias is None else y + bias
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if residual is None else y + residual
+    return y if wide == torch.float64 else y.to(dtype)
+
+
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+    register_triton(_operator, __name__, "why_rows_unsupported")
     register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
+register_triton("linear_int8", __name__, "why_linear_unsupported")
 register_native("linear_int8", __name__)
 for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
     (
@@ -405,4 +452,6 @@ for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
     _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
     backends.register("linear_int8", _backend, _implementation)
 register_reference("linear_int8")
-backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample))
+backends.describe(
+    "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
+)
