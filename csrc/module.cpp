@@ -64,8 +64,18 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 
-  // linear_int8/, on the CPU: packs an int8 weight (outputs, inputs).
+  // linear_int8/, on the CPU. The first three round rows of x, LayerNorm of x + shift, or GELU of x + bias to int8, each with
+  // a scale of its own or all with `scale`; vectors are float32. The last computes a linear layer with a weight that
+  // pack_linear_int8 has packed, on rows of float or on int8 with scales.
+  m.def("quantize_rows(Tensor x, Tensor? scale) -> (Tensor values, Tensor scales)");
+  m.def(
+      "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale) -> "
+      "(Tensor values, Tensor scales)");
+  m.def("gelu_quantize(Tensor x, Tensor? bias, str activation, Tensor? scale) -> (Tensor values, Tensor scales)");
   m.def("pack_linear_int8(Tensor weight) -> Tensor");
+  m.def(
+      "linear_int8_packed(Tensor x, Tensor? x_scales, Tensor packed, Tensor weight_scale, Tensor? bias, "
+      "Tensor? input_scale, Tensor? residual, str activation, ScalarType dtype) -> Tensor");
 
   // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear

@@ -128,12 +128,14 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
                          G f) {
   for (int64_t start = begin; start < end; start += kSums) {
     linear.integers->multiply(a.values, rows, linear.weight, linear.inputs, start, tile);
-    for_columns<kSums / kLanes>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
-      const F bias = load(linear.bias + start + column, lanes), scale = load(linear.weight_scales + start + column, lanes);
-      for (int64_t row = 0; row < rows; row++) {
-        f(row, start + column, float_of(tile + row * kSums + column) * a.scales[row] * scale + bias, lanes);
-      }
-    });
+    for (int64_t row = 0; row < rows; row++) {
+      const F scale_of_row = a.scales[row];
+      for_columns<kSums / kLanes>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
+        const F sums = float_of(tile + row * kSums + column) * scale_of_row;
+        const F scale = load(linear.weight_scales + start + column, lanes), bias = load(linear.bias + start + column, lanes);
+        f(row, start + column, sums * scale + bias, lanes);
+      });
+    }
   }
 }
 

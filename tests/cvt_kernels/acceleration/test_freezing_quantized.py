@@ -17,9 +17,10 @@ from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels
 from tests.upstream import huggingface, images, logits, microsoft, ours
 
 KERNELS = ("reference",) if not_built() else ("native", "reference")
-#: The ratio of the logits to what may differ: a number of float32 that is another in its last bit may be
-#: rounded to another integer.
-LEAST_DECIBELS = 40.0
+#: The least ratio of the logits to what may differ. Where the backend is the same, float32 has the last word.
+#: With another, a number that is another in its last bit may be rounded to another integer, then others are
+#: too, and in the end the logits differ by as much as rounding has changed them (33 dB of a CvT-13).
+LEAST_OF_REFERENCE, LEAST_OF_KERNELS = 80.0, 25.0
 SCALE = 0.05
 
 
@@ -69,13 +70,13 @@ def reasons(model):
     return [row.reason for row in ck.coverage(model) if row.path in paths]
 
 
-def assert_served_alike(fused, own, x, counted, count=3):
-    before = len(counted)
-    with ck.use_backend(*KERNELS):
-        out = logits(fused(x))
-        expected = logits(own(x))
-    assert len(counted) - before == count
-    assert decibels(expected, out) >= LEAST_DECIBELS
+def assert_served_alike(fused, own, x, counted, count=3, least_of_reference=LEAST_OF_REFERENCE):
+    for backends, least in ((("reference",), least_of_reference), (KERNELS, LEAST_OF_KERNELS)):
+        before = len(counted)
+        with ck.use_backend(*backends):
+            out, expected = logits(fused(x)), logits(own(x))
+        assert len(counted) - before == count
+        assert decibels(expected, out) >= least
 
 
 # The same results ------------------------------------------------------------------------------------------
@@ -110,7 +111,8 @@ def test_backends_that_call_other_operators(backend, counted):
     with ck.use_backend(backend, "composed", "reference"):
         out = fused(x)
     assert len(counted) == 3
-    assert decibels(own(x), out) >= LEAST_DECIBELS
+    with ck.use_backend("reference"):
+        assert decibels(own(x), out) >= LEAST_OF_KERNELS
 
 
 @pytest.mark.parametrize("scale", [None, SCALE])
@@ -122,7 +124,8 @@ def test_layer_scales_are_folded(scale, counted):
         if name.endswith("gamma"):
             parameter.copy_(torch.randn_like(parameter))
     own = quantized(model, scale)
-    assert_served_alike(frozen(own), own, images(), counted)
+    # The product of two scales is rounded once more.
+    assert_served_alike(frozen(own), own, images(), counted, least_of_reference=LEAST_OF_KERNELS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -134,7 +137,7 @@ def test_other_dtypes(dtype, counted):
     out = fused(x)
     assert len(counted) == 3
     assert out.dtype == dtype
-    assert decibels(own(x), out) >= (25 if dtype == torch.bfloat16 else LEAST_DECIBELS)
+    assert decibels(own(x), out) >= (20 if dtype == torch.bfloat16 else LEAST_OF_REFERENCE)
 
 
 # What is watched -------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def another_buffer(model):
 
 def bias_data(model):
     layer = stage_of(model, 2).get_submodule("blocks.1.mlp.fc2")
-    layer.bias.data = layer.bias.data + 1
+    layer.bias.data = layer.bias.data + torch.arange(48) % 3
 
 
 def another_module(model):
@@ -174,12 +177,14 @@ def another_module(model):
     mlp.fc1 = LinearInt8.from_float(nn.Linear(16, 64), input_scale=SCALE)
     mlp.fc1.bias.fill_(0.5)
     mlp.fc1.weight.fill_(1)
+    model.eval()
 
 
 def back_to_float(model):
     attn = stage_of(model, 1).get_submodule("blocks.0.attn")
     layer, attn.proj_v = attn.proj_v, nn.Linear(32, 32)
     attn.proj_v.weight.copy_(layer.dequantized_weight().roll(1))
+    model.eval()
 
 
 CHANGES = [scales_in_place, scales_of_the_scaled, weight_in_place, input_scale_in_place, input_scale_taken,
@@ -196,12 +201,14 @@ def test_changes_are_noticed(change, layer_scale, counted):
     fused, x = frozen(own), images()
     with ck.use_backend(*KERNELS):
         before = fused(x)
-    torch.manual_seed(1)
-    change(own)
-    torch.manual_seed(1)
-    change(fused)
-    assert_served_alike(fused, own, x, counted)
-    assert decibels(own(x), before) < LEAST_DECIBELS
+        for each in (own, fused):
+            torch.manual_seed(1)
+            change(each)
+        counted.clear()
+        out = fused(x)
+        assert len(counted) == 3
+        assert torch.equal(out, frozen(own)(x))
+    assert decibels(out, before) < LEAST_OF_REFERENCE
 
 
 class Subclass(LinearInt8):
@@ -214,7 +221,7 @@ def test_a_layer_that_somebody_watches_is_called(counted):
     mlp = stage_of(fused, 1).get_submodule("blocks.0.mlp")
     handle = mlp.fc1.register_forward_hook(lambda *args: seen.append(args))
     assert_served_alike(fused, own, images(), counted, count=2)
-    assert len(seen) == 1
+    assert len(seen) == 2
     assert reasons(fused)[1] == "blocks.0.mlp.fc1 has forward hooks"
     handle.remove()
     assert_served_alike(fused, own, images(), counted)
@@ -274,11 +281,10 @@ def test_compiled_stages_are_one_operator(scale, counted):
         compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
         out = compiled(x)
         assert len(counted) == 3
-        assert decibels(fused(x), out) >= 80
-        before = out
+        assert decibels(fused(x), out) >= LEAST_OF_REFERENCE
         layers_of(fused)[3].weight_scale.mul_(2)
-        assert decibels(fused(x), compiled(x)) >= 80
-        assert decibels(fused(x), before) < LEAST_DECIBELS
+        assert decibels(fused(x), compiled(x)) >= LEAST_OF_REFERENCE
+        assert decibels(fused(x), out) < LEAST_OF_REFERENCE
     torch.compiler.reset()
 
 
