@@ -82,7 +82,14 @@ CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "quantize_rows": Budget(instructions_per_output=13, registers=72),
+        "layer_norm_quantize": Budget(instructions_per_output=28, registers=80),
+        "gelu_quantize": Budget(instructions_per_output=18, registers=72),
+        "linear_int8": Budget(instructions_per_output=33, registers=255),
+    },
+}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
 
 
