@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 
@@ -33,4 +34,15 @@ def huggingface_twin(**changes):
     config = CvtConfig(**settings | changes)
     model = CvtForImageClassification(config).eval()
     randomize(model)
+    return model
+
+
+def quantized(model, scheme="dynamic", dtype=torch.int8):
+    """Puts layers of 8-bit numbers into a model, as ``cvt_kernels.quantize`` does."""
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and name != "head":
+            made = ck.LinearInt8.from_float(
+                module, input_scale=0.05 if scheme == "static" else None, dtype=dtype
+            )
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
     return model
