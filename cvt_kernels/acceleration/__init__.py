@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..graphs import cached, change_class, ungraphed
 from ..missing import warn_of_missing_kernels
+from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .compiling import (
     give_number,
     members_of_numbered,
@@ -115,10 +116,12 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Gives blocks and stages their own classes back, in place, and drops CUDA graphs.
+    """Gives blocks and stages their own classes back, in place, drops CUDA graphs, and undoes ``quantize``.
+
+    A quantized layer that was loaded as it is stays so: there is no other.
 
     Args:
-        model: Any module; what was neither accelerated nor graphed stays as it is.
+        model: Any module; what was neither accelerated, graphed nor quantized stays as it is.
 
     Returns:
         The same object.
@@ -131,6 +134,9 @@ def restore(model: _Model) -> _Model:
         if is_fused(module):
             module.__class__ = original_class(type(module))
             take_number(module)
+    layers = model.named_modules(remove_duplicate=False)
+    quantized = (path for path, layer in layers if isinstance(layer, QuantizedLayer) and layer.float_layer)
+    put_back(model, list(quantized))
     return model
 
 

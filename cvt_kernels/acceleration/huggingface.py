@@ -98,6 +98,7 @@ ENTRIES = by_name(
         operators=always("layer_norm"),
         arguments=("pixel_values",),
         children=frozenset(("projection", "normalization")),
+        layers=("projection",),
         forward=_embeddings,
         parts=bypassed({"normalization": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.normalization),
@@ -122,6 +123,7 @@ ENTRIES = by_name(
         children=frozenset(
             f"{prefix}projection_{word}" for prefix in ("", "convolution_") for word in _WORDS
         ).union(("dropout",)),
+        layers=tuple(f"projection_{word}" for word in _WORDS),
         forward=_self_attention,
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
@@ -133,6 +135,7 @@ ENTRIES = by_name(
         operators=lambda block, device_type: (gelu_operator(block.dense, device_type),),
         arguments=("hidden_state",),
         children=frozenset(("dense", "activation")),
+        layers=("dense",),
         forward=_intermediate,
         parts=bypassed({"activation": nn.GELU}),
     ),
@@ -142,6 +145,7 @@ ENTRIES = by_name(
         operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
+        layers=("dense",),
         forward=_self_output,
     ),
     BlockEntry(
@@ -150,6 +154,7 @@ ENTRIES = by_name(
         operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
+        layers=("dense",),
         forward=_output,
     ),
 )

@@ -102,6 +102,7 @@ ENTRIES = by_name(
         operators=always("layer_norm"),
         arguments=("x",),
         children=frozenset(("proj", "norm")),
+        layers=("proj",),
         forward=_embedding,
         parts=bypassed({"norm": _LAYER_NORMS}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm),
@@ -124,6 +125,7 @@ ENTRIES = by_name(
         children=frozenset(f"{prefix}proj_{letter}" for prefix in ("", "conv_") for letter in "qkv").union(
             ("attn_drop", "proj", "proj_drop")
         ),
+        layers=("proj_q", "proj_k", "proj_v", "proj"),
         forward=_attention,
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: (
@@ -137,6 +139,7 @@ ENTRIES = by_name(
         operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
         arguments=("x",),
         children=frozenset(("fc1", "act", "fc2", "drop")),
+        layers=("fc1", "fc2"),
         forward=_mlp,
         parts=bypassed({"act": (nn.GELU, "QuickGELU")}),
     ),

@@ -49,6 +49,7 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="ConvEmbed",
         operators=always("layer_norm"),
+        layers=("proj",),
         parts=bypassed({"norm": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm),
     ),
@@ -63,6 +64,7 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="Attention",
         operators=always("conv_projection", "attention"),
+        layers=("proj_q", "proj_k", "proj_v", "proj"),
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
     ),
@@ -70,6 +72,7 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="Mlp",
         operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
+        layers=("fc1", "fc2"),
     ),
 )
 

@@ -29,6 +29,7 @@ FLOORS = (
     {"cvt_kernels.ops"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.acceleration"},
+    {"cvt_kernels.quantization"},
     {"cvt_kernels.diagnosis"},
     {"cvt_kernels"},
     {"cvt_kernels.__main__"},

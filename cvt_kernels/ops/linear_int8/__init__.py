@@ -17,6 +17,9 @@ from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
 from ..registration import images_within, register_reference, size_class
 
+#: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
+MOST_INPUTS = 2**16
+
 _SAMPLE = 2**25  # products of two numbers
 
 
