@@ -55,34 +55,44 @@ _FIRST_PART = re.compile(
 
 
 class ModelCard(NamedTuple):
-    """The description of a model and of its images that ``cvt train`` writes beside the weights.
+    """The description of a model and of its images that this package's commands write beside the weights.
 
     Attributes:
         config: The architecture.
         labels: Class names.
         image_size: Pixels of each side, as in :func:`cvt.images.preprocess`.
         crop_fraction: Likewise.
+        folders: The names that the classes have in data sets; None if those are the labels.
     """
 
     config: CvTConfig
     labels: list[str]
     image_size: int
     crop_fraction: float | None = None
+    folders: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
-        return {**self._asdict(), "config": dataclasses.asdict(self.config)}
+        content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
+        if self.folders is None:  # which earlier versions do not know
+            del content["folders"]
+        return content
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> ModelCard:
         """Builds a card from what :meth:`to_dict` returned."""
         card = cls(**{**content, "config": CvTConfig(**content["config"])})
-        if len(card.labels) != card.config.num_classes:
-            raise ValueError(f"got {len(card.labels)} labels for {card.config.num_classes} classes")
-        if not isinstance(card.labels, list) or not all(isinstance(label, str) for label in card.labels):
-            raise TypeError(f"got labels {card.labels!r}, expected a list of strings")
+        card._check_names("labels", card.labels)
+        if card.folders is not None:
+            card._check_names("folders", card.folders)
         check_images(card.image_size, card.crop_fraction)
         return card
+
+    def _check_names(self, field: str, names: list[str]) -> None:
+        if len(names) != self.config.num_classes:
+            raise ValueError(f"got {len(names)} {field} for {self.config.num_classes} classes")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"got {field} {names!r}, expected a list of strings")
 
 
 class Checkpoint(NamedTuple):

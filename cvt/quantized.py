@@ -7,14 +7,16 @@ Their tensors say all: ``LAYER.weight`` is of 8-bit numbers and ``LAYER.weight_s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cvt_kernels import LinearInt8
 from cvt_kernels.checks import dtype_name
+from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 from cvt_kernels.reference import LIMITS
 
+_OF_IMAGES = "stage0.patch_embed.proj"
 _WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
 
 
@@ -76,26 +78,30 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         tensors: The weights.
 
     Raises:
-        ValueError: Something else than a linear layer of a block is in such a place.
+        ValueError: Something else than a linear layer or an embedding of a stage is in such a place.
     """
     modules = dict(model.named_modules())
     for layer, scheme in quantized_layers(tensors).items():
         if layer not in modules:
             continue
-        linear, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
-        if type(linear) is not nn.Linear or not layer.startswith("stage"):
-            raise ValueError(
-                f"{layer}.weight: is of {dtype_name(dtype)}, where no linear layer of a block is"
-            )
-        made = LinearInt8(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            static=scheme == "static",
-            dtype=dtype,
-        )
+        module, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
+        made = _quantized_like(module, static=scheme == "static", dtype=dtype)
+        if made is None or not layer.startswith("stage") or layer == _OF_IMAGES:
+            raise ValueError(f"{layer}.weight: is of {dtype_name(dtype)}, where no layer has such")
         parent, _, name = layer.rpartition(".")
-        setattr(modules[parent], name, made.train(linear.training))
+        setattr(modules[parent], name, made.train(module.training))
+
+
+def _quantized_like(module: nn.Module, **settings: Any) -> QuantizedLayer | None:
+    """Returns a layer of the same sizes, or None for a module that cannot be of 8-bit numbers."""
+    if type(module) is nn.Linear:
+        return LinearInt8(module.in_features, module.out_features, module.bias is not None, **settings)
+    if type(module) is nn.Conv2d and module.groups == 1:
+        settings |= {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
+        kernel_size: Any = module.kernel_size
+        channels = module.in_channels, module.out_channels
+        return ConvInt8(*channels, kernel_size, bias=module.bias is not None, **settings)
+    return None
 
 
 def compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

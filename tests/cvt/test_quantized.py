@@ -10,14 +10,18 @@ from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkp
 from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
 from cvt.config import PRESETS
 from cvt.quantized import compact, install_layers, quantized_layers, why_damaged
-from tests.cvt.models import SMALL, equal, quantized, small
+from cvt_kernels.ops.linear_int8.modules import ConvInt8
+from tests.cvt.models import equal, quantized, small
 
 FC1, PROJ_K = "stage2.blocks.1.mlp.fc1", "stage1.blocks.0.attn.proj_k"
 
 
+EMBEDDING = "stage1.patch_embed.proj"
+
+
 @pytest.fixture(params=["dynamic", "static"])
 def model(request):
-    return quantized(small().eval(), request.param)
+    return quantized(small(), request.param, embeddings=True)
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def images():
 
 
 def saved(model, path, **changes):
-    """Writes a model as ``cvt quantize`` does, with some tensors changed, or left out if None; returns the path."""
+    """Writes a model as ``cvt quantize`` does, with some tensors changed, or left out if None."""
     tensors = {name: t for name, t in (model.state_dict() | changes).items() if t is not None}
     card = ModelCard(model.config, [f"class {i}" for i in range(10)], 64, 0.9)
     save_safetensors(Checkpoint("a model", compact(tensors), card=card), path)
@@ -44,6 +48,7 @@ def test_a_file_rebuilds_the_model(model, images, tmp_path):
     back = create_model(checkpoint=path).eval()
     assert equal(back.state_dict(), model.state_dict())
     assert {type(back.get_submodule(name)) for name in (FC1, PROJ_K)} == {ck.LinearInt8}
+    assert type(back.get_submodule(EMBEDDING)) is ConvInt8
     assert type(back.head) is torch.nn.Linear
     assert back.head.weight.dtype == torch.float32
     with torch.no_grad():
@@ -55,7 +60,7 @@ def test_a_file_rebuilds_the_model(model, images, tmp_path):
         (name.removesuffix(".weight_scale") for name in model.state_dict() if name.endswith(".weight_scale")),
         "static" if static else "dynamic",
     )
-    assert len(checkpoint.quantized) == 6 * 6
+    assert len(checkpoint.quantized) == 6 * 6 + 2
     assert checkpoint.tensors["head.weight"].dtype == torch.float16
     assert checkpoint.tensors["norm.weight"].dtype == torch.float32
     again = create_model(checkpoint=path)  # a model that is quantized likewise
@@ -100,9 +105,11 @@ def test_models_that_are_quantized_otherwise(model, tmp_path):
         small(), path, r"q.safetensors: is quantized \(stage0.*\), the model is not; build it by create_model"
     )
     fails(model, saved(small(), tmp_path / "f.safetensors"), r"f.safetensors: is not quantized \(stage0.*\)")
-    other = quantized(small(), "static" if model.get_submodule(FC1).input_scale is None else "dynamic")
-    fails(other, path, r"36 (missing|unexpected) \(first: stage0.*input_scale\)")
-    other = quantized(small(), "dynamic", dtype=torch.float8_e4m3fn)
+    other = quantized(
+        small(), "static" if model.get_submodule(FC1).input_scale is None else "dynamic", embeddings=True
+    )
+    fails(other, path, r"38 (missing|unexpected) \(first: stage0.*input_scale\)")
+    other = quantized(small(), embeddings=True, dtype=torch.float8_e4m3fn)
     fails(other, path, "of another kind")
 
 
@@ -147,7 +154,7 @@ def test_damaged_layers(tmp_path, changes, message):
 
 
 @pytest.mark.parametrize(
-    "layer", ["head", "stage1.patch_embed.proj", "stage0.blocks.0.attn.conv_proj_q.conv"]
+    "layer", ["head", "stage0.patch_embed.proj", "stage0.blocks.0.attn.conv_proj_q.conv"]
 )
 def test_8_bit_numbers_where_no_linear_layer_is(tmp_path, layer):
     shape = small().get_submodule(layer).weight.shape
@@ -156,9 +163,7 @@ def test_8_bit_numbers_where_no_linear_layer_is(tmp_path, layer):
         f"{layer}.weight_scale": torch.ones(shape[0]),
     }
     path = saved(small(), tmp_path / "q.safetensors", **extra)
-    with pytest.raises(
-        CheckpointError, match=f"{layer}.weight: is of int8, where no linear layer of a block is"
-    ):
+    with pytest.raises(CheckpointError, match=f"{layer}.weight: is of int8, where no layer has such"):
         create_model(checkpoint=path)
 
 
