@@ -112,7 +112,7 @@ def export(
             with use_backend("auto"), _quiet():  # requested kernels would become part of the file
                 _write(model, images[:2], scratch, format)
                 bar.update()
-                logits = torch.cat([_run(scratch, part, runtime) for part in (images[:1], images[1:])])
+                logits = _run(scratch, (images[:1], images[1:]), runtime)
                 bar.update()
         except OSError:
             raise
@@ -166,12 +166,14 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
             torch.export.save(program, file)
 
 
-def _run(path: Path, images: Tensor, onnxruntime: ModuleType | None) -> Tensor:
+def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None) -> Tensor:
     if onnxruntime is None:
         with open(path, "rb") as file:
-            return torch.export.load(file).module()(images)
+            module = torch.export.load(file).module()
+        return torch.cat([module(images) for images in batches])
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    logits = [session.run(None, {"images": images.numpy()})[0] for images in batches]
+    return torch.cat([torch.from_numpy(part) for part in logits])
 
 
 def _import_onnxruntime() -> ModuleType:
