@@ -3,6 +3,7 @@
 A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it
 leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all
 memory that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
+Integers of 8 bits have −128 there, which no operator returns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MARGIN = 1.1
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
+_POISON_OF_INT8 = 0x80  # −128: with 0xFF it would be −1, which is as good as any other number
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
@@ -91,6 +93,7 @@ class Proof(NamedTuple):
         default: The candidate that serves unless another wins by ``MARGIN``.
         sample: A call on few images, which is checked: float64 takes its time.
         timed: The same on more images, which is timed.
+        exact: The oracle in the place of the reference in float64.
     """
 
     question: str
@@ -99,6 +102,7 @@ class Proof(NamedTuple):
     default: str
     sample: Call
     timed: Call
+    exact: Function | None = None
 
 
 def prove(proof: Proof) -> Verdict:
@@ -112,7 +116,7 @@ def prove(proof: Proof) -> Verdict:
             (:func:`is_out_of_memory`).
     """
     with undisturbed(proof.sample.device):
-        standard = Standard.of(proof.reference, proof.sample)
+        standard = Standard.of(proof.reference, proof.sample, proof.exact)
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
         timed = time_in_turns(sound, proof.timed, trials)
@@ -205,22 +209,27 @@ class Standard:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
-        reference: The operator in plain PyTorch.
+        oracle: What computes the exact results in float64.
         sample: The call, its tensors detached.
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
     """
 
-    reference: Function
+    oracle: Function
     sample: Call
     douts: list[Tensor]
     same: Results
     exact: Results
 
     @classmethod
-    def of(cls, reference: Function, sample: Call) -> Standard:
+    def of(cls, reference: Function, sample: Call, oracle: Function | None = None) -> Standard:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
+
+        Args:
+            reference: The operator in plain PyTorch.
+            sample: The call.
+            oracle: What computes it in float64; None for the reference.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -228,23 +237,24 @@ class Standard:
         sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
         varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        standard = cls._run(reference, varied)
+        standard = cls._run(reference, varied, oracle or reference)
         if standard._is_near_exact():
             return standard
-        standard = cls._run(reference, sample.map(lambda tensor: _randomized(tensor, generator)))
+        randomized = sample.map(lambda tensor: _randomized(tensor, generator))
+        standard = cls._run(reference, randomized, oracle or reference)
         if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
             raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
         return standard
 
     @classmethod
-    def _run(cls, reference: Function, sample: Call) -> Standard:
+    def _run(cls, reference: Function, sample: Call, oracle: Function) -> Standard:
         douts = []
         if sample.gradient:
             generator = torch.Generator(sample.device).manual_seed(1)
             outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
             douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
         same = run(reference, sample.map(_copied), douts)
-        return cls(reference, sample, douts, same, _run_in_float64(reference, sample.map(_in_float64), douts))
+        return cls(oracle, sample, douts, same, _run_in_float64(oracle, sample.map(_in_float64), douts))
 
     @functools.cached_property
     def nudged(self) -> Results:
@@ -255,7 +265,7 @@ class Standard:
         """
         generator = torch.Generator(self.sample.device).manual_seed(2)
         nudged = self.sample.map(lambda tensor: _nudged(tensor, generator))
-        return _run_in_float64(self.reference, nudged, self.douts)
+        return _run_in_float64(self.oracle, nudged, self.douts)
 
     def _is_near_exact(self) -> bool:
         """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
@@ -266,7 +276,12 @@ class Standard:
             (*self.exact.outputs, *self.exact.gradients),
             strict=True,
         )
-        return all(_is_near(mine, truth) for mine, truth in (*results, *changed) if mine.is_floating_point())
+        return all(_is_near(mine, truth) for mine, truth in (*results, *changed) if _is_fine(mine))
+
+
+def _is_fine(tensor: Tensor) -> bool:
+    """Says whether a tensor is of floating-point numbers of more than 8 bits, others being exact."""
+    return tensor.is_floating_point() and tensor.dtype not in accuracy.OF_8_BITS
 
 
 def _is_near(result: Tensor, exact: Tensor) -> bool:
@@ -425,7 +440,7 @@ def _error(
     error = accuracy.compare(mine, same, exact, factor=factor, units=units)
     if error.passed:
         return error
-    nudged = getattr(standard.nudged, kind)[i].to(mine.dtype)
+    nudged = accuracy.rounded(getattr(standard.nudged, kind)[i], mine.dtype)
     by_rounding = accuracy.compare(mine, nudged, exact, factor=factor, units=units)
     return max(error, by_rounding, key=lambda each: each.allowed if each.allowed < math.inf else 0.0)
 
@@ -446,7 +461,7 @@ def _in_float64(tensor: Tensor) -> Tensor:
 def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns a tensor in float64, each number off by up to a few units in the last place of float32."""
     exact = _in_float64(tensor)
-    if tensor.is_floating_point():
+    if _is_fine(tensor):
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
         most = _UNITS * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
         exact.data.mul_(1 + most * (2 * noise - 1))
@@ -460,14 +475,16 @@ def _timeable(tensor: Tensor) -> Tensor:
 
 def _varies(tensor: Tensor) -> bool:
     """Says whether a tensor can tell right from wrong: not if it is constant, has a NaN or huge numbers."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not _is_fine(tensor) or not tensor.numel():
         return True
+    if not tensor.ndim:  # a scale
+        return bool(0 < tensor < _HUGE)
     return bool(tensor.min() < tensor.max() < _HUGE)  # masks may have −inf
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns random numbers in the place of a tensor's; positive ones for a vector, as of variances."""
-    if not tensor.is_floating_point():
+    if not _is_fine(tensor):
         return tensor
     numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
     if tensor.ndim < 2:
@@ -553,6 +570,8 @@ class GuardedMemory(TorchDispatchMode):
         padded = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         with _disable_current_modes():  # this one, where copy() was called within it
             buffer = torch.full((padded,), _POISON, dtype=torch.uint8, device=like.device)
+            if like.dtype == torch.int8:
+                buffer[start : start + size] = _POISON_OF_INT8
         self._zones += [buffer[:start], buffer[start + size :]]
         offset = start // like.element_size()
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)

@@ -11,7 +11,7 @@
 
 namespace cvt_kernels::linear_int8 {
 
-constexpr int64_t kPanel = 32;         // the outputs that are computed together
+constexpr int64_t kPanel = 32;            // the outputs that are computed together
 constexpr int64_t kMostInputs = 1 << 16;  // of which the sums of products fit into 32 bits
 constexpr float kLimit = 127;
 // A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
@@ -27,11 +27,15 @@ struct Kernels {
   void (*quantize)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
   // Lays out rows that are quantized already and lie `stride` numbers apart, as `quantize` does.
   void (*lay_out)(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out);
-  // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels.
+  // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels. The
+  // packed weight begins at a multiple of 64 bytes.
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(const int8_t* weight, int64_t outputs, int64_t inputs, void* out);
-  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel.
+  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel. The thread has
+  // no tiles of AMX configured (TileUse of common/tiles.h), and has none afterwards.
   void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums);
+  // Says whether products in tiles of AMX are right in all shapes of tiles; true where there are none.
+  bool (*products_are_right)();
 };
 
 DECLARE_INTEGER_TABLES;

@@ -22,12 +22,13 @@ from .entries import (
     why_norms_unsupported,
 )
 from .fused import (
-    add_and_normalize,
+    add_and_normalize_for,
     apply_linear,
     apply_linear_and_gelu,
     embed,
     gelu_operator,
     gelu_variant,
+    norm_operators,
     normalize_for_layers,
 )
 from .ours import own_class
@@ -64,7 +65,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 def _block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
     branch = self.drop_path(self.attn(normalize_for_layers(self.norm1, x), h, w))
-    stream, y = add_and_normalize(self.norm2, branch, x)
+    stream, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
     return stream + self.drop_path(self.mlp(y))
 
 
@@ -110,7 +111,7 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=always("layer_norm", "add_layer_norm"),
+        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         arguments=("x", "h", "w"),
         children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
         forward=_block,

@@ -20,7 +20,7 @@ from .entries import (
     why_convolutions_unsupported,
     why_norms_unsupported,
 )
-from .fused import gelu_operator
+from .fused import gelu_operator, norm_operators
 from .stages import BlockParts, StageParts
 
 #: The module that defines them. (Nothing here imports it.)
@@ -56,7 +56,7 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=always("layer_norm", "add_layer_norm"),
+        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         parts=bypassed({"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm1, block.norm2),
     ),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.linear_int8.modules import QuantizedLayer
-from ..proofs import is_out_of_memory
 from ..reference import LIMITS
 
 #: A layer stays dynamic if one scale for all of its inputs would cost it more, in dB.
@@ -220,6 +219,8 @@ def _call(model: nn.Module, images: Tensor, index: int) -> None:
     try:
         model(images)
     except (RuntimeError, TypeError, ValueError) as error:
+        from ..proofs import is_out_of_memory  # takes time to import, and is needed for nothing else
+
         if is_out_of_memory(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -58,6 +58,8 @@ class TensorLike:
     def make(self, device: torch.device, generator: torch.Generator) -> Tensor:
         """Makes the tensor; vectors, of which one may be a variance, are positive."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.dtype == torch.int8:
+            return tensor.random_(-127, 128, generator=generator)
         if not self.dtype.is_floating_point:
             return tensor.fill_(1)
         if len(self.shape) > 1:

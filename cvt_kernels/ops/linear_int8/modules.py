@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...reference import LIMITS, QuantizedLinear
+from ...reference import LIMITS, GeluVariant, QuantizedLinear, QuantizedRows
 from . import linear_int8
 
 
@@ -68,11 +68,21 @@ class QuantizedLayer(nn.Module):
             raise ValueError(f"input_scale: got {scale}, expected a positive number")
         self.input_scale = None if scale is None else torch.tensor(scale, device=self.weight.device)
 
-    def _product(self, x: Tensor) -> Tensor:
-        """Computes the product with rows (..., inputs)."""
-        if checks.wants_gradient(x, self.bias):
-            return self._product_with_gradient(x)
-        return linear_int8(x, self.weight, self.weight_scale, self.bias, input_scale=self.input_scale)
+    def product(self, x: Tensor | QuantizedRows, *, approximate: GeluVariant | None = None) -> Tensor:
+        """Computes the product with rows (..., inputs) and a GELU behind it, where no gradient is wanted.
+
+        Of rows that are quantized already, the result has the dtype of autocast, or else of the bias.
+        """
+        layer = self.weight, self.weight_scale, self.bias
+        if not isinstance(x, QuantizedRows):
+            return linear_int8(x, *layer, input_scale=self.input_scale, approximate=approximate)
+        dtype = checks.autocast_dtype(x.values) or (None if self.bias is None else self.bias.dtype)
+        return linear_int8(x, *layer, approximate=approximate, dtype=dtype)
+
+    def _call(self, x: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(x, QuantizedRows) or not checks.wants_gradient(x, self.bias):
+            return self.product(x)
+        return self._product_with_gradient(x)
 
     def _product_with_gradient(self, x: Tensor) -> Tensor:
         followed = F.linear(x, self.dequantized_weight().to(x.dtype), self.bias)
@@ -178,9 +188,9 @@ class LinearInt8(QuantizedLayer):
         made._take(linear, input_scale)
         return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the layer for x (..., in_features)."""
-        return self._product(x)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Computes the layer for x (..., in_features), or for such rows that are quantized already."""
+        return self._call(x)
 
     def extra_repr(self) -> str:
         """Returns sizes and scheme, for ``print(module)``."""
@@ -241,7 +251,7 @@ class ConvInt8(QuantizedLayer):
     def forward(self, image: Tensor) -> Tensor:
         """Computes the layer for maps (B, in_channels, H, W)."""
         patches = F.unfold(image, self.kernel_size, self.dilation, self.padding, self.stride)
-        tokens = self._product(patches.transpose(1, 2))
+        tokens = self._call(patches.transpose(1, 2))
         grid = [self._output_size(image.shape[2 + axis], axis) for axis in (0, 1)]
         return tokens.transpose(1, 2).unflatten(2, grid)
 
