@@ -34,7 +34,7 @@ class _Nodes(nn.Module):
     def __init__(self, layer: QuantizedLayer):
         super().__init__()
         self.layer = layer
-        vars(layer)["_product"] = functools.partial(_product, layer)
+        vars(layer)["product"] = functools.partial(_product, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
