@@ -43,9 +43,6 @@ _SCHEMES = ("dynamic", "static")
 _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
 _ROUNDING = 1e-9  # of differences of fractions
-_REST = (
-    "embeddings, depthwise convolutions, norms and the head stay in floating point, their matrices in float16"
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -149,7 +146,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
         f"measured on {after.images} others",
         "",
         str(report),
-        _REST,
+        f"{'the first embedding' if arguments.embeddings else 'embeddings'}, depthwise convolutions, norms "
+        "and the head stay in floating point, their matrices in float16",
         "",
         *_table(before, after, sizes),
     ]

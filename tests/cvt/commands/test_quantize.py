@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from cvt.commands.quantize import fewest
 from cvt.datasets import save_digits
 from cvt.evaluation import Evaluation
 from tests.checks import Terminal, bad
-from tests.cvt.models import small
+from tests.cvt.models import equal, small
+
+PAGE = (Path(__file__).parents[3] / "docs" / "quantize.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,9 @@ def test_files_and_figures(digits):
     assert ["top-1", f"{before['top1']:.2%}", f"{after['top1']:.2%}"] in [line.split() for line in lines]
     assert ["top-5", f"{before['top5']:.2%}", f"{after['top5']:.2%}"] in [line.split() for line in lines]
     assert lines[-1].split()[0] == "size"
+    transcript = PAGE.partition("$ cvt quantize ")[2].partition("```")[0].splitlines()
+    assert transcript[1].endswith(lines[0].partition("safetensors")[2].replace(" 20 images", " 256 images"))
+    assert lines[-7:] == transcript[-7:]
 
 
 def test_the_file_says_all(digits):
@@ -172,10 +178,10 @@ def test_options(capsys, pretend, tmp_path):
     assert [layer["reason"] for layer in layers if layer["scheme"] == "float"] == 11 * [
         "is kept by keep_float"
     ]
-    first = (tmp_path / "q.safetensors").read_bytes()
+    first = read_checkpoint(tmp_path / "q.safetensors").tensors
     for seed, same in (("0", True), ("1", False)):  # which chooses the images
         assert quantize_digits(tmp_path, "--scheme", "static", "--embeddings", *kept, "--seed", seed) == 0
-        assert ((tmp_path / "q.safetensors").read_bytes() == first) == same
+        assert equal(read_checkpoint(tmp_path / "q.safetensors").tensors, first) == same
 
 
 def test_bars_are_drawn_on_a_terminal(capsys, tmp_path, monkeypatch):
