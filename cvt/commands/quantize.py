@@ -79,11 +79,13 @@ def add_parser(commands: Any) -> None:
         default=0.5,
         help="points of top-1 that may be lost, or else layers are left alone (default: 0.5)",
     )
-    parser.add_argument("--embeddings", action="store_true", help="all embeddings but the first, too")
     parser.add_argument(
-        "--images", type=positive_int, default=256, help="that calibrate at most (default: 256)"
+        "--embeddings", action="store_true", help="quantize all embeddings but the first, too"
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses these images (default: 0)")
+    parser.add_argument(
+        "--images", type=positive_int, default=256, help="as many calibrate at most (default: 256)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses those that calibrate (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures of the model and of every layer")
