@@ -39,6 +39,7 @@ _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that i
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
 _UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest other one
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
+_NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be that rounding to 8 bits makes
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
@@ -94,6 +95,7 @@ class Proof(NamedTuple):
         sample: A call on few images, which is checked: float64 takes its time.
         timed: The same on more images, which is timed.
         exact: The oracle in the place of the reference in float64.
+        unrounded: Computes what results may be as well; see :class:`backends.Operator`.
     """
 
     question: str
@@ -103,6 +105,11 @@ class Proof(NamedTuple):
     sample: Call
     timed: Call
     exact: Function | None = None
+    unrounded: Function | None = None
+
+    def standard(self) -> Standard:
+        """Returns the results by which the candidates are judged; see :meth:`Standard.of`."""
+        return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
 def prove(proof: Proof) -> Verdict:
@@ -116,7 +123,7 @@ def prove(proof: Proof) -> Verdict:
             (:func:`is_out_of_memory`).
     """
     with undisturbed(proof.sample.device):
-        standard = Standard.of(proof.reference, proof.sample, proof.exact)
+        standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
         timed = time_in_turns(sound, proof.timed, trials)
@@ -214,6 +221,7 @@ class Standard:
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
+        unrounded: Computes what results may be as well.
     """
 
     oracle: Function
@@ -221,15 +229,23 @@ class Standard:
     douts: list[Tensor]
     same: Results
     exact: Results
+    unrounded: Function | None = None
 
     @classmethod
-    def of(cls, reference: Function, sample: Call, oracle: Function | None = None) -> Standard:
+    def of(
+        cls,
+        reference: Function,
+        sample: Call,
+        oracle: Function | None = None,
+        unrounded: Function | None = None,
+    ) -> Standard:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
 
         Args:
             reference: The operator in plain PyTorch.
             sample: The call.
             oracle: What computes it in float64; None for the reference.
+            unrounded: What computes results that are right as well; None if there are no such.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -237,24 +253,32 @@ class Standard:
         sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
         varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        standard = cls._run(reference, varied, oracle or reference)
+        standard = cls._run(reference, varied, oracle or reference, unrounded)
         if standard._is_near_exact():
             return standard
         randomized = sample.map(lambda tensor: _randomized(tensor, generator))
-        standard = cls._run(reference, randomized, oracle or reference)
+        standard = cls._run(reference, randomized, oracle or reference, unrounded)
         if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
             raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
         return standard
 
     @classmethod
-    def _run(cls, reference: Function, sample: Call, oracle: Function) -> Standard:
+    def _run(
+        cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
+    ) -> Standard:
         douts = []
         if sample.gradient:
             generator = torch.Generator(sample.device).manual_seed(1)
             outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
             douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
         same = run(reference, sample.map(_copied), douts)
-        return cls(oracle, sample, douts, same, _run_in_float64(oracle, sample.map(_in_float64), douts))
+        exact = _run_in_float64(oracle, sample.map(_in_float64), douts)
+        return cls(oracle, sample, douts, same, exact, unrounded)
+
+    @functools.cached_property
+    def other(self) -> Standard | None:
+        """The standard of results in which nothing is rounded; None if there are no such."""
+        return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
 
     @functools.cached_property
     def nudged(self) -> Results:
@@ -268,7 +292,11 @@ class Standard:
         return _run_in_float64(self.oracle, nudged, self.douts)
 
     def _is_near_exact(self) -> bool:
-        """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
+        """Says whether PyTorch's own results are near the exact ones, so that errors of others show.
+
+        Where activations are rounded to 8 bits, which they are not in float64, near is less near.
+        """
+        rounds = any(tensor.dtype in accuracy.OF_8_BITS for tensor in self.sample.tensors())
         after = zip(self.sample.tensors(), self.same.arguments, self.exact.arguments, strict=True)
         changed = [(mine, truth) for given, mine, truth in after if not torch.equal(mine, given)]
         results = zip(
@@ -276,7 +304,8 @@ class Standard:
             (*self.exact.outputs, *self.exact.gradients),
             strict=True,
         )
-        return all(_is_near(mine, truth) for mine, truth in (*results, *changed) if _is_fine(mine))
+        least = _NEAR_OF_8_BITS if rounds else 0.0
+        return all(_is_near(mine, truth, least) for mine, truth in (*results, *changed) if _is_fine(mine))
 
 
 def _is_fine(tensor: Tensor) -> bool:
@@ -284,10 +313,10 @@ def _is_fine(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype not in accuracy.OF_8_BITS
 
 
-def _is_near(result: Tensor, exact: Tensor) -> bool:
+def _is_near(result: Tensor, exact: Tensor, least: float) -> bool:
     largest = exact.abs().max().item() if exact.numel() else 0.0
     error = accuracy.compare(result, result, exact).ours
-    return error <= torch.finfo(result.dtype).eps ** 0.5 * largest < math.inf
+    return error <= max(least, torch.finfo(result.dtype).eps ** 0.5) * largest < math.inf
 
 
 def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
@@ -327,7 +356,11 @@ def check(function: Function, standard: Standard) -> Trial:
         return Trial(None, None, None, None, _flaw_of(error))
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
-    return _compare(results, standard)
+    trial = _compare(results, standard)
+    if trial.flaw is None or standard.other is None:
+        return trial
+    other = _compare(results, standard.other)
+    return other if other.flaw is None else trial
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -454,7 +487,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
-    exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
+    exact = tensor.detach().to(torch.float64, copy=True) if _is_fine(tensor) else _copied(tensor)
     return exact.requires_grad_(tensor.requires_grad)
 
 

@@ -175,6 +175,14 @@ class TransformerBlock(NamedTuple):
     approximate: GeluVariant
     fc2: AnyLinear
 
+    def layers(self) -> tuple[AnyLinear, ...]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return (*self.linears, self.proj, self.fc1, self.fc2)
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        """Returns the quantized layers among them."""
+        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all tensors that the block reads, in one order; None for those that it does without."""
         q, k, v = self.linears
@@ -469,9 +477,8 @@ def quantize_rows(
     largest = x.abs().amax(-1, keepdim=True)
     is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
     if scale is None:
-        limits = torch.full_like(
-            largest, limit
-        )  # a number divided by a tensor would not be rounded correctly
+        # What PyTorch makes of a number divided by a tensor is not rounded correctly.
+        limits = torch.full_like(largest, limit)
         scales = (largest / limits).masked_fill(is_zero, 0.0)
         factor = (limits / largest).masked_fill(is_zero, 0.0)
     else:

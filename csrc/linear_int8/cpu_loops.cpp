@@ -6,6 +6,7 @@
 
 #include "linear_int8/cpu_loops.h"
 
+#include "linear/layer_loops.h"
 #include "linear_int8/numbers.h"
 
 namespace cvt_kernels::linear_int8 {
@@ -109,6 +110,102 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
   }
 }
 
+// A row as float: itself, or a copy.
+template <class T>
+const float* widened(const T* x, int64_t size, float* copy) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    for_vectors<F::lanes>(size, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
+      store(copy + i, load(x + i, lanes), lanes);
+    });
+    return copy;
+  }
+}
+
+template <class G>
+void with_float(DType dtype, G f) {
+  switch (dtype) {
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+    default: return f(float{});  // the operators refuse float64
+  }
+}
+
+void quantize_tile(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, float* row,
+                   void* out, float* scales) {
+  with_float(dtype, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(x);
+    for (int64_t i = 0; i < rows; i++) {
+      const float* wide = widened(from + i * stride, inputs, row);
+      quantize(wide, stride, 1, inputs, scale, row_of(out, i, inputs), scales + i);
+    }
+  });
+}
+
+// What is to be rounded of a row: x itself, or what becomes of it in `copy`.
+template <class T, Activation activation>
+const float* prepared(const Rows& rows, const T* x, float* copy) {
+  if (rows.normalizes) {
+    const auto keep = [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(copy + c, normal, lanes); };
+    if (rows.shift == nullptr) {
+      normalize(rows.norm, x, rows.channels, copy, keep);
+    } else {
+      for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(copy + c, load(x + c, lanes) + load(rows.shift + c, lanes), lanes);
+      });
+      normalize(rows.norm, copy, rows.channels, copy, keep);
+    }
+    return copy;
+  }
+  if constexpr (activation == Activation::identity) return widened(x, rows.channels, copy);
+  for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    const F sum = load(x + c, lanes) + load(rows.norm.bias + c, lanes);
+    store(copy + c, layer_norm_gelu::activate<activation>(sum), lanes);
+  });
+  return copy;
+}
+
+void quantize_rows(DType dtype, const Rows& rows, int64_t begin, int64_t end, float* row, int8_t* values, float* scales) {
+  with_float(dtype, [&](auto type) {
+    layer_norm_gelu::with_activation(rows.activation, [&](auto activation) {
+      const auto* x = static_cast<const decltype(type)*>(rows.x);
+      for (int64_t i = begin; i < end; i++) {
+        const float* ready = prepared<decltype(type), activation>(rows, x + i * rows.stride, row);
+        scales[i] = quantize_row(ready, rows.channels, rows.scale, values + i * rows.channels, 0);
+      }
+    });
+  });
+}
+
+template <class T, Activation activation, bool adds>
+void finish_panel(const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,
+                  int64_t begin) {
+  const int64_t place = first * finish.outputs + begin;
+  const T* residual = static_cast<const T*>(finish.residual) + (adds ? place : 0);
+  T* out = static_cast<T*>(finish.out) + place;
+  for_vectors<F::lanes>(at_most<int64_t>(kPanel, finish.outputs - begin), [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    const F scale = load(finish.weight_scale + begin + c, lanes), bias = load(finish.bias + begin + c, lanes);
+    for (int64_t row = 0; row < rows; row++) {
+      const F product = __builtin_convertvector(load(sums + row * kPanel + c, Whole{}).v, F::Type);
+      F y = layer_norm_gelu::activated<T, activation>(product * F(scales[row]) * scale + bias);
+      if constexpr (adds) y = y + load(residual + row * finish.outputs + c, lanes);
+      store(out + row * finish.outputs + c, y, lanes);
+    }
+  });
+}
+
+void finish(DType dtype, const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,
+            int64_t begin) {
+  with_float(dtype, [&](auto type) {
+    layer_norm_gelu::with_activation(finish.activation, [&](auto activation) {
+      using T = decltype(type);
+      if (finish.residual == nullptr) finish_panel<T, activation, false>(finish, sums, scales, first, rows, begin);
+      else finish_panel<T, activation, true>(finish, sums, scales, first, rows, begin);
+    });
+  });
+}
+
 // Whether the products of a shape are right. Memory is static: this runs after a fork.
 bool tiles_are_right(int64_t rows, int64_t inputs) {
   constexpr int64_t most_rows = 33, most_inputs = 200;
@@ -146,6 +243,7 @@ bool products_are_right() {
 
 }  // namespace
 
-const Kernels KERNELS{row_bytes, quantize, lay_out, packed_bytes, pack, multiply, products_are_right};
+const Kernels KERNELS{row_bytes,     quantize, lay_out,       packed_bytes,      pack, multiply,
+                      quantize_tile, finish,   quantize_rows, products_are_right};
 
 }  // namespace cvt_kernels::linear_int8

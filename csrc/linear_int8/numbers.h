@@ -6,6 +6,8 @@
 #include <emmintrin.h>
 #endif
 
+#include <cfloat>
+
 #include "common/product.h"
 #include "linear_int8/cpu_loops.h"
 
@@ -113,7 +115,7 @@ VECTOR_INLINE float quantize_row(const float* x, int64_t inputs, float scale, N*
     for (int64_t c = 0; c < inputs; c++) out[c] = static_cast<N>(offset);
     return finite ? 0 : NAN;
   }
-  const F factor = scale == 0 ? linear_int8::kLimit / largest : 1 / scale;
+  const F factor = scale == 0 ? linear_int8::kLimit / largest : at_most(1 / scale, FLT_MAX);
   const I shift = offset;
   for_vectors<F::lanes>(inputs, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
     const F within = at_most(at_least(load(x + c, lanes) * factor, F(-linear_int8::kLimit)), F(linear_int8::kLimit));

@@ -129,14 +129,19 @@ def restore(model: _Model) -> _Model:
     Raises:
         TypeError: ``model`` is not a module.
     """
+    give_classes_back(model)
+    quantized = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+    put_back(model, [layer for layer in quantized if layer.float_layer is not None])
+    return model
+
+
+def give_classes_back(model: _Model) -> _Model:
+    """Does as :func:`restore`, but leaves quantized layers as they are."""
     ungraphed(model)
     for module in model.modules():
         if is_fused(module):
             module.__class__ = original_class(type(module))
             take_number(module)
-    layers = model.named_modules(remove_duplicate=False)
-    quantized = (path for path, layer in layers if isinstance(layer, QuantizedLayer) and layer.float_layer)
-    put_back(model, list(quantized))
     return model
 
 

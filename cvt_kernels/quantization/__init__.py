@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear_int8.modules import QuantizedLayer, put_back
+from ..ops.linear_int8.modules import QuantizedLayer, put_back, replace
 from .calibration import Choice, calibrate
-from .layers import Layer, find_layers, quantized, replace
+from .layers import Layer, find_layers, quantized
 from .report import QuantizationReport, QuantizedLayerReport
 
 __all__ = ["QuantizationReport", "QuantizedLayerReport", "Scheme", "quantize", "unquantize"]
@@ -84,7 +84,7 @@ def quantize(
     for layer in layers:
         if layer.path in made:
             made[layer.path].set_input_scale(choices[layer.path].input_scale)
-            replace(model, layer, made[layer.path])
+            replace(model, layer.module, made[layer.path])
     return QuantizationReport(_row(layer, choices) for layer in layers)
 
 
@@ -151,8 +151,6 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
             kind = "nothing" if layer is None else f"a {type(layer).__name__}"
             raise ValueError(f"paths: {path!r} is {kind}, expected a quantized layer")
         if layer.float_layer is None:
-            raise ValueError(
-                f"paths: {path!r} was not made of a layer in floating point, but loaded as it is"
-            )
-    put_back(model, paths)
+            raise ValueError(f"paths: {path!r} was loaded as it is, expected a layer that quantize has made")
+    put_back(model, [layers[path] for path in paths])
     return model

@@ -91,11 +91,3 @@ def quantized(layer: Layer, dtype: torch.dtype) -> QuantizedLayer:
         return kind.from_float(module, dtype=dtype)
     except ValueError as error:
         raise ValueError(f"model: {layer.path}.{error}") from error
-
-
-def replace(model: nn.Module, layer: Layer, made: QuantizedLayer) -> None:
-    """Puts a quantized layer into every place of the layer that it was made of."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child is layer.module:
-                setattr(parent, name, made)

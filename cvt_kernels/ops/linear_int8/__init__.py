@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_reference, size_class
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
@@ -393,8 +395,63 @@ def _exact(
     return reference.linear_int8(x, weight, *others, x_scales=x_scales.double(), **settings)
 
 
+def _unrounded(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes the call with the weight in floating point, and without rounding the input."""
+    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
+        y = y if bias is None else y + bias
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if residual is None else y + residual
+    return y if wide == torch.float64 else y.to(dtype)
+
+
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+    register_triton(_operator, __name__, "why_rows_unsupported")
+    register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
+register_triton("linear_int8", __name__, "why_linear_unsupported")
+register_native("linear_int8", __name__)
+for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
+    (
+        "int_mm",
+        primitives.by_int_mm,
+        ("cpu", "cuda"),
+        primitives.why_int_mm_unavailable,
+        primitives.why_int_mm_unsupported,
+    ),
+    (
+        "onednn",
+        primitives.by_onednn,
+        ("cpu",),
+        primitives.why_onednn_unavailable,
+        primitives.why_onednn_unsupported,
+    ),
+    (
+        "scaled_mm",
+        primitives.by_scaled_mm,
+        ("cuda",),
+        primitives.why_scaled_mm_unavailable,
+        primitives.why_scaled_mm_unsupported,
+    ),
+    ("dequantized", primitives.by_dequantized, None, None, primitives.why_dequantized_unsupported),
+):
+    _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
+    backends.register("linear_int8", _backend, _implementation)
 register_reference("linear_int8")
-backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact))
+backends.describe(
+    "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
+)

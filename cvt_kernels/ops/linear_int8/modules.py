@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -267,25 +267,32 @@ class ConvInt8(QuantizedLayer):
         )
 
 
-# Back to floating point -----------------------------------------------------------------------------------
+# In the places of others ----------------------------------------------------------------------------------
 
 
-def put_back(model: nn.Module, paths: Iterable[str]) -> None:
+def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
+    """Puts a module into every place of another one within a model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is before:
+                setattr(parent, name, after)
+
+
+def put_back(model: nn.Module, layers: Sequence[Any]) -> None:
     """Puts the layers that quantized ones were made of into their places, as the model is by now.
 
     They get its device, its dtype, and the mode of the layers whose places they take.
 
     Args:
         model: The model.
-        paths: Names of quantized layers whose :attr:`QuantizedLayer.float_layer` is there.
+        layers: Quantized layers within it whose :attr:`QuantizedLayer.float_layer` is there.
     """
-    for path in paths:
-        name = path.rpartition(".")[2]
-        layer: Any = model.get_submodule(path)
-        kept: nn.Module = layer.float_layer
-        like = _like(model, path)
-        kept.to(device=layer.weight.device, dtype=None if like is None else like.dtype).train(layer.training)
-        setattr(model.get_submodule(path.rpartition(".")[0]), name, kept)
+    paths = {layer: path for path, layer in model.named_modules()}
+    for layer in dict.fromkeys(layers):
+        like = _like(model, paths[layer])
+        dtype = None if like is None else like.dtype
+        kept = layer.float_layer.to(device=layer.weight.device, dtype=dtype).train(layer.training)
+        replace(model, layer, kept)
 
 
 def _like(model: nn.Module, path: str) -> Tensor | None:
