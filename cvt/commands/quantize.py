@@ -104,9 +104,7 @@ def _points(text: str) -> float:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
-
-    output, source = Path(arguments.output), arguments.calibrate
+    output = Path(arguments.output)
     if output.suffix != _SUFFIX:
         raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
     check_writable("--output", output, directory=False)
@@ -114,14 +112,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
-    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
-    loaded.check_classes(fitted.classes, f"--calibrate {source}")
-    card = _card(loaded, loaded.labels(arguments.labels), fitted.classes)
-    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(arguments.images, len(fitted)))
-    images, answers = (
-        Batches(part, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
-        for part in (fitted.part(sorted(drawn)), held_out)
-    )
+    images, answers = _batches(arguments, loaded)
+    card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
     with contextlib.ExitStack() as stack:
         json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         file = stack.enter_context(replacing(output))
@@ -138,22 +130,38 @@ def _quantize(arguments: argparse.Namespace) -> None:
         before = _evaluate(loaded.model, answers, "before")
         trials = _Trials(loaded.model, model, report, card, file, answers)
         report, after = trials.within(before.top1 - arguments.max_drop / 100)
-        sizes = _size_of(loaded.model), file.stat().st_size
+        figures = (before, _size_of(loaded.model)), (after, file.stat().st_size)
         if json_file is not None:
-            known = {"image_size": loaded.image_size, "calibration_images": len(drawn), "device": str(device)}
-            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD} | known
-            write_json(json_file, setting | _as_json(report, before, after, sizes))
-    lines = [
-        f"{output}: {arguments.checkpoint}, calibrated on {len(drawn)} images of {source}, "
-        f"measured on {after.images} others",
-        "",
-        str(report),
-        f"{'the first embedding' if arguments.embeddings else 'embeddings'}, depthwise convolutions, norms "
-        "and the head stay in floating point, their matrices in float16",
-        "",
-        *_table(before, after, sizes),
-    ]
+            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
+            setting |= {"image_size": loaded.image_size, "device": str(device)}
+            setting |= {"calibration_images": len(images.dataset)}
+            write_json(json_file, setting | _as_json(report, *figures))
+    heading = (
+        f"{output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
+        f"{arguments.calibrate}, measured on {after.images} others"
+    )
+    embeddings = "the first embedding" if arguments.embeddings else "embeddings"
+    rest = (
+        f"{embeddings}, depthwise convolutions, norms and the head stay in floating point, "
+        "their matrices in float16"
+    )
+    lines = [heading, "", str(report), rest, "", *_table(*figures)]
     print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
+
+
+def _batches(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[Batches, Batches]:
+    """Opens the images that calibrate, and those that are held out."""
+    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
+
+    source = arguments.calibrate
+    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
+    loaded.check_classes(fitted.classes, f"--calibrate {source}")
+    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(arguments.images, len(fitted)))
+    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
+    fitted = fitted.part(sorted(drawn))
+    return Batches(fitted, arguments.batch_size, **reading), Batches(
+        held_out, arguments.batch_size, **reading
+    )
 
 
 def _card(loaded: LoadedModel, labels: list[str] | None, folders: list[str]) -> ModelCard:
@@ -271,26 +279,27 @@ def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
 # Output ---------------------------------------------------------------------------------------------------
 
 
-def _table(before: Evaluation, after: Evaluation, sizes: tuple[int, int]) -> list[str]:
+#: What is known of a model: how good it is, and its bytes.
+_Figures = tuple[Evaluation, int]
+
+
+def _table(*figures: _Figures) -> list[str]:
     """Returns the lines of the figures of the model as it was and of the file."""
     rows = [
         ("", "before", "after"),
-        ("top-1", f"{before.top1:.2%}", f"{after.top1:.2%}"),
-        ("top-5", f"{before.top5:.2%}", f"{after.top5:.2%}"),
-        ("loss", f"{before.loss:.4f}", f"{after.loss:.4f}"),
-        ("size", *(f"{size / 1e6:.2f} MB" for size in sizes)),
+        ("top-1", *(f"{each.top1:.2%}" for each, _ in figures)),
+        ("top-5", *(f"{each.top5:.2%}" for each, _ in figures)),
+        ("loss", *(f"{each.loss:.4f}" for each, _ in figures)),
+        ("size", *(f"{size / 1e6:.2f} MB" for _, size in figures)),
     ]
     return aligned(rows, right=(1, 2))
 
 
-def _as_json(
-    report: QuantizationReport, before: Evaluation, after: Evaluation, sizes: tuple[int, int]
-) -> dict[str, Any]:
+def _as_json(report: QuantizationReport, *figures: _Figures) -> dict[str, Any]:
     """Returns the figures as numbers; an SQNR that is not known or not finite is null."""
-    figures = [
-        {"top1": each.top1, "top5": each.top5, "loss": each.loss, "bytes": size}
-        for each, size in zip((before, after), sizes, strict=True)
-    ]
+    before, after = (
+        {"top1": each.top1, "top5": each.top5, "loss": each.loss, "bytes": size} for each, size in figures
+    )
     rows = [row._asdict() for row in report]
     layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
-    return {"images": after.images, "before": figures[0], "after": figures[1], "layers": layers}
+    return {"images": figures[-1][0].images, "before": before, "after": after, "layers": layers}
