@@ -44,6 +44,14 @@ def test_the_model_page_lists_the_published_weights():
     assert re.findall(r"`(microsoft/[^`]*)`", rows) == list(MICROSOFT)
 
 
+def test_quantize_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = run_page("quantize.md")
+    assert "12 of 18 layers quantized" in capsys.readouterr().out
+    assert sum(type(module) is ck.LinearInt8 for module in names["again"].modules()) == 12
+    assert not any(type(module) is ck.LinearInt8 for module in names["model"].modules())
+
+
 def test_operators_page(capsys):
     try:
         names = run_page("operators.md")
