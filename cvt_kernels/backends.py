@@ -125,6 +125,8 @@ class Operator(NamedTuple):
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
             them ``composed``, if other operators are to serve then.
         exact: Computes the exact result for proofs, from arguments in float64; None for the reference.
+        unrounded: Computes, in any floating dtype, what results may be as well: those of implementations that
+            do not round where the operator does; None if there are none.
     """
 
     signature: Callable[..., tuple[Any, ...]]
@@ -132,6 +134,7 @@ class Operator(NamedTuple):
     sample: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     defaults: tuple[str, ...] = ("reference",)
     exact: Callable[..., Any] | None = None
+    unrounded: Callable[..., Any] | None = None
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -516,6 +516,7 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
             sample=images(64 if x.is_cuda else 1),
             timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
             exact=description.exact,
+            unrounded=description.unrounded,
         )
 
 

@@ -95,6 +95,7 @@ class Proof(NamedTuple):
         sample: A call on few images, which is checked: float64 takes its time.
         timed: The same on more images, which is timed.
         exact: The oracle in the place of the reference in float64.
+        unrounded: Computes what results may be as well; see :class:`backends.Operator`.
     """
 
     question: str
@@ -104,6 +105,11 @@ class Proof(NamedTuple):
     sample: Call
     timed: Call
     exact: Function | None = None
+    unrounded: Function | None = None
+
+    def standard(self) -> Standard:
+        """Returns the results by which the candidates are judged; see :meth:`Standard.of`."""
+        return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
 def prove(proof: Proof) -> Verdict:
@@ -117,7 +123,7 @@ def prove(proof: Proof) -> Verdict:
             (:func:`is_out_of_memory`).
     """
     with undisturbed(proof.sample.device):
-        standard = Standard.of(proof.reference, proof.sample, proof.exact)
+        standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
         timed = time_in_turns(sound, proof.timed, trials)
@@ -215,6 +221,7 @@ class Standard:
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
+        unrounded: Computes what results may be as well.
     """
 
     oracle: Function
@@ -222,15 +229,23 @@ class Standard:
     douts: list[Tensor]
     same: Results
     exact: Results
+    unrounded: Function | None = None
 
     @classmethod
-    def of(cls, reference: Function, sample: Call, oracle: Function | None = None) -> Standard:
+    def of(
+        cls,
+        reference: Function,
+        sample: Call,
+        oracle: Function | None = None,
+        unrounded: Function | None = None,
+    ) -> Standard:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
 
         Args:
             reference: The operator in plain PyTorch.
             sample: The call.
             oracle: What computes it in float64; None for the reference.
+            unrounded: What computes results that are right as well; None if there are no such.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -238,24 +253,32 @@ class Standard:
         sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
         varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        standard = cls._run(reference, varied, oracle or reference)
+        standard = cls._run(reference, varied, oracle or reference, unrounded)
         if standard._is_near_exact():
             return standard
         randomized = sample.map(lambda tensor: _randomized(tensor, generator))
-        standard = cls._run(reference, randomized, oracle or reference)
+        standard = cls._run(reference, randomized, oracle or reference, unrounded)
         if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
             raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
         return standard
 
     @classmethod
-    def _run(cls, reference: Function, sample: Call, oracle: Function) -> Standard:
+    def _run(
+        cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
+    ) -> Standard:
         douts = []
         if sample.gradient:
             generator = torch.Generator(sample.device).manual_seed(1)
             outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
             douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
         same = run(reference, sample.map(_copied), douts)
-        return cls(oracle, sample, douts, same, _run_in_float64(oracle, sample.map(_in_float64), douts))
+        exact = _run_in_float64(oracle, sample.map(_in_float64), douts)
+        return cls(oracle, sample, douts, same, exact, unrounded)
+
+    @functools.cached_property
+    def other(self) -> Standard | None:
+        """The standard of results in which nothing is rounded; None if there are no such."""
+        return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
 
     @functools.cached_property
     def nudged(self) -> Results:
@@ -333,7 +356,11 @@ def check(function: Function, standard: Standard) -> Trial:
         return Trial(None, None, None, None, _flaw_of(error))
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
-    return _compare(results, standard)
+    trial = _compare(results, standard)
+    if trial.flaw is None or standard.other is None:
+        return trial
+    other = _compare(results, standard.other)
+    return other if other.flaw is None else trial
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -460,7 +487,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
-    exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
+    exact = tensor.detach().to(torch.float64, copy=True) if _is_fine(tensor) else _copied(tensor)
     return exact.requires_grad_(tensor.requires_grad)
 
 

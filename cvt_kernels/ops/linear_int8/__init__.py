@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
@@ -394,6 +395,29 @@ def _exact(
     return reference.linear_int8(x, weight, *others, x_scales=x_scales.double(), **settings)
 
 
+def _unrounded(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes the call with the weight in floating point, and without rounding the input."""
+    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
+        y = y if bias is None else y + bias
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if residual is None else y + residual
+    return y if wide == torch.float64 else y.to(dtype)
+
+
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
     register_triton(_operator, __name__, "why_rows_unsupported")
     register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
@@ -428,4 +452,6 @@ for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
     _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
     backends.register("linear_int8", _backend, _implementation)
 register_reference("linear_int8")
-backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact))
+backends.describe(
+    "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
+)
