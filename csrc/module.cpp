@@ -64,19 +64,31 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 
-  // linear_int8/, on the CPU: packs an int8 weight (outputs, inputs).
+  // linear_int8/, on the CPU. The first three round rows of x, LayerNorm of x + shift, or GELU of x + bias to int8, each with
+  // a scale of its own or all with `scale`; vectors are float32. The last computes a linear layer with a weight that
+  // pack_linear_int8 has packed, on rows of float or on int8 with scales.
+  m.def("quantize_rows(Tensor x, Tensor? scale) -> (Tensor values, Tensor scales)");
+  m.def(
+      "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale) -> "
+      "(Tensor values, Tensor scales)");
+  m.def("gelu_quantize(Tensor x, Tensor? bias, str activation, Tensor? scale) -> (Tensor values, Tensor scales)");
   m.def("pack_linear_int8(Tensor weight) -> Tensor");
+  m.def(
+      "linear_int8_packed(Tensor x, Tensor? x_scales, Tensor packed, Tensor weight_scale, Tensor? bias, "
+      "Tensor? input_scale, Tensor? residual, str activation, ScalarType dtype) -> Tensor");
 
   // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
   // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
-  // of all heads, the hidden channels and the number of heads.
+  // of all heads, the hidden channels and the number of heads. `weight_scales` are those of the outputs of layers that
+  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own.
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
       "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
-      "int[] widths, float eps1, float eps2, float scale, str activation) -> ()");
+      "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation) "
+      "-> ()");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cvt_kernels.acceleration.entries import BATCH_NORMS
 from cvt_kernels.acceleration.fused import (
-    add_and_normalize,
+    add_and_normalize_for,
     apply_layer_norm,
     apply_linear,
     apply_linear_and_gelu,
@@ -186,7 +186,7 @@ class Block(nn.Module):
         y = normalize_for_layers(self.norm1, x) if is_fused else self.norm1(x)
         branch = self.drop_path(self.ls1(self.attn(y, grid)))
         if is_fused:
-            x, y = add_and_normalize(self.norm2, branch, x)
+            x, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
         else:
             x = branch + x
             y = self.norm2(x)

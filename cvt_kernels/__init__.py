@@ -20,6 +20,7 @@ from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.packing import release_memory
 from .ops.transformer_block import transformer_block
+from .quantization import quantize
 from .reference import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows, TransformerBlock
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = [
     "linear_add_layer_norm",
     "linear_gelu",
     "linear_int8",
+    "quantize",
     "quantize_rows",
     "reference",
     "release_memory",

@@ -2,6 +2,10 @@
 
 Against a float64 result, our largest error is at most a factor times the largest error of PyTorch's own
 operators in the same dtype, plus a few units in the last place of the largest exact value.
+
+Where results are 8-bit numbers, errors are counted in steps from one such number to the next. Half a step is
+everyone's, by rounding; the rule is for what goes beyond it. So a number may be another one than the nearest
+only where the exact value is as good as in the middle of both.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from torch import Tensor
 
 #: The factors of the rule, for results and for gradients.
 VALUE_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+#: The dtypes whose errors are counted in steps.
+OF_8_BITS = (torch.int8, torch.float8_e4m3fn)
 _FEW = 1000
+_ROUNDING = 0.5  # of a step
 
 
 class Error(NamedTuple):
@@ -51,6 +58,7 @@ def compare(
     """Compares our result and PyTorch's with the exact one, by the accuracy rule.
 
     Infinities that equal the exact ones are no error. NaN always is one, even where the exact value is NaN.
+    Of 8-bit numbers, the errors are in steps, and ``exact`` is what they would be if they were not rounded.
 
     Args:
         actual: Our result.
@@ -77,15 +85,43 @@ def compare(
         raise ValueError(f"actual: got {actual.dtype}, expected {same_dtype.dtype}, that of same_dtype")
     if exact.dtype != torch.float64:
         raise ValueError(f"exact: got {exact.dtype}, expected torch.float64")
+    units = usual_units(exact.numel()) if units is None else units
+    if actual.dtype in OF_8_BITS:
+        ours, theirs, truth = (_in_steps(result, actual.dtype) for result in (actual, same_dtype, exact))
+        return _compare_steps(ours, theirs, truth, factor, units)
     pytorchs = _largest_difference(same_dtype, exact)
     allowed = allowed_error(
         pytorchs,
         _largest_finite(exact),
         dtype or actual.dtype,
         factor=factor,
-        units=usual_units(exact.numel()) if units is None else units,
+        units=units,
     )
     return Error(_largest_difference(actual, exact), pytorchs, allowed)
+
+
+def _compare_steps(actual: Tensor, same_dtype: Tensor, exact: Tensor, factor: float, units: float) -> Error:
+    """Compares 8-bit numbers as :func:`compare` does; all are in steps, computed in float32."""
+    pytorchs = _largest_difference(same_dtype, exact)
+    beyond = allowed_error(
+        max(pytorchs - _ROUNDING, 0.0), _largest_finite(exact), torch.float32, factor=factor, units=units
+    )
+    return Error(_largest_difference(actual, exact), pytorchs, _ROUNDING + beyond)
+
+
+def _in_steps(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns how many 8-bit numbers of a dtype lie between 0 and each number, with fractions in float64."""
+    numbers = numbers.detach().double()
+    if dtype == torch.int8:
+        return numbers
+    size = numbers.abs()
+    exponents = torch.frexp(size.clamp_min(2.0**-6)).exponent - 1  # smaller ones are as far apart as these
+    return (torch.ldexp(size, 3 - exponents) + 8 * (exponents + 6)).copysign(numbers)
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns numbers in another dtype, for integers the nearest ones that quantized rows may have."""
+    return numbers.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else numbers.to(dtype)
 
 
 def allowed_error(

@@ -124,12 +124,17 @@ class Operator(NamedTuple):
             few as suffice to check it on a CPU, with 32 about as many as change its speed there, and so on.
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
             them ``composed``, if other operators are to serve then.
+        exact: Computes the exact result for proofs, from arguments in float64; None for the reference.
+        unrounded: Computes, in any floating dtype, what results may be as well: those of implementations that
+            do not round where the operator does; None if there are none.
     """
 
     signature: Callable[..., tuple[Any, ...]]
     shape_class: Callable[..., str]
     sample: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     defaults: tuple[str, ...] = ("reference",)
+    exact: Callable[..., Any] | None = None
+    unrounded: Callable[..., Any] | None = None
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -515,6 +515,8 @@ def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proo
             default=next(name for name in description.defaults if name in able),
             sample=images(64 if x.is_cuda else 1),
             timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
+            exact=description.exact,
+            unrounded=description.unrounded,
         )
 
 

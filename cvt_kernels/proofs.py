@@ -3,6 +3,7 @@
 A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it
 leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all
 memory that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
+Integers of 8 bits have −128 there, which no operator returns.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ MARGIN = 1.1
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
+_POISON_OF_INT8 = 0x80  # −128: with 0xFF it would be −1, which is as good as any other number
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
 _UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest other one
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
+_NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be that rounding to 8 bits makes
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
 
 Function = Callable[..., Any]
@@ -91,6 +94,8 @@ class Proof(NamedTuple):
         default: The candidate that serves unless another wins by ``MARGIN``.
         sample: A call on few images, which is checked: float64 takes its time.
         timed: The same on more images, which is timed.
+        exact: The oracle in the place of the reference in float64.
+        unrounded: Computes what results may be as well; see :class:`backends.Operator`.
     """
 
     question: str
@@ -99,6 +104,12 @@ class Proof(NamedTuple):
     default: str
     sample: Call
     timed: Call
+    exact: Function | None = None
+    unrounded: Function | None = None
+
+    def standard(self) -> Standard:
+        """Returns the results by which the candidates are judged; see :meth:`Standard.of`."""
+        return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
 def prove(proof: Proof) -> Verdict:
@@ -112,7 +123,7 @@ def prove(proof: Proof) -> Verdict:
             (:func:`is_out_of_memory`).
     """
     with undisturbed(proof.sample.device):
-        standard = Standard.of(proof.reference, proof.sample)
+        standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
         timed = time_in_turns(sound, proof.timed, trials)
@@ -205,22 +216,36 @@ class Standard:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
-        reference: The operator in plain PyTorch.
+        oracle: What computes the exact results in float64.
         sample: The call, its tensors detached.
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
         exact: Its results in float64.
+        unrounded: Computes what results may be as well.
     """
 
-    reference: Function
+    oracle: Function
     sample: Call
     douts: list[Tensor]
     same: Results
     exact: Results
+    unrounded: Function | None = None
 
     @classmethod
-    def of(cls, reference: Function, sample: Call) -> Standard:
+    def of(
+        cls,
+        reference: Function,
+        sample: Call,
+        oracle: Function | None = None,
+        unrounded: Function | None = None,
+    ) -> Standard:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
+
+        Args:
+            reference: The operator in plain PyTorch.
+            sample: The call.
+            oracle: What computes it in float64; None for the reference.
+            unrounded: What computes results that are right as well; None if there are no such.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -228,23 +253,32 @@ class Standard:
         sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
         varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        standard = cls._run(reference, varied)
+        standard = cls._run(reference, varied, oracle or reference, unrounded)
         if standard._is_near_exact():
             return standard
-        standard = cls._run(reference, sample.map(lambda tensor: _randomized(tensor, generator)))
+        randomized = sample.map(lambda tensor: _randomized(tensor, generator))
+        standard = cls._run(reference, randomized, oracle or reference, unrounded)
         if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
             raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
         return standard
 
     @classmethod
-    def _run(cls, reference: Function, sample: Call) -> Standard:
+    def _run(
+        cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
+    ) -> Standard:
         douts = []
         if sample.gradient:
             generator = torch.Generator(sample.device).manual_seed(1)
             outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
             douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
         same = run(reference, sample.map(_copied), douts)
-        return cls(reference, sample, douts, same, _run_in_float64(reference, sample.map(_in_float64), douts))
+        exact = _run_in_float64(oracle, sample.map(_in_float64), douts)
+        return cls(oracle, sample, douts, same, exact, unrounded)
+
+    @functools.cached_property
+    def other(self) -> Standard | None:
+        """The standard of results in which nothing is rounded; None if there are no such."""
+        return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
 
     @functools.cached_property
     def nudged(self) -> Results:
@@ -255,10 +289,14 @@ class Standard:
         """
         generator = torch.Generator(self.sample.device).manual_seed(2)
         nudged = self.sample.map(lambda tensor: _nudged(tensor, generator))
-        return _run_in_float64(self.reference, nudged, self.douts)
+        return _run_in_float64(self.oracle, nudged, self.douts)
 
     def _is_near_exact(self) -> bool:
-        """Says whether PyTorch's own results are near the exact ones, so that errors of others show."""
+        """Says whether PyTorch's own results are near the exact ones, so that errors of others show.
+
+        Where activations are rounded to 8 bits, which they are not in float64, near is less near.
+        """
+        rounds = any(tensor.dtype in accuracy.OF_8_BITS for tensor in self.sample.tensors())
         after = zip(self.sample.tensors(), self.same.arguments, self.exact.arguments, strict=True)
         changed = [(mine, truth) for given, mine, truth in after if not torch.equal(mine, given)]
         results = zip(
@@ -266,13 +304,19 @@ class Standard:
             (*self.exact.outputs, *self.exact.gradients),
             strict=True,
         )
-        return all(_is_near(mine, truth) for mine, truth in (*results, *changed) if mine.is_floating_point())
+        least = _NEAR_OF_8_BITS if rounds else 0.0
+        return all(_is_near(mine, truth, least) for mine, truth in (*results, *changed) if _is_fine(mine))
 
 
-def _is_near(result: Tensor, exact: Tensor) -> bool:
+def _is_fine(tensor: Tensor) -> bool:
+    """Says whether a tensor is of floating-point numbers of more than 8 bits, others being exact."""
+    return tensor.is_floating_point() and tensor.dtype not in accuracy.OF_8_BITS
+
+
+def _is_near(result: Tensor, exact: Tensor, least: float) -> bool:
     largest = exact.abs().max().item() if exact.numel() else 0.0
     error = accuracy.compare(result, result, exact).ours
-    return error <= torch.finfo(result.dtype).eps ** 0.5 * largest < math.inf
+    return error <= max(least, torch.finfo(result.dtype).eps ** 0.5) * largest < math.inf
 
 
 def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
@@ -312,7 +356,11 @@ def check(function: Function, standard: Standard) -> Trial:
         return Trial(None, None, None, None, _flaw_of(error))
     if memory.is_overwritten():
         return Trial(None, None, None, None, "wrong: writes outside of its tensors")
-    return _compare(results, standard)
+    trial = _compare(results, standard)
+    if trial.flaw is None or standard.other is None:
+        return trial
+    other = _compare(results, standard.other)
+    return other if other.flaw is None else trial
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -425,7 +473,7 @@ def _error(
     error = accuracy.compare(mine, same, exact, factor=factor, units=units)
     if error.passed:
         return error
-    nudged = getattr(standard.nudged, kind)[i].to(mine.dtype)
+    nudged = accuracy.rounded(getattr(standard.nudged, kind)[i], mine.dtype)
     by_rounding = accuracy.compare(mine, nudged, exact, factor=factor, units=units)
     return max(error, by_rounding, key=lambda each: each.allowed if each.allowed < math.inf else 0.0)
 
@@ -439,14 +487,14 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
-    exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
+    exact = tensor.detach().to(torch.float64, copy=True) if _is_fine(tensor) else _copied(tensor)
     return exact.requires_grad_(tensor.requires_grad)
 
 
 def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns a tensor in float64, each number off by up to a few units in the last place of float32."""
     exact = _in_float64(tensor)
-    if tensor.is_floating_point():
+    if _is_fine(tensor):
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
         most = _UNITS * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
         exact.data.mul_(1 + most * (2 * noise - 1))
@@ -460,14 +508,16 @@ def _timeable(tensor: Tensor) -> Tensor:
 
 def _varies(tensor: Tensor) -> bool:
     """Says whether a tensor can tell right from wrong: not if it is constant, has a NaN or huge numbers."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not _is_fine(tensor) or not tensor.numel():
         return True
+    if not tensor.ndim:  # a scale
+        return bool(0 < tensor < _HUGE)
     return bool(tensor.min() < tensor.max() < _HUGE)  # masks may have −inf
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns random numbers in the place of a tensor's; positive ones for a vector, as of variances."""
-    if not tensor.is_floating_point():
+    if not _is_fine(tensor):
         return tensor
     numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
     if tensor.ndim < 2:
@@ -553,6 +603,8 @@ class GuardedMemory(TorchDispatchMode):
         padded = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         with _disable_current_modes():  # this one, where copy() was called within it
             buffer = torch.full((padded,), _POISON, dtype=torch.uint8, device=like.device)
+            if like.dtype == torch.int8:
+                buffer[start : start + size] = _POISON_OF_INT8
         self._zones += [buffer[:start], buffer[start + size :]]
         offset = start // like.element_size()
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)

@@ -9,6 +9,7 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from . import checks
 
 #: Names of the GELU variants; see :func:`gelu`.
 GeluVariant = Literal["none", "tanh", "quick"]
@@ -171,6 +174,14 @@ class TransformerBlock(NamedTuple):
     fc1: AnyLinear
     approximate: GeluVariant
     fc2: AnyLinear
+
+    def layers(self) -> tuple[AnyLinear, ...]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return (*self.linears, self.proj, self.fc1, self.fc2)
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        """Returns the quantized layers among them."""
+        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all tensors that the block reads, in one order; None for those that it does without."""
@@ -459,25 +470,27 @@ def quantize_rows(
 
     All is computed in float32, so that every implementation gives the same bits. Rows with NaN or infinities
     become zeros with the scale NaN. In float64, where checks of accuracy take the exact result, nothing is
-    rounded.
+    rounded, but all the same limited.
     """
     limit, exact = LIMITS[dtype], x.dtype == torch.float64
     x = x if exact else x.float()
     largest = x.abs().amax(-1, keepdim=True)
     is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
     if scale is None:
-        scales = (largest / limit).masked_fill(is_zero, 0.0)
-        factor = (limit / largest).masked_fill(is_zero, 0.0)
+        # What PyTorch makes of a number divided by a tensor is not rounded correctly.
+        limits = torch.full_like(largest, limit)
+        scales = (largest / limits).masked_fill(is_zero, 0.0)
+        factor = (limits / largest).masked_fill(is_zero, 0.0)
     else:
         scales = scale.to(x.dtype).expand(largest.shape)
         factor = 1 / scales
     finite = largest.isfinite()
     values = (x * factor).masked_fill(~finite, 0.0)
     scales = scales.masked_fill(~finite, torch.nan)
-    if not exact:
-        values = values.round() if dtype == torch.int8 else values
-        values = values.clamp(-limit, limit).to(dtype)
-    return QuantizedRows(values, scales)
+    if dtype == torch.int8 and not exact:
+        values = values.round()
+    values = values.clamp(-limit, limit)
+    return QuantizedRows(values if exact else values.to(dtype), scales)
 
 
 def layer_norm_quantize(
@@ -525,19 +538,22 @@ def linear_int8(
 ) -> Tensor:
     """Computes (x · weightᵀ) · x_scales · weight_scale + bias, then GELU or the sum with a residual.
 
-    Without ``x_scales``, x is quantized first. The sums of products of int8 are exact.
+    Without ``x_scales``, x is quantized first. The sums of products of int8 are exact. In float64, of x or of
+    its scales, everything is, and the result is not rounded to ``dtype``.
     """
     dtype = dtype or (x.dtype if x_scales is None else torch.float32)
     if x_scales is None:
         x, x_scales = quantize_rows(x, scale=input_scale, dtype=weight.dtype)
-    y = _product(x, weight) * x_scales * weight_scale.to(x_scales.dtype)
+    exact = x_scales.dtype == torch.float64
+    y = F.linear(x.double(), weight.double()) if exact else _product(x, weight)
+    y = y * x_scales * weight_scale.to(x_scales.dtype)
     if bias is not None:
         y = y + bias
     if approximate is not None:
         y = gelu(y, approximate=approximate)
     if residual is not None:
         y = y + residual
-    return y.to(dtype)
+    return y if exact else y.to(dtype)
 
 
 #: As many products of int8 are summed exactly in float32: 2^24 / 127², rounded down to a power of two.
@@ -545,10 +561,9 @@ _EXACT = 1024
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x · weightᵀ of 8-bit numbers in float32, rounded once; in float64 if x is."""
-    if x.dtype == torch.float64:
-        return F.linear(x, weight.double())
-    with torch.autocast(x.device.type, enabled=False):
+    """Returns x · weightᵀ of 8-bit numbers in float32, rounded once."""
+    autocast = checks.autocast_enabled(x)
+    with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
         parts = zip(x.split(_EXACT, -1), weight.split(_EXACT, -1), strict=True)
         sums = [F.linear(a.float(), b.float()) for a, b in parts]
     if len(sums) == 1:

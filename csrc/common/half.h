@@ -29,9 +29,9 @@ static void with_type(DType dtype, F f) {
   }
 }
 
-// The type of sums and statistics: double for double, else float.
+// The type of sums and statistics: float for types of fewer bits, else the type itself.
 template <class T>
-using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+using Accumulator = std::conditional_t<std::is_same_v<T, double> || std::is_same_v<T, int32_t>, T, float>;
 
 // Conversions from the 16 bits and to them, which lie in the low half of `bits`: to nearest, ties to even.
 

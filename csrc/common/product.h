@@ -20,6 +20,8 @@ constexpr bool kPairs = false;
 
 // Two neighboring bfloat16, the first in the low half.
 using Pair = uint32_t;
+// Neighboring integers: four of 8 bits, or two of 16 bits where the CPU has no products of the former (linear_int8/).
+using Integers = int32_t;
 
 template <class T>
 constexpr bool kPaired = kPairs && std::is_same_v<T, BFloat16>;
@@ -53,7 +55,22 @@ VECTOR_INLINE Vector<float> multiply_add(Vector<Pair> a, Vector<Pair> b, Vector<
 #endif
 }
 
-// c = a b, or c += a b: a (rows, depth) and c (rows, vectors) by rows, b (depth, vectors) adjacent.
+// sums += a b: a (rows, depth) by rows, b (depth, vectors) adjacent.
+template <int rows, int vectors, class P, class A>
+VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, Vector<A> (&sums)[rows][vectors]) {
+  const P* thirds[ceil_div(rows, 3)];  // an address holds a pointer plus one or two strides: more pointers do not fit
+  for (int i = 0; i < ceil_div(rows, 3); i++) thirds[i] = a + 3 * i * a_stride;
+  for (int64_t d = 0; d < depth; d++) {
+    Vector<P> right[vectors];
+    for (int i = 0; i < vectors; i++) std::memcpy(&right[i].v, b + (d * vectors + i) * Vector<P>::lanes, sizeof right[i].v);
+    for (int row = 0; row < rows; row++) {
+      const Vector<P> left = thirds[row / 3][row % 3 * a_stride + d];
+      for (int i = 0; i < vectors; i++) sums[row][i] = multiply_add(left, right[i], sums[row][i]);
+    }
+  }
+}
+
+// c = a b, or c += a b, with c by rows.
 template <int rows, int vectors, class P, class A>
 void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds) {
   using F = Vector<A>;
@@ -61,16 +78,7 @@ void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < vectors; i++) sums[row][i] = A(0);
   }
-  const P* thirds[ceil_div(rows, 3)];  // an address holds a pointer plus one or two strides: more pointers do not fit
-  for (int i = 0; i < ceil_div(rows, 3); i++) thirds[i] = a + 3 * i * a_stride;
-  for (int64_t d = 0; d < depth; d++) {
-    Vector<P> right[vectors];
-    for (int i = 0; i < vectors; i++) std::memcpy(&right[i].v, b + (d * vectors + i) * F::lanes, sizeof right[i].v);
-    for (int row = 0; row < rows; row++) {
-      const Vector<P> left = thirds[row / 3][row % 3 * a_stride + d];
-      for (int i = 0; i < vectors; i++) sums[row][i] = multiply_add(left, right[i], sums[row][i]);
-    }
-  }
+  add_rows(a, a_stride, b, depth, sums);
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < vectors; i++) {
       A* to = c + row * c_stride + i * F::lanes;
@@ -90,31 +98,31 @@ Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row
 
 // Adds the products of up to 2 × 2 tiles, whose sums are tiles 0 to 3. The second left one lies `second` pairs behind the
 // first, the second right one beside it. Where one tile serves for two factors, it is loaded anew for each.
-template <int rows, int vectors, int left, int next_left, int right, int next_right>
-[[gnu::always_inline]] inline void add_products(const Pair* a, int64_t a_stride, int64_t second, const Pair* b) {
-  constexpr int64_t pair = sizeof(Pair), b_stride = vectors * kTileSide * pair;
+template <int rows, int vectors, int left, int next_left, int right, int next_right, class P>
+[[gnu::always_inline]] inline void add_products(const P* a, int64_t a_stride, int64_t second, const P* b) {
+  constexpr int64_t bytes = sizeof(P), b_stride = vectors * kTileSide * bytes;
   load_tile<right>(b, b_stride);
-  load_tile<left>(a, a_stride * pair);
-  multiply_tile<0, left, right>();
+  load_tile<left>(a, a_stride * bytes);
+  multiply_tile<P, 0, left, right>();
   if constexpr (vectors == 2) {
     load_tile<next_right>(b + kTileSide, b_stride);
-    multiply_tile<1, left, next_right>();
+    multiply_tile<P, 1, left, next_right>();
   }
   if constexpr (rows == 2) {
-    load_tile<next_left>(a + second, a_stride * pair);
-    if constexpr (vectors == 2) multiply_tile<3, next_left, next_right>();
+    load_tile<next_left>(a + second, a_stride * bytes);
+    if constexpr (vectors == 2) multiply_tile<P, 3, next_left, next_right>();
     if constexpr (vectors == 2 && right == next_right) load_tile<right>(b, b_stride);
-    multiply_tile<2, next_left, right>();
+    multiply_tile<P, 2, next_left, right>();
   }
 }
 
 // multiply_rows for one or two tiles of rows, the second of which may overlap the first: it begins with the row `second`.
 // Tiles 5 and 7 are as deep as the others where `alike`, else as deep as what is left after whole tiles.
-template <int rows, int vectors, bool alike>
-void multiply_tiles(const Pair* a, int64_t a_stride, int64_t second, const Pair* b, int64_t depth, float* c,
-                    int64_t c_stride, bool adds) {
-  const int64_t bytes = c_stride * sizeof(float), a_second = second * a_stride;
-  float* c_second = c + second * c_stride;
+template <int rows, int vectors, bool alike, class P, class A>
+void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, int64_t depth, A* c, int64_t c_stride,
+                    bool adds) {
+  const int64_t bytes = c_stride * sizeof(A), a_second = second * a_stride;
+  A* c_second = c + second * c_stride;
   if (adds) {
     load_tile<0>(c, bytes);
     if constexpr (vectors == 2) load_tile<1>(c + kTileSide, bytes);
@@ -155,11 +163,11 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
       run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride);
     }
   };
-  if constexpr (kTiles && std::is_same_v<P, Pair>) {
+  if constexpr (kTiles && (std::is_same_v<P, Pair> || std::is_same_v<P, Integers>)) {
     // Two tiles that overlap serve 16 to 32 rows: every row goes through the same instructions, however many there are.
     const bool alike = rows > 0 && shape_tiles(rows, depth);
-    const auto two = alike ? multiply_tiles<2, vectors, true> : multiply_tiles<2, vectors, false>;
-    const auto one = alike ? multiply_tiles<1, vectors, true> : multiply_tiles<1, vectors, false>;
+    const auto two = alike ? multiply_tiles<2, vectors, true, P, A> : multiply_tiles<2, vectors, false, P, A>;
+    const auto one = alike ? multiply_tiles<1, vectors, true, P, A> : multiply_tiles<1, vectors, false, P, A>;
     for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group) {
       (size > kTileSide ? two : one)(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
     });

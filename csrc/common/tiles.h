@@ -1,4 +1,4 @@
-// The tiles of AMX: registers of 16 rows of 64 bytes, and the instruction that multiplies them. They have internal linkage,
+// The tiles of AMX: registers of 16 rows of 64 bytes, and the instructions that multiply them. They have internal linkage,
 // as the functions of vector.h.
 //
 // Where the file is compiled without AMX, plain functions take the place of the instructions, for tests (KERNELS_TILES).
@@ -8,11 +8,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 namespace cvt_kernels {
 namespace {
 
-#if defined __AMX_BF16__ || defined KERNELS_TILES
+#if defined __AMX_TILE__ || defined KERNELS_TILES
 constexpr bool kTiles = true;
 #else
 constexpr bool kTiles = false;
@@ -27,7 +28,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-#ifdef __AMX_BF16__
+#ifdef __AMX_TILE__
 
 // GCC 12 does not say of its intrinsics that they read memory.
 
@@ -50,10 +51,15 @@ template <int tile>
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
 }
 
-// Adds the product of a by rows, of pairs of bfloat16, and b, whose rows are pairs of rows, to the tile `sums` of float.
-template <int sums, int a, int b>
+// Adds the product of a by rows and b, whose rows are groups of rows, to the tile `sums`: of pairs of bfloat16 to float
+// where P is uint32_t, of four 8-bit integers to integers where it is int32_t.
+template <class P, int sums, int a, int b>
 [[gnu::always_inline]] inline void multiply_tile() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+  if constexpr (std::is_same_v<P, uint32_t>) {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+  } else {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
+  }
 }
 
 #else
@@ -117,24 +123,41 @@ inline float emulated_float(uint32_t bits) {
   return without_subnormals(x);
 }
 
-// The first numbers of the pairs and the second ones have a sum each, which are then added to each other.
-template <int sums, int a, int b>
+// Of pairs, the first numbers and the second ones have a sum each, which are then added to each other.
+inline uint32_t add_pairs(const uint32_t* left, const uint32_t* right, int depth, uint32_t before) {
+  float first = 0, second = 0;
+  for (int d = 0; d < depth; d++) {
+    const uint32_t a = left[d], b = right[d];
+    first = without_subnormals(std::fma(emulated_float(a << 16), emulated_float(b << 16), first));
+    second = without_subnormals(std::fma(emulated_float(a & 0xffff0000u), emulated_float(b & 0xffff0000u), second));
+  }
+  const float sum = without_subnormals(emulated_float(before) + without_subnormals(first + second));
+  uint32_t bits;
+  std::memcpy(&bits, &sum, sizeof bits);
+  return bits;
+}
+
+inline uint32_t add_integers(const uint32_t* left, const uint32_t* right, int depth, uint32_t sum) {
+  for (int d = 0; d < depth; d++) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      sum += static_cast<int8_t>(left[d] >> shift) * static_cast<int8_t>(right[d] >> shift);
+    }
+  }
+  return sum;
+}
+
+template <class P, int sums, int a, int b>
 void multiply_tile() {
   const int depth = emulated.columns(a), columns = emulated.columns(sums), rows = emulated.config.rows[sums];
   EmulatedTiles::expect(emulated.config.rows[a] == rows && emulated.config.rows[b] == depth &&
                         emulated.columns(b) == columns);
+  uint32_t right[kTileSide];
   for (int row = 0; row < rows; row++) {
     for (int column = 0; column < columns; column++) {
-      float first = 0, second = 0;
-      for (int d = 0; d < depth; d++) {
-        const uint32_t left = emulated.data[a][row][d], right = emulated.data[b][d][column];
-        first = without_subnormals(std::fma(emulated_float(left << 16), emulated_float(right << 16), first));
-        second = without_subnormals(
-            std::fma(emulated_float(left & 0xffff0000u), emulated_float(right & 0xffff0000u), second));
-      }
-      const float product = without_subnormals(first + second);
-      const float sum = without_subnormals(emulated_float(emulated.data[sums][row][column]) + product);
-      std::memcpy(&emulated.data[sums][row][column], &sum, sizeof sum);
+      uint32_t& sum = emulated.data[sums][row][column];
+      for (int d = 0; d < depth; d++) right[d] = emulated.data[b][d][column];
+      const uint32_t* left = emulated.data[a][row];
+      sum = std::is_same_v<P, uint32_t> ? add_pairs(left, right, depth, sum) : add_integers(left, right, depth, sum);
     }
   }
 }
@@ -148,12 +171,7 @@ class TileUse {
   TileUse() {
     if constexpr (kTiles) current = {};
   }
-  ~TileUse() {
-    if constexpr (kTiles) {
-      if (current.rows > 0) release_tiles();
-      current = {};
-    }
-  }
+  ~TileUse() { release(); }
   TileUse(const TileUse&) = delete;
   TileUse& operator=(const TileUse&) = delete;
 
@@ -162,6 +180,14 @@ class TileUse {
   struct Shape {
     int rows, rest;
   };
+
+  // Leaves the thread without tiles, as it must be before it calls loops of another file that use them.
+  static void release() {
+    if constexpr (kTiles) {
+      if (current.rows > 0) release_tiles();
+      current = {};
+    }
+  }
 
   // Makes all tiles zero.
   static void configure(Shape shape) {

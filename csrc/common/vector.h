@@ -47,6 +47,10 @@ struct Native<uint32_t, bytes> {
   typedef uint32_t Type __attribute__((vector_size(bytes)));
 };
 template <int bytes>
+struct Native<int32_t, bytes> {
+  typedef int32_t Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
 struct Native<uint16_t, bytes> {
   typedef uint16_t Type __attribute__((vector_size(bytes)));
 };

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "linear/packed.h"
+#include "linear_int8/cpu_loops.h"
 
 #ifdef __x86_64__
 namespace cvt_kernels {
@@ -20,7 +21,9 @@ bool tiles_work() {
     const pid_t child = fork();
     if (child == 0) {
       for (const int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) std::signal(number, SIG_DFL);
-      _exit(linear::kernels_amx_bf16.products_are_right() ? 0 : 1);
+      const bool right =
+          linear::kernels_amx_bf16.products_are_right() && linear_int8::kernels_amx_int8.products_are_right();
+      _exit(right ? 0 : 1);
     }
     int status = 0;
     pid_t ended = child;

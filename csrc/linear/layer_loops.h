@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear/layers.h"
+#include "linear_int8/cpu_loops.h"
 #include "common/product.h"
 #include "layer_norm_gelu/moments.h"
 
@@ -97,6 +98,66 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
       }
     });
   });
+}
+
+// Linear layers of 8-bit integers -------------------------------------------------------------------------
+
+// Rows of a layer's input, rounded, each with its scale.
+struct Rounded {
+  void* values;
+  float* scales;
+};
+
+// The bytes of such a row; 0 of a layer that is not quantized.
+inline int64_t rounded_bytes(const Linear& linear) {
+  return linear.integers == nullptr ? 0 : linear.integers->row_bytes(linear.inputs);
+}
+
+constexpr int64_t kSums = linear_int8::kPanel;  // the columns of a tile of sums
+
+VECTOR_INLINE F float_of(const int32_t* integers) {
+  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  Integers v;
+  std::memcpy(&v, integers, sizeof v);
+  return __builtin_convertvector(v, F::Type);
+}
+
+// Computes a linear layer as `apply` above, on rows that are rounded.
+template <class G>
+VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const Rounded& a, int64_t rows, int32_t* tile,
+                         G f) {
+  for (int64_t start = begin; start < end; start += kSums) {
+    linear.integers->multiply(a.values, rows, linear.weight, linear.inputs, start, tile);
+    for (int64_t row = 0; row < rows; row++) {
+      const F scale_of_row = a.scales[row];
+      for_columns<kSums / kLanes>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
+        const F sums = float_of(tile + row * kSums + column) * scale_of_row;
+        const F scale = load(linear.weight_scales + start + column, lanes), bias = load(linear.bias + start + column, lanes);
+        f(row, start + column, sums * scale + bias, lanes);
+      });
+    }
+  }
+}
+
+// The same for layers of either kind, the rows of a having been given to round_rows. T is the type of the block's tokens.
+template <class T, class E, class G>
+VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows,
+                         const Rounded& rounded, float* tile, G f) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (linear.integers != nullptr) {
+      return apply(linear, begin, end, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
+    }
+  }
+  apply(linear, begin, end, a, a_stride, rows, tile, f);
+}
+
+// Rounds the input of a quantized layer, and leaves that of others.
+template <class T, class E>
+void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (linear.integers == nullptr) return;
+    linear.integers->quantize(a, a_stride, rows, linear.inputs, linear.input_scale, to.values, to.scales);
+  }
 }
 
 // LayerNorm -----------------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@
 
 namespace cvt_kernels {
 
+namespace linear_int8 {
+struct Kernels;
+}
+
 constexpr int64_t kTileRows = 112;  // the most rows that pass through a linear layer together
 
 // A LayerNorm over the channels.
@@ -19,6 +23,9 @@ struct Linear {
   const void* weight;
   const float* bias;
   int64_t inputs, outputs;
+  const linear_int8::Kernels* integers = nullptr;  // of a layer of 8-bit integers, which those have packed; else none
+  const float* weight_scales = nullptr;            // of its outputs
+  float input_scale = 0;                           // of all rows of its input; 0 if each has a scale of its own
 };
 
 }  // namespace cvt_kernels

@@ -1,72 +1,251 @@
 // The loops for linear layers of 8-bit integers on the CPU. setup.py compiles this file once per instruction set, with
 // KERNELS naming the table it fills; it includes nothing whose code the linker could merge between them.
+//
+// A packed weight is a strip after another, each of as many outputs as two vectors have lanes: the sums that the products
+// begin with, then its numbers, those of a lane beside each other (inputs / kTogether, outputs, kTogether).
 
 #include "linear_int8/cpu_loops.h"
 
-#include <cmath>
-#include <cstring>
+#include "linear/layer_loops.h"
+#include "linear_int8/numbers.h"
 
 namespace cvt_kernels::linear_int8 {
 namespace {
 
-constexpr int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+constexpr int64_t kStrip = 2 * I::lanes;
+constexpr int64_t kLine = 64;  // the bytes of a line of the cache, and of a row of a tile
+static_assert(kPanel % kStrip == 0 && (kStrip == kPanel || !kTiles));
 
-int64_t row_bytes(int64_t inputs) { return round_up(inputs, 64); }
+// The lanes of a row. Tiles are always full, of zeros beyond the last input.
+int64_t depth_of(int64_t inputs) {
+  return ceil_div(kTiles ? round_up(inputs, kLine) : inputs, kTogether);
+}
+
+// An odd number of lines, since a power of two would crowd a few sets of the cache.
+int64_t row_bytes(int64_t inputs) { return (ceil_div(inputs * sizeof(LeftNumber), kLine) | 1) * kLine; }
+
+LeftNumber* row_of(void* rows, int64_t row, int64_t inputs) {
+  return reinterpret_cast<LeftNumber*>(static_cast<char*>(rows) + row * row_bytes(inputs));
+}
+
+// Puts zeros behind the last input, as many as products read.
+void pad_row(LeftNumber* row, int64_t inputs) {
+  const int64_t end = depth_of(inputs) * kTogether;
+  for (int64_t i = inputs; i < end; i++) row[i] = kOffset;
+}
 
 void quantize(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales) {
-  for (int64_t row = 0; row < rows; row++, x += stride) {
-    int8_t* to = static_cast<int8_t*>(out) + row * row_bytes(inputs);
-    std::memset(to, 0, row_bytes(inputs));
-    float largest = 0;
-    bool finite = true;
-    for (int64_t i = 0; i < inputs; i++) {
-      finite = finite && std::isfinite(x[i]);
-      if (std::abs(x[i]) > largest) largest = std::abs(x[i]);
-    }
-    if (!finite) {
-      scales[row] = NAN;
-    } else if (scale == 0 && largest < kLeast) {
-      scales[row] = 0;
-    } else {
-      const float inverse = scale == 0 ? kLimit / largest : 1 / scale;
-      scales[row] = scale == 0 ? largest / kLimit : scale;
-      for (int64_t i = 0; i < inputs; i++) {
-        const float number = std::nearbyint(x[i] * inverse);
-        to[i] = static_cast<int8_t>(number > kLimit ? kLimit : number < -kLimit ? -kLimit : number);
-      }
-    }
+  for (int64_t row = 0; row < rows; row++) {
+    LeftNumber* to = row_of(out, row, inputs);
+    scales[row] = quantize_row(x + row * stride, inputs, scale, to, kOffset);
+    pad_row(to, inputs);
   }
 }
 
 void lay_out(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out) {
   for (int64_t row = 0; row < rows; row++) {
-    int8_t* to = static_cast<int8_t*>(out) + row * row_bytes(inputs);
-    std::memset(to, 0, row_bytes(inputs));
-    std::memcpy(to, values + row * stride, inputs);
+    const int8_t* from = values + row * stride;
+    LeftNumber* to = row_of(out, row, inputs);
+    for (int64_t i = 0; i < inputs; i++) to[i] = static_cast<LeftNumber>(from[i] + kOffset);
+    pad_row(to, inputs);
   }
 }
 
-int64_t packed_bytes(int64_t outputs, int64_t inputs) { return round_up(outputs, kPanel) * inputs; }
+int64_t strip_size(int64_t inputs) { return (1 + depth_of(inputs)) * kStrip; }
+
+int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return round_up(outputs, kPanel) / kStrip * strip_size(inputs) * sizeof(Integers);
+}
 
 void pack(const int8_t* weight, int64_t outputs, int64_t inputs, void* out) {
   std::memset(out, 0, packed_bytes(outputs, inputs));
-  std::memcpy(out, weight, outputs * inputs);
+  for (int64_t output = 0; output < outputs; output++) {
+    const int8_t* from = weight + output * inputs;
+    Integers* strip = static_cast<Integers*>(out) + output / kStrip * strip_size(inputs);
+    const int64_t lane = output % kStrip;
+    RightNumber* numbers = reinterpret_cast<RightNumber*>(strip + kStrip);
+    Integers sum = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+      numbers[(i / kTogether * kStrip + lane) * kTogether + i % kTogether] = from[i];
+      sum += from[i];
+    }
+    strip[lane] = -kOffset * sum;
+  }
+}
+
+template <int rows>
+void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, int64_t depth, Integers* sums) {
+  I held[rows][2];
+  for (int row = 0; row < rows; row++) {
+    for (int i = 0; i < 2; i++) held[row][i] = load(strip + i * I::lanes, Whole{});
+  }
+  add_rows(a, a_stride, strip + kStrip, depth, held);
+  for (int row = 0; row < rows; row++) {
+    for (int i = 0; i < 2; i++) store(sums + row * kPanel + i * I::lanes, held[row][i], Whole{});
+  }
+}
+
+template <int... row>
+auto multiply_of(int64_t rows, std::integer_sequence<int, row...>) {
+  static constexpr decltype(&multiply_strip<1>) table[] = {multiply_strip<row + 1>...};
+  return table[rows - 1];
 }
 
 void multiply(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums) {
-  for (int64_t row = 0; row < rows; row++) {
-    const int8_t* a = static_cast<const int8_t*>(values) + row * row_bytes(inputs);
-    for (int64_t column = 0; column < kPanel; column++) {
-      const int8_t* b = static_cast<const int8_t*>(packed) + (begin + column) * inputs;
-      int32_t sum = 0;
-      for (int64_t i = 0; i < inputs; i++) sum += a[i] * b[i];
-      sums[row * kPanel + column] = sum;
+  const int64_t stride = row_bytes(inputs) / sizeof(Integers), depth = depth_of(inputs), size = strip_size(inputs);
+  const Integers* a = static_cast<const Integers*>(values);
+  const Integers* strip = static_cast<const Integers*>(packed) + begin / kStrip * size;
+  if constexpr (kTiles) {
+    const TileUse tile_use;
+    cvt_kernels::multiply<2>(a, stride, rows, strip + kStrip, depth, sums, kPanel, false);
+  } else {
+    const int64_t groups = ceil_div(rows, kRows);
+    for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
+      for (int64_t group = 0; group < groups; group++) {
+        const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
+        const auto run = multiply_of(count, std::make_integer_sequence<int, kRows>{});
+        run(a + first * stride, stride, strip, depth, sums + first * kPanel + start);
+      }
     }
   }
 }
 
+// A row as float: itself, or a copy.
+template <class T>
+const float* widened(const T* x, int64_t size, float* copy) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    for_vectors<F::lanes>(size, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
+      store(copy + i, load(x + i, lanes), lanes);
+    });
+    return copy;
+  }
+}
+
+template <class G>
+void with_float(DType dtype, G f) {
+  switch (dtype) {
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+    default: return f(float{});  // the operators refuse float64
+  }
+}
+
+void quantize_tile(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, float* row,
+                   void* out, float* scales) {
+  with_float(dtype, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(x);
+    for (int64_t i = 0; i < rows; i++) {
+      const float* wide = widened(from + i * stride, inputs, row);
+      quantize(wide, stride, 1, inputs, scale, row_of(out, i, inputs), scales + i);
+    }
+  });
+}
+
+// What is to be rounded of a row: x itself, or what becomes of it in `copy`.
+template <class T, Activation activation>
+const float* prepared(const Rows& rows, const T* x, float* copy) {
+  if (rows.normalizes) {
+    const auto keep = [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(copy + c, normal, lanes); };
+    if (rows.shift == nullptr) {
+      normalize(rows.norm, x, rows.channels, copy, keep);
+    } else {
+      for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(copy + c, load(x + c, lanes) + load(rows.shift + c, lanes), lanes);
+      });
+      normalize(rows.norm, copy, rows.channels, copy, keep);
+    }
+    return copy;
+  }
+  if constexpr (activation == Activation::identity) return widened(x, rows.channels, copy);
+  for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    const F sum = load(x + c, lanes) + load(rows.norm.bias + c, lanes);
+    store(copy + c, layer_norm_gelu::activate<activation>(sum), lanes);
+  });
+  return copy;
+}
+
+void quantize_rows(DType dtype, const Rows& rows, int64_t begin, int64_t end, float* row, int8_t* values, float* scales) {
+  with_float(dtype, [&](auto type) {
+    layer_norm_gelu::with_activation(rows.activation, [&](auto activation) {
+      const auto* x = static_cast<const decltype(type)*>(rows.x);
+      for (int64_t i = begin; i < end; i++) {
+        const float* ready = prepared<decltype(type), activation>(rows, x + i * rows.stride, row);
+        scales[i] = quantize_row(ready, rows.channels, rows.scale, values + i * rows.channels, 0);
+      }
+    });
+  });
+}
+
+template <class T, Activation activation, bool adds>
+void finish_panel(const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,
+                  int64_t begin) {
+  const int64_t place = first * finish.outputs + begin;
+  const T* residual = static_cast<const T*>(finish.residual) + (adds ? place : 0);
+  T* out = static_cast<T*>(finish.out) + place;
+  const int64_t columns = at_most<int64_t>(kPanel, finish.outputs - begin);
+  for (int64_t row = 0; row < rows; row++, sums += kPanel, out += finish.outputs) {
+    const F x_scale = scales[row];
+    for_vectors<F::lanes>(columns, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type);
+      const F scaled = product * x_scale * load(finish.weight_scale + begin + c, lanes);
+      F y = layer_norm_gelu::activated<T, activation>(scaled + load(finish.bias + begin + c, lanes));
+      if constexpr (adds) y = y + load(residual + row * finish.outputs + c, lanes);
+      store(out + c, y, lanes);
+    });
+  }
+}
+
+void finish(DType dtype, const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,
+            int64_t begin) {
+  with_float(dtype, [&](auto type) {
+    layer_norm_gelu::with_activation(finish.activation, [&](auto activation) {
+      using T = decltype(type);
+      if (finish.residual == nullptr) finish_panel<T, activation, false>(finish, sums, scales, first, rows, begin);
+      else finish_panel<T, activation, true>(finish, sums, scales, first, rows, begin);
+    });
+  });
+}
+
+// Whether the products of a shape are right. Memory is static: this runs after a fork.
+bool tiles_are_right(int64_t rows, int64_t inputs) {
+  constexpr int64_t most_rows = 33, most_inputs = 200;
+  static int8_t weight[kPanel * most_inputs], value[most_inputs];
+  alignas(kLine) static Integers a[most_rows * 5 * kLine / sizeof(Integers)], packed[kPanel * (1 + 64)];
+  static Integers sums[most_rows * kPanel];
+  const auto left = [](int64_t row, int64_t i) { return static_cast<int8_t>((37 * row + 11 * i) % 255 - 127); };
+  for (int64_t row = 0; row < rows; row++) {
+    for (int64_t i = 0; i < inputs; i++) value[i] = left(row, i);
+    lay_out(value, inputs, 1, inputs, row_of(a, row, inputs));
+  }
+  for (int64_t i = 0; i < kPanel * inputs; i++) weight[i] = static_cast<int8_t>(29 * i % 255 - 127);
+  pack(weight, kPanel, inputs, packed);
+  multiply(a, rows, packed, inputs, 0, sums);
+  for (int64_t row = 0; row < rows; row++) {
+    for (int64_t output = 0; output < kPanel; output++) {
+      Integers sum = 0;
+      for (int64_t i = 0; i < inputs; i++) sum += left(row, i) * weight[output * inputs + i];
+      if (sums[row * kPanel + output] != sum) return false;
+    }
+  }
+  return true;
+}
+
+bool products_are_right() {
+  if constexpr (kTiles) {
+    for (const int64_t rows : {1, 15, 16, 17, 32, 33}) {
+      for (const int64_t inputs : {1, 63, 64, 65, 128, 200}) {
+        if (!tiles_are_right(rows, inputs)) return false;
+      }
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
-const Kernels KERNELS{row_bytes, quantize, lay_out, packed_bytes, pack, multiply};
+const Kernels KERNELS{row_bytes,     quantize, lay_out,       packed_bytes,      pack, multiply,
+                      quantize_tile, finish,   quantize_rows, products_are_right};
 
 }  // namespace cvt_kernels::linear_int8

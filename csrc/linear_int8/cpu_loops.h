@@ -1,5 +1,5 @@
 // The interface of the loops for linear layers of 8-bit integers on the CPU (cpu_loops.cpp). The operators of this folder
-// (cpu_operators.cpp) and those of transformer_block/ call them.
+// (cpu_operators.cpp) and those of transformer_block/ call them. Floats are of any dtype but float64.
 //
 // Numbers lie between -127 and 127. A row of activations is quantized with one scale: x ≈ scale · number. How rows and
 // weights lie is the concern of an instruction set alone; the sums of their products are exact.
@@ -7,15 +7,41 @@
 
 #include <cstdint>
 
+#include "common/half.h"
 #include "common/instruction_sets.h"
+#include "layer_norm_gelu/activation.h"
+#include "linear/layers.h"
 
 namespace cvt_kernels::linear_int8 {
 
-constexpr int64_t kPanel = 32;         // the outputs that are computed together
+constexpr int64_t kPanel = 32;            // the outputs that are computed together
 constexpr int64_t kMostInputs = 1 << 16;  // of which the sums of products fit into 32 bits
 constexpr float kLimit = 127;
 // A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
 constexpr float kLeast = 0x1p-117f;
+
+using layer_norm_gelu::Activation;
+
+// Rows that are rounded to 8-bit numbers, alone or after a LayerNorm or a bias and an activation.
+struct Rows {
+  const void* x = nullptr;
+  int64_t stride = 0, channels = 0;
+  float scale = 0;               // of all rows, or 0: see Kernels::quantize
+  bool normalizes = false;       // whether there is a LayerNorm
+  Norm norm{};                   // of which only the bias counts without it, and that with an activation only
+  const float* shift = nullptr;  // added to x before the LayerNorm
+  Activation activation = Activation::identity;
+};
+
+// The part of a linear layer that follows the products: out = activation(sums · scales · weight_scale + bias) + residual.
+struct Finish {
+  const float* weight_scale;
+  const float* bias;
+  Activation activation;
+  const void* residual;  // (rows, outputs) of the dtype of the result, or null
+  void* out;
+  int64_t outputs;
+};
 
 // The loops, compiled for one instruction set. They are for one thread, and hold no memory.
 struct Kernels {
@@ -27,11 +53,22 @@ struct Kernels {
   void (*quantize)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
   // Lays out rows that are quantized already and lie `stride` numbers apart, as `quantize` does.
   void (*lay_out)(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out);
-  // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels.
+  // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels. The
+  // packed weight begins at a multiple of 64 bytes.
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(const int8_t* weight, int64_t outputs, int64_t inputs, void* out);
-  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel.
+  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel. The thread has
+  // no tiles of AMX configured (TileUse of common/tiles.h), and has none afterwards.
   void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums);
+  // Quantizes rows of a dtype for `multiply`; `row` has room for a row of float.
+  void (*quantize_tile)(DType, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, float* row,
+                        void* out, float* scales);
+  // Finishes what `multiply` has made for the outputs from `begin` on, for some rows from `first` on.
+  void (*finish)(DType, const Finish&, const int32_t* sums, const float* scales, int64_t first, int64_t rows, int64_t begin);
+  // Quantizes the rows from `begin` to `end` into values (rows, channels) and scales (rows); `row` as above.
+  void (*quantize_rows)(DType, const Rows&, int64_t begin, int64_t end, float* row, int8_t* values, float* scales);
+  // Says whether products in tiles of AMX are right in all shapes of tiles; true where there are none.
+  bool (*products_are_right)();
 };
 
 DECLARE_INTEGER_TABLES;

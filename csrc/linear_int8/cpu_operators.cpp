@@ -1,12 +1,112 @@
-// Linear layers of 8-bit integers on the CPU: tensors and threads around the loops.
+// Linear layers of 8-bit integers on the CPU, and what makes such integers: tensors and threads around the loops.
+//
+// Every row is computed in the same way whichever thread takes it, and sums are exact, so results do not depend on the
+// number of threads.
+
+#include <cmath>
+#include <tuple>
 
 #include <torch/csrc/stable/library.h>
 
-#include "common/tensors.h"
+#include "common/units.h"
+#include "layer_norm_gelu/operators.h"
 #include "linear_int8/packed.h"
 
 namespace cvt_kernels::linear_int8 {
 namespace {
+
+constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
+// The most rows that are multiplied together: of more, the results lie on more pages than the CPU keeps track of.
+constexpr int64_t kMostRows = 32;
+
+// The bytes of parts of a thread's memory, each on lines of the cache of its own.
+constexpr int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The rows of a tensor, which lie `stride` numbers apart.
+struct Matrix {
+  Tensor tensor;
+  int64_t rows, columns, stride;
+};
+
+Matrix rows_of(const Tensor& x) {
+  const int64_t columns = channels_of(x), last = x.dim() - 1, rows = x.numel() / columns;
+  bool regular = columns == 1 || x.stride(last) == 1;
+  int64_t stride = columns, expected = 0;
+  for (int64_t i = last - 1; i >= 0; i--) {
+    if (x.size(i) == 1) continue;
+    if (expected == 0) stride = x.stride(i);
+    else regular = regular && x.stride(i) == expected;
+    expected = x.stride(i) * x.size(i);
+  }
+  return regular ? Matrix{x, rows, columns, stride} : Matrix{torch::stable::contiguous(x), rows, columns, columns};
+}
+
+// The scale of all rows; 0 where each row has its own.
+float scale_of(const std::optional<Tensor>& scale) {
+  if (!scale.has_value()) return 0;
+  STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1, "scale: expected a float32 scalar");
+  const float value = *static_cast<const float*>(scale->const_data_ptr());
+  STD_TORCH_CHECK(value > 0 && std::isfinite(value), "scale: got ", value, ", expected a positive number");
+  return value;
+}
+
+// A vector of the channels in float32; filled with `absent` if there is none.
+class Vector {
+ public:
+  Vector(const char* name, const std::optional<Tensor>& tensor, int64_t size, float absent)
+      : data_(tensor.has_value() ? linear::vector_of(name, *tensor, size) : nullptr) {
+    if (tensor.has_value()) return;
+    filled_.assign(size, absent);
+    data_ = filled_.data();
+  }
+
+  const float* data() const { return data_; }
+
+ private:
+  std::vector<float> filled_;
+  const float* data_;
+};
+
+std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
+  const DType dtype = linear::served_dtype("x", x);
+  const Matrix matrix = rows_of(x);
+  rows.x = matrix.tensor.const_data_ptr();
+  rows.stride = matrix.stride;
+  rows.channels = matrix.columns;
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  const Tensor values = empty(sizes, ScalarType::Char, x);
+  sizes.back() = 1;
+  const Tensor scales = empty(sizes, ScalarType::Float, x);
+  int8_t* numbers = static_cast<int8_t*>(values.mutable_data_ptr());
+  float* of_rows = static_cast<float*>(scales.mutable_data_ptr());
+  const int64_t grain = std::max<int64_t>(1, kGrain / matrix.columns), bytes = matrix.columns * sizeof(float);
+  parallel_for_with_scratch(matrix.rows, grain, bytes, [&](int64_t begin, int64_t end, char* scratch) {
+    kernels().quantize_rows(dtype, rows, begin, end, reinterpret_cast<float*>(scratch), numbers, of_rows);
+  });
+  return {values, scales};
+}
+
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::optional<Tensor>& scale) {
+  return quantized(x, {.scale = scale_of(scale)});
+}
+
+std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight,
+                                               const std::optional<Tensor>& bias, double eps,
+                                               const std::optional<Tensor>& shift, const std::optional<Tensor>& scale) {
+  const int64_t channels = channels_of(x);
+  const Vector norm_weight("weight", weight, channels, 1), norm_bias("bias", bias, channels, 0);
+  return quantized(x, {.scale = scale_of(scale),
+                       .normalizes = true,
+                       .norm = {norm_weight.data(), norm_bias.data(), static_cast<float>(eps)},
+                       .shift = shift.has_value() ? linear::vector_of("shift", *shift, channels) : nullptr});
+}
+
+std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation,
+                                         const std::optional<Tensor>& scale) {
+  const Vector added("bias", bias, channels_of(x), 0);
+  const Activation gelu = layer_norm_gelu::activation_of(activation);
+  return quantized(x, {.scale = scale_of(scale), .norm = {nullptr, added.data(), 0}, .activation = gelu});
+}
 
 Tensor pack_linear_int8(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Char && weight.size(0) > 0 &&
@@ -19,9 +119,96 @@ Tensor pack_linear_int8(const Tensor& weight) {
   return out;
 }
 
+// The left factor of a call: rows of float, or of numbers with their scales.
+struct Left {
+  Matrix x;
+  DType dtype;          // of float
+  const float* scales;  // of the rows that are quantized already, or null
+  float scale;          // of all rows that are quantized here, or 0
+
+  // Lays out the rows from `first` on as products take them, with their scales.
+  void lay_out(int64_t first, int64_t rows, float* row, void* out, float* of_rows) const {
+    const char* data = static_cast<const char*>(x.tensor.const_data_ptr());
+    if (scales == nullptr) {
+      data += first * x.stride * (dtype == DType::float32 ? sizeof(float) : sizeof(uint16_t));
+      return kernels().quantize_tile(dtype, data, x.stride, rows, x.columns, scale, row, out, of_rows);
+    }
+    const int8_t* numbers = reinterpret_cast<const int8_t*>(data) + first * x.stride;
+    kernels().lay_out(numbers, x.stride, rows, x.columns, out);
+    std::copy_n(scales + first, rows, of_rows);
+  }
+};
+
+// Computes tiles of rows, each for a group of the panels of outputs: a unit of work.
+void multiply_and_finish(const Left& left, const void* packed, const Finish& finish, DType dtype) {
+  const int64_t rows = left.x.rows, inputs = left.x.columns, panels = (finish.outputs + kPanel - 1) / kPanel;
+  if (rows == 0) return;
+  const int64_t tiles = balanced(1, (rows + kMostRows - 1) / kMostRows, rows);
+  const int64_t groups = std::min(panels, (threads() + tiles - 1) / tiles), tile_rows = (rows + tiles - 1) / tiles;
+  const int64_t row_bytes = lines(inputs * sizeof(float)), scale_bytes = lines(tile_rows * sizeof(float));
+  const int64_t value_bytes = tile_rows * kernels().row_bytes(inputs);
+  const int64_t sum_bytes = tile_rows * kPanel * sizeof(int32_t);
+  for_units(tiles * groups, row_bytes + scale_bytes + value_bytes + sum_bytes, [&](int64_t unit, int64_t previous, char* at) {
+    const int64_t tile = unit / groups, group = unit % groups;
+    const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+    float* row = reinterpret_cast<float*>(at);
+    float* scales = reinterpret_cast<float*>(at += row_bytes);
+    void* values = at += scale_bytes;
+    int32_t* sums = reinterpret_cast<int32_t*>(at += value_bytes);
+    if (previous < 0 || previous / groups != tile) left.lay_out(first, count, row, values, scales);
+    for (int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; panel++) {
+      kernels().multiply(values, count, packed, inputs, panel * kPanel, sums);
+      kernels().finish(dtype, finish, sums, scales, first, count, panel * kPanel);
+    }
+  });
+}
+
+Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const Tensor& packed,
+                   const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale,
+                   const std::optional<Tensor>& residual, const std::string& activation, ScalarType dtype) {
+  const bool is_quantized = x.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(is_quantized == x_scales.has_value(), "x_scales: expected them for x of int8, and none for others");
+  const int64_t outputs = weight_scale.numel(), inputs = channels_of(x);
+  STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == kernels().packed_bytes(outputs, inputs),
+                  "packed: expected a weight that pack_linear_int8 packed");
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = outputs;
+  const Tensor out = empty(sizes, dtype, x);
+  const DType out_dtype = linear::served_dtype("dtype", out);
+  const Vector added("bias", bias, outputs, 0);
+  std::optional<Tensor> summand, scales;
+  if (residual.has_value()) summand = contiguous_like("residual", *residual, out);
+  if (is_quantized) {
+    STD_TORCH_CHECK(x_scales->scalar_type() == ScalarType::Float && x_scales->numel() == x.numel() / inputs,
+                    "x_scales: expected a float32 number for each row");
+    scales = x_scales->is_contiguous() ? *x_scales : torch::stable::contiguous(*x_scales);
+  }
+  const Left left{
+      .x = rows_of(x),
+      .dtype = is_quantized ? DType::float32 : linear::served_dtype("x", x),
+      .scales = static_cast<const float*>(layer_norm_gelu::const_data_of(scales)),
+      .scale = scale_of(input_scale),
+  };
+  const Finish finish{
+      .weight_scale = linear::vector_of("weight_scale", weight_scale, outputs),
+      .bias = added.data(),
+      .activation = layer_norm_gelu::activation_of(activation),
+      .residual = layer_norm_gelu::const_data_of(summand),
+      .out = out.mutable_data_ptr(),
+      .outputs = outputs,
+  };
+  multiply_and_finish(left, packed.const_data_ptr(), finish, out_dtype);
+  return out;
+}
+
 }  // namespace
 }  // namespace cvt_kernels::linear_int8
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("pack_linear_int8", TORCH_BOX(&cvt_kernels::linear_int8::pack_linear_int8));
+  using namespace cvt_kernels::linear_int8;
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
+  m.impl("layer_norm_quantize", TORCH_BOX(&layer_norm_quantize));
+  m.impl("gelu_quantize", TORCH_BOX(&gelu_quantize));
+  m.impl("pack_linear_int8", TORCH_BOX(&pack_linear_int8));
+  m.impl("linear_int8_packed", TORCH_BOX(&linear_int8));
 }

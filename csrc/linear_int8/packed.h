@@ -1,7 +1,7 @@
 // The choice of the loops for 8-bit integers. For the operators only, as common/cpu.h.
 #pragma once
 
-#include "common/cpu.h"
+#include "linear/packed.h"
 #include "linear_int8/cpu_loops.h"
 
 namespace cvt_kernels::linear_int8 {

@@ -5,6 +5,9 @@
 // normalized once and held; its convolutions are made a few rows at a time, which the linear layers then take from the
 // cache. A tile of queries passes through attention, the linear layer behind it, LayerNorm and the MLP in one go; the
 // hidden channels of the MLP are held in parts.
+//
+// In front of a quantized layer the rows are rounded where they lie. The scale of a row of hidden channels depends on all of
+// them, so that these are held together, of fewer rows.
 
 #include "transformer_block/cpu_loops.h"
 
@@ -25,6 +28,9 @@ int64_t row_size(const Block& block) { return (block.width + 2 * block.margin) *
 // The rows of a branch's output that are made together, at least one.
 int64_t rows_together(const Branch& branch) { return at_least<int64_t>((kTileRows - 1) / branch.width, 1); }
 
+// The columns of a tile of sums, whether of float or of integers.
+constexpr int64_t kTileColumns = kColumns > kSums ? kColumns : kSums;
+
 int64_t most_tokens(const Block& block) {
   int64_t most = 0;
   for (const Branch& b : block.branches) most = at_least(rows_together(b) * b.width, most);
@@ -35,6 +41,7 @@ template <class E>
 struct Projecting {
   float *zeros, *held, *copy, *tile;
   E *class_token, *a;
+  Rounded rounded;
 
   Projecting(const Block& block, Parts& parts) {
     int64_t rows = 0;
@@ -46,8 +53,11 @@ struct Projecting {
     held = parts.take<float>(rows * row_size(block));
     copy = parts.take<float>(padded(block.channels));
     class_token = parts.take<E>(padded(block.channels));
-    tile = parts.take<float>(most_tokens(block) * kColumns);
+    tile = parts.take<float>(most_tokens(block) * kTileColumns);
     a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
+    int64_t bytes = 0;
+    for (const Linear& linear : block.linears) bytes = at_least(rounded_bytes(linear), bytes);
+    rounded = {parts.take<char>(most_tokens(block) * bytes), parts.take<float>(most_tokens(block))};
   }
 };
 
@@ -123,8 +133,11 @@ void project_band(const Block& block, int64_t unit, void* memory) {
       }
       pad_rows(scratch.a, rows, stride, block.channels);
       E* out = static_cast<E*>(block.projected[branch]) + (image * tokens_of(block, branch) + token) * linear.outputs;
-      apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.tile,
-            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(out + r * linear.outputs + c, sums, lanes); });
+      round_rows<T>(linear, scratch.a, stride, rows, scratch.rounded);
+      apply<T>(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
+               [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+                 store(out + r * linear.outputs + c, sums, lanes);
+               });
     }
   }
 }
@@ -151,7 +164,8 @@ struct Attending {
   Factor<E> *keys, *values;  // of all heads
   E *a, *hidden;
   float *tile, *sums, *copy;
-  int64_t a_stride, hidden_size, hidden_stride, sums_stride;
+  Rounded rounded;
+  int64_t a_stride, hidden_size, hidden_stride, hidden_rows, sums_stride;
 
   Attending(const Block& block, Parts& parts) : sizes(attention::sizes_of<E>(attention_of<E>(block))) {
     const int64_t rows = ceil_div(tokens_of(block), block.tiles), hidden_channels = block.fc1.outputs;
@@ -163,14 +177,20 @@ struct Attending {
     attention.out = parts.take<float>(sizes.out);
     if (!kPaired<E>) attention.probabilities = reinterpret_cast<Factor<E>*>(attention.scores);
     a_stride = stride_of<E>(at_least(block.channels, block.proj.inputs));
-    hidden_size = round_up(ceil_div(hidden_channels, ceil_div(hidden_channels, kHidden)), kColumns);
+    const bool whole = block.fc2.integers != nullptr;
+    const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
+    hidden_size = round_up(ceil_div(hidden_channels, count), kTileColumns);
     hidden_stride = stride_of<E>(hidden_size);
+    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(sizeof(E)));
+    hidden_rows = whole ? at_most(rows, at_least(most, kFewestRows)) : rows;
     sums_stride = round_up(block.channels, kColumns) + kLanes;
     a = parts.take<E>(rows * a_stride);
-    hidden = parts.take<E>(rows * hidden_stride);
-    tile = parts.take<float>(rows * kColumns);
-    sums = parts.take<float>(rows * sums_stride);
+    hidden = parts.take<E>(hidden_rows * hidden_stride);
+    tile = parts.take<float>(rows * kTileColumns);
+    sums = parts.take<float>(whole ? 0 : rows * sums_stride);
     copy = parts.take<float>(padded(block.channels));
+    const int64_t of_mlp = at_least(rounded_bytes(block.fc1), rounded_bytes(block.fc2));
+    rounded = {parts.take<char>(at_least(rows * rounded_bytes(block.proj), hidden_rows * of_mlp)), parts.take<float>(rows)};
   }
 };
 
@@ -205,19 +225,46 @@ void attend_rows(const Block& block, const E* q, int64_t rows, const Attending<E
   pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
 }
 
-// Adds fc2(activation(fc1(a))) of some rows to x, the hidden channels in parts.
+// Computes activation(fc1(a)) of some rows for the hidden channels from `begin` to `end`.
+template <Activation activation, class T, class E = Element<T>>
+void fill_hidden(const Block& block, const E* a, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
+  constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
+  const int64_t stride = scratch.hidden_stride;
+  apply<T>(block.fc1, begin, end, a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+             store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
+           });
+  pad_rows(scratch.hidden, rows, stride, end - begin);
+}
+
+// Adds fc2(activation(fc1(a))) of some rows to x, where fc2 is quantized.
+template <Activation activation, class E>
+void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, float* x) {
+  const int64_t groups = ceil_div(rows, scratch.hidden_rows);
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
+    const E* a = scratch.a + first * scratch.a_stride;
+    round_rows<float>(block.fc1, a, scratch.a_stride, count, scratch.rounded);
+    fill_hidden<activation, float>(block, a, count, 0, block.fc1.outputs, scratch);
+    round_rows<float>(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
+    float* to = x + first * block.channels;
+    apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
+          [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+            float* token = to + r * block.channels + c;
+            store(token, load(token, lanes) + sums, lanes);
+          });
+  }
+}
+
+// The same for an fc2 that is not, the hidden channels in parts.
 template <Activation activation, class T, class E = Element<T>>
 void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
   const int64_t depth = ceil_div(block.fc2.inputs, kDepth<E>), stride = scratch.hidden_stride;
   const Factor<E>* weight = static_cast<const Factor<E>*>(block.fc2.weight);
+  round_rows<T>(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
   for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
     const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
-    apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.tile,
-          [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-            store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
-          });
-    pad_rows(scratch.hidden, rows, stride, end - begin);
+    fill_hidden<activation, T>(block, scratch.a, rows, begin, end, scratch);
     for_panels<float>(block.channels, [&](int64_t start, auto vectors) LAMBDA_INLINE {
       const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
       multiply<vectors>(factors(scratch.hidden), stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>),
@@ -243,11 +290,12 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
   const E* q = static_cast<const E*>(block.projected[0]) + (image * tokens + first) * block.linears[0].outputs;
   T* x = static_cast<T*>(block.x) + (image * tokens + first) * block.channels;
   attend_rows(block, q, rows, scratch);
-  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.tile,
-        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-          T* to = x + r * block.channels + c;
-          store(to, load(to, lanes) + sums, lanes);
-        });
+  round_rows<T>(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  apply<T>(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+             T* to = x + r * block.channels + c;
+             store(to, load(to, lanes) + sums, lanes);
+           });
   for (int64_t row = 0; row < rows; row++) {
     E* to = scratch.a + row * scratch.a_stride;
     normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
@@ -255,6 +303,9 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
   }
   pad_rows(scratch.a, rows, scratch.a_stride, block.channels);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (block.fc2.integers != nullptr) return add_quantized_mlp<activation.value>(block, rows, scratch, x);
+    }
     add_mlp<activation.value, T>(block, rows, scratch, x);
   });
 }

@@ -20,7 +20,9 @@ using attention::kMaxHeadDim;
 using conv_projection::Branch;
 using layer_norm_gelu::Activation;
 
-constexpr int64_t kHidden = 512;           // the most hidden channels that are held at once
+constexpr int64_t kHidden = 512;           // the most hidden channels that are held at once, unless fc2 is quantized
+constexpr int64_t kHiddenBytes = 256 << 10;  // of all hidden channels of some rows, which stay in L2, if it is,
+constexpr int64_t kFewestRows = 24;          // but at least of so many
 constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
 struct Block {

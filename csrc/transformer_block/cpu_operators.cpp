@@ -10,6 +10,7 @@
 
 #include "common/units.h"
 #include "linear/packed.h"
+#include "linear_int8/packed.h"
 #include "transformer_block/cpu_loops.h"
 
 namespace cvt_kernels::transformer_block {
@@ -57,7 +58,26 @@ struct Arguments {
   const std::vector<Tensor>& vectors;
   const std::vector<int64_t>& geometry;
   const std::vector<int64_t>& widths;
+  const std::vector<Tensor>& weight_scales;
+  const std::vector<double>& input_scales;
 };
+
+// One of the six linear layers, quantized or not.
+Linear layer_of(DType dtype, const Arguments& given, int i, int64_t outputs, int64_t inputs) {
+  const Tensor& packed = given.packed[3 + i];
+  const Tensor& bias = given.vectors[4 + i];
+  const Tensor& scales = given.weight_scales[i];
+  if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
+  const linear_int8::Kernels& integers = linear_int8::kernels();
+  STD_TORCH_CHECK(dtype == DType::float32, "x: expected float32 for layers of 8-bit integers");
+  STD_TORCH_CHECK(inputs <= linear_int8::kMostInputs && packed.is_contiguous() &&
+                      packed.numel() == integers.packed_bytes(outputs, inputs),
+                  "packed: expected a weight that pack_linear_int8 packed");
+  const float scale = static_cast<float>(given.input_scales[i]);
+  STD_TORCH_CHECK(scale >= 0, "input_scales: expected positive numbers, or 0 for none");
+  return {packed.const_data_ptr(),  linear::vector_of("bias", bias, outputs),           inputs, outputs, &integers,
+          linear::vector_of("weight_scales", scales, outputs), scale};
+}
 
 Branch branch_of(const Block& block, const int64_t* geometry) {
   Branch branch{};
@@ -81,8 +101,8 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && height > 0 && width > 0,
                   "x: expected contiguous (batch, tokens, channels) and its grid");
   STD_TORCH_CHECK(given.packed.size() == 9 && given.vectors.size() == 10 && given.geometry.size() == 12 &&
-                      given.widths.size() == 3,
-                  "packed, vectors, geometry, widths: expected 9, 10, 12 and 3");
+                      given.widths.size() == 3 && given.weight_scales.size() == 6 && given.input_scales.size() == 6,
+                  "packed, vectors, geometry, widths, weight_scales, input_scales: expected 9, 10, 12, 3, 6 and 6");
   const int64_t channels = x.size(2), projected = given.widths[0], hidden = given.widths[1], heads = given.widths[2];
   STD_TORCH_CHECK(channels > 0 && heads > 0 && projected > 0 && projected % heads == 0 && hidden > 0 &&
                       projected / heads <= kMaxHeadDim,
@@ -102,13 +122,13 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
                         packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
                     "packed: expected convolutions of the geometry");
     block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
-    block.linears[i] = linear::layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], projected, channels);
+    block.linears[i] = layer_of(dtype, given, i, projected, channels);
   }
   STD_TORCH_CHECK(tokens_of(block, 0) == tokens_of(block) && tokens_of(block, 1) == tokens_of(block, 2),
                   "geometry: expected as many queries as tokens, and as many keys as values");
-  block.proj = linear::layer_of(dtype, given.packed[6], given.vectors[7], channels, projected);
-  block.fc1 = linear::layer_of(dtype, given.packed[7], given.vectors[8], hidden, channels);
-  block.fc2 = linear::layer_of(dtype, given.packed[8], given.vectors[9], channels, hidden);
+  block.proj = layer_of(dtype, given, 3, channels, projected);
+  block.fc1 = layer_of(dtype, given, 4, hidden, channels);
+  block.fc2 = layer_of(dtype, given, 5, channels, hidden);
   block.norm1 = {linear::vector_of("vectors", given.vectors[0], channels), linear::vector_of("vectors", given.vectors[1], channels), 0};
   block.norm2 = {linear::vector_of("vectors", given.vectors[2], channels), linear::vector_of("vectors", given.vectors[3], channels), 0};
   return block;
@@ -157,10 +177,11 @@ Activation activation_of(const std::string& name) {
 
 void transformer_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
                        const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
-                       const std::vector<int64_t>& widths, double eps1, double eps2, double scale,
+                       const std::vector<int64_t>& widths, const std::vector<Tensor>& weight_scales,
+                       const std::vector<double>& input_scales, double eps1, double eps2, double scale,
                        const std::string& activation) {
   const DType dtype = linear::served_dtype("x", x);
-  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths});
+  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales, input_scales});
   block.norm1.eps = static_cast<float>(eps1);
   block.norm2.eps = static_cast<float>(eps2);
   block.scale = scale;

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..graphs import cached, change_class, ungraphed
 from ..missing import warn_of_missing_kernels
+from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .compiling import (
     give_number,
     members_of_numbered,
@@ -115,10 +116,12 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Gives blocks and stages their own classes back, in place, and drops CUDA graphs.
+    """Gives blocks and stages their own classes back, in place, drops CUDA graphs, and undoes ``quantize``.
+
+    A quantized layer that was loaded as it is stays so: there is no other.
 
     Args:
-        model: Any module; what was neither accelerated nor graphed stays as it is.
+        model: Any module; what was neither accelerated, graphed nor quantized stays as it is.
 
     Returns:
         The same object.
@@ -126,6 +129,14 @@ def restore(model: _Model) -> _Model:
     Raises:
         TypeError: ``model`` is not a module.
     """
+    give_classes_back(model)
+    quantized = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+    put_back(model, [layer for layer in quantized if layer.float_layer is not None])
+    return model
+
+
+def give_classes_back(model: _Model) -> _Model:
+    """Does as :func:`restore`, but leaves quantized layers as they are."""
     ungraphed(model)
     for module in model.modules():
         if is_fused(module):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import backends, dispatch
+from ..ops.linear_int8.modules import QuantizedLayer
 from ..tables import aligned
 from .entries import BlockEntry
 from .freezing import find_stages, operators_served, why_not_served
@@ -130,7 +131,7 @@ class _Row(NamedTuple):
 def _rows_of(model: nn.Module) -> list[_Row]:
     """Returns the rows of a model in its order; stages are among them where they are frozen."""
     rows = {
-        path: _Row(path, block, _why_not_fused(block, entry), functools.partial(entry.operators, block))
+        path: _Row(path, block, _why_not_fused(block, entry), functools.partial(_operators_of, block, entry))
         for path, block, entry in find_blocks(model)
     }
     for path, stage, stage_entry in find_stages(model):
@@ -138,6 +139,13 @@ def _rows_of(model: nn.Module) -> list[_Row]:
             reason = why_not_served(stage, stage_entry)
             rows[path] = _Row(path, stage, reason, functools.partial(operators_served, stage, stage_entry))
     return [rows[path] for path, _ in model.named_modules() if path in rows]
+
+
+def _operators_of(block: nn.Module, entry: BlockEntry, device_type: str) -> tuple[str, ...]:
+    """Returns the public operators, but ``linear``, that a block calls on a type of device."""
+    names = entry.operators(block, device_type)
+    quantized = any(isinstance(block._modules.get(name), QuantizedLayer) for name in entry.layers)
+    return tuple(dict.fromkeys((*names, "linear_int8"))) if quantized else names
 
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:

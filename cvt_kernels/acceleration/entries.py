@@ -39,6 +39,7 @@ class BlockEntry(NamedTuple):
             type of device.
         arguments: Names of the arguments of ``forward``.
         children: Names of the submodules. There are no parameters or buffers beside them.
+        layers: Those that ``quantize`` may replace: linear layers, or the convolution of an embedding.
         forward: The fused forward; None for a class that calls the operators already.
         parts: The submodules that the fused forward, or a class that calls the operators, does not call.
         why_unsupported: Says why parts of the right kinds are not supported all the same; None if they are.
@@ -50,6 +51,7 @@ class BlockEntry(NamedTuple):
     operators: Callable[[Any, str], tuple[str, ...]]
     arguments: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = ()
     forward: Callable[..., Tensor] | None = None
     parts: tuple[BypassedPart, ...] = ()
     why_unsupported: Callable[[Any], str | None] = lambda block: None
@@ -59,6 +61,11 @@ class BlockEntry(NamedTuple):
     def key(self) -> str:
         """The name of the entry in the table, and in pickles."""
         return f"{self.upstream} {self.name}"
+
+    @property
+    def is_embedding(self) -> bool:
+        """True for embeddings, whose layer is a convolution."""
+        return "Embed" in self.name
 
 
 class StageEntry(NamedTuple):

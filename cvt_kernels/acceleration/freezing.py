@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks
+from ..ops.linear_int8.modules import LinearInt8
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, microsoft, ours
 from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
-from .fused import is_plain_linear, patch_of, why_must_be_called
+from .fused import is_watched, patch_of, why_must_be_called
 from .matching import find_blocks, is_named, original_class, why_mismatched, why_not_now
 from .stages import FoldedStage, StageParts, fold, operators_of, serve
 
 #: Every entry by its key.
 STAGES: dict[str, StageEntry] = {each.key: each for each in (huggingface.STAGE, microsoft.STAGE, ours.STAGE)}
 
-#: The classes of torch.nn that a frozen stage may consist of.
+#: The classes that a frozen stage may consist of, besides upstream's: those of torch.nn, and LinearInt8.
 _PLAIN = frozenset(
     (
         nn.BatchNorm2d,
@@ -37,6 +38,7 @@ _PLAIN = frozenset(
         nn.Identity,
         nn.LayerNorm,
         nn.Linear,
+        LinearInt8,
         nn.ModuleList,
         nn.Sequential,
         nn.SyncBatchNorm,
@@ -45,7 +47,7 @@ _PLAIN = frozenset(
 
 
 #: The classes whose work a served stage does only where it expects them, and the names of upstream's.
-_WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm)
+_WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, LinearInt8, nn.SyncBatchNorm)
 _WORKING_NAMES = ("LayerScale", "QuickGELU")
 
 
@@ -129,8 +131,8 @@ def _why_parts_unsupported(parts: StageParts) -> str | None:
             return reason
         if any(bn.running_mean is None for _, bn in block.branches):
             return "a BatchNorm has no running statistics"
-        if not all(map(is_plain_linear, (*block.linears, block.proj, block.fc1, block.fc2))):
-            return "a linear layer is not a plain nn.Linear"
+        if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in block.layers()):
+            return "a linear layer is not a plain nn.Linear or LinearInt8"
     conv, batch_norm = parts.conv, parts.batch_norm
     if type(conv) is not nn.Conv2d:
         return f"the embedding has a {type(conv).__qualname__}, expected Conv2d"
@@ -147,8 +149,10 @@ def _why_parts_unsupported(parts: StageParts) -> str | None:
 
 def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
     """Says why the tensors cannot be folded; None if they can."""
-    tensors = [*stage.parameters(), *(b for b in stage.buffers() if b.is_floating_point())]
-    if len({(t.dtype, t.device) for t in tensors}) > 1:
+    quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
+    others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
+    tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
+    if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
         return "its parameters and buffers are of several dtypes or on several devices"
     if any(t.is_inference() for t in parts.folded()):
         return "its parameters were made in inference mode, where changes cannot be noticed"

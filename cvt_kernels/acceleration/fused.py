@@ -16,7 +16,9 @@ from torch.nn.modules import module as torch_module
 from .. import checks, dispatch
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm
 from ..ops.linear import linear, linear_gelu
-from ..reference import GeluVariant
+from ..ops.linear_int8 import layer_norm_quantize
+from ..ops.linear_int8.modules import LinearInt8
+from ..reference import GeluVariant, QuantizedRows
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -55,6 +57,42 @@ def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tup
     return add_layer_norm(branch, stream, weight, norm.bias, eps=norm.eps, dtype=dtype)
 
 
+def add_and_normalize_for(
+    caller: nn.Module, name: str, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
+) -> tuple[Tensor, Any]:
+    """Does as :func:`add_and_normalize`, but a quantized layer that reads the LayerNorm gets 8-bit numbers.
+
+    Args:
+        caller: The module that is called with the LayerNorm.
+        name: The linear layer in it that reads the LayerNorm.
+        norm: The LayerNorm.
+        branch: The branch.
+        stream: The residual stream.
+    """
+    differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
+    if differ or torch.jit.is_tracing() or not takes_rows(caller, name):
+        return add_and_normalize(norm, branch, stream)
+    layer: Any = caller._modules[name]
+    if checks.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
+        return add_and_normalize(norm, branch, stream)
+    stream = branch + stream
+    settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}
+    return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
+
+
+def takes_rows(caller: nn.Module, name: str) -> bool:
+    """Says whether a layer reads 8-bit numbers, and nobody would notice that its caller is handed them.
+
+    The forward of the caller is known to hand them to the layer only: it is of a class that ``accelerate``
+    has swapped, or one of ``cvt``.
+    """
+    layer: Any = caller._modules.get(name)
+    if not is_plain_int8(layer) or layer.bias is None or is_watched(caller):
+        return False
+    kind = type(caller)
+    return "_cvt_kernels_original" in vars(kind) or (kind.__module__, kind.__name__) == ("cvt.model", "Mlp")
+
+
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
     """Says whether the dtypes differ and autocast does not see to it."""
     return other is not None and other.dtype != x.dtype and not checks.autocast_enabled(x)
@@ -70,8 +108,20 @@ def is_plain_linear(module: Any) -> bool:
     return type(module) is nn.Linear and not is_watched(module)
 
 
-def apply_linear_and_gelu(module: Any, x: Tensor, *, approximate: GeluVariant) -> Tensor:
-    """Computes a linear layer and its GELU, as :func:`cvt_kernels.gelu` names it."""
+def is_plain_int8(module: Any) -> bool:
+    """Says whether a module is a ``LinearInt8``, of no other class, that nobody watches."""
+    return type(module) is LinearInt8 and not is_watched(module)
+
+
+def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate: GeluVariant) -> Tensor:
+    """Computes a linear layer and its GELU, as :func:`cvt_kernels.gelu` names it.
+
+    ``x`` is quantized already only where the layer is, after :func:`add_and_normalize_for`.
+    """
+    if is_plain_int8(module) and not checks.wants_gradient(x, module.bias):
+        return module.product(x, approximate=approximate)
+    if isinstance(x, QuantizedRows):
+        return gelu(module(x), approximate=approximate)
     if is_plain_linear(module) and not _dtypes_differ(x, module.weight):
         return linear_gelu(x, module.weight, module.bias, approximate=approximate)
     return gelu(module(x), approximate=approximate)
@@ -84,6 +134,8 @@ def gelu_variant(activation: Any) -> GeluVariant:
 
 def gelu_operator(module: Any, device_type: str) -> str:
     """Returns the operator that :func:`apply_linear_and_gelu` calls for the linear layer ``module``."""
+    if is_plain_int8(module):
+        return "linear_int8"
     if not is_plain_linear(module):
         return "gelu"
     if device_type == "cuda" or dispatch.may_be_ours("linear_gelu", device_type):
@@ -91,6 +143,11 @@ def gelu_operator(module: Any, device_type: str) -> str:
     if module.bias is not None and dispatch.may_be_ours("bias_gelu", device_type):
         return "bias_gelu"
     return "gelu"
+
+
+def norm_operators(caller: nn.Module, name: str) -> tuple[str, str]:
+    """Returns the operators of a block's LayerNorms, the second of which a layer of ``caller`` reads."""
+    return "layer_norm", "layer_norm_quantize" if takes_rows(caller, name) else "add_layer_norm"
 
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
@@ -135,11 +192,20 @@ def patch_of(cls: type) -> str | None:
     return f"{home}.{forward.__qualname__}"
 
 
-_BYPASSED = (nn.BatchNorm2d, nn.Conv2d, nn.Dropout, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm)
+_BYPASSED = (
+    nn.BatchNorm2d,
+    nn.Conv2d,
+    nn.Dropout,
+    nn.GELU,
+    nn.LayerNorm,
+    nn.Linear,
+    nn.SyncBatchNorm,
+    LinearInt8,
+)
 #: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
 _FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
 
 
 def _is_patched(cls: Any) -> bool:
-    """Says, sooner than :func:`patch_of`, whether the forward of a class of PyTorch has been patched."""
+    """Says, sooner than :func:`patch_of`, whether the forward of a bypassed class has been patched."""
     return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]

@@ -22,12 +22,13 @@ from .entries import (
     why_norms_unsupported,
 )
 from .fused import (
-    add_and_normalize,
+    add_and_normalize_for,
     apply_linear,
     apply_linear_and_gelu,
     embed,
     gelu_operator,
     gelu_variant,
+    norm_operators,
     normalize_for_layers,
 )
 from .stages import BlockParts, StageParts
@@ -72,7 +73,8 @@ def _output(self: Any, hidden_state: Tensor, input_tensor: Tensor) -> Tensor:
 
 def _layer(self: Any, hidden_state: Tensor, height: int, width: int) -> Tensor:
     branch = self.attention(normalize_for_layers(self.layernorm_before, hidden_state), height, width)
-    stream, y = add_and_normalize(self.layernorm_after, self.drop_path(branch), hidden_state)
+    branch = self.drop_path(branch)
+    stream, y = add_and_normalize_for(self.intermediate, "dense", self.layernorm_after, branch, hidden_state)
     return self.drop_path(self.output(self.intermediate(y), stream))  # output adds the stream itself
 
 
@@ -98,6 +100,7 @@ ENTRIES = by_name(
         operators=always("layer_norm"),
         arguments=("pixel_values",),
         children=frozenset(("projection", "normalization")),
+        layers=("projection",),
         forward=_embeddings,
         parts=bypassed({"normalization": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.normalization),
@@ -105,7 +108,7 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtLayer",
-        operators=always("layer_norm", "add_layer_norm"),
+        operators=lambda block, device_type: norm_operators(block.intermediate, "dense"),
         arguments=("hidden_state", "height", "width"),
         children=frozenset(
             ("attention", "intermediate", "output", "drop_path", "layernorm_before", "layernorm_after")
@@ -122,6 +125,7 @@ ENTRIES = by_name(
         children=frozenset(
             f"{prefix}projection_{word}" for prefix in ("", "convolution_") for word in _WORDS
         ).union(("dropout",)),
+        layers=tuple(f"projection_{word}" for word in _WORDS),
         forward=_self_attention,
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
@@ -133,6 +137,7 @@ ENTRIES = by_name(
         operators=lambda block, device_type: (gelu_operator(block.dense, device_type),),
         arguments=("hidden_state",),
         children=frozenset(("dense", "activation")),
+        layers=("dense",),
         forward=_intermediate,
         parts=bypassed({"activation": nn.GELU}),
     ),
@@ -142,6 +147,7 @@ ENTRIES = by_name(
         operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
+        layers=("dense",),
         forward=_self_output,
     ),
     BlockEntry(
@@ -150,6 +156,7 @@ ENTRIES = by_name(
         operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
+        layers=("dense",),
         forward=_output,
     ),
 )

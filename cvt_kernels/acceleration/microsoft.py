@@ -22,12 +22,13 @@ from .entries import (
     why_norms_unsupported,
 )
 from .fused import (
-    add_and_normalize,
+    add_and_normalize_for,
     apply_linear,
     apply_linear_and_gelu,
     embed,
     gelu_operator,
     gelu_variant,
+    norm_operators,
     normalize_for_layers,
 )
 from .ours import own_class
@@ -64,7 +65,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 def _block(self: Any, x: Tensor, h: int, w: int) -> Tensor:
     branch = self.drop_path(self.attn(normalize_for_layers(self.norm1, x), h, w))
-    stream, y = add_and_normalize(self.norm2, branch, x)
+    stream, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
     return stream + self.drop_path(self.mlp(y))
 
 
@@ -102,6 +103,7 @@ ENTRIES = by_name(
         operators=always("layer_norm"),
         arguments=("x",),
         children=frozenset(("proj", "norm")),
+        layers=("proj",),
         forward=_embedding,
         parts=bypassed({"norm": _LAYER_NORMS}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm),
@@ -109,7 +111,7 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=always("layer_norm", "add_layer_norm"),
+        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         arguments=("x", "h", "w"),
         children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
         forward=_block,
@@ -124,6 +126,7 @@ ENTRIES = by_name(
         children=frozenset(f"{prefix}proj_{letter}" for prefix in ("", "conv_") for letter in "qkv").union(
             ("attn_drop", "proj", "proj_drop")
         ),
+        layers=("proj_q", "proj_k", "proj_v", "proj"),
         forward=_attention,
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: (
@@ -137,6 +140,7 @@ ENTRIES = by_name(
         operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
         arguments=("x",),
         children=frozenset(("fc1", "act", "fc2", "drop")),
+        layers=("fc1", "fc2"),
         forward=_mlp,
         parts=bypassed({"act": (nn.GELU, "QuickGELU")}),
     ),

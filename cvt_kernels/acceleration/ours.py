@@ -20,7 +20,7 @@ from .entries import (
     why_convolutions_unsupported,
     why_norms_unsupported,
 )
-from .fused import gelu_operator
+from .fused import gelu_operator, norm_operators
 from .stages import BlockParts, StageParts
 
 #: The module that defines them. (Nothing here imports it.)
@@ -49,13 +49,14 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="ConvEmbed",
         operators=always("layer_norm"),
+        layers=("proj",),
         parts=bypassed({"norm": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm),
     ),
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=always("layer_norm", "add_layer_norm"),
+        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         parts=bypassed({"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm1, block.norm2),
     ),
@@ -63,6 +64,7 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="Attention",
         operators=always("conv_projection", "attention"),
+        layers=("proj_q", "proj_k", "proj_v", "proj"),
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
     ),
@@ -70,6 +72,7 @@ ENTRIES = by_name(
         upstream=UPSTREAM,
         name="Mlp",
         operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
+        layers=("fc1", "fc2"),
     ),
 )
 

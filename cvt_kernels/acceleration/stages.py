@@ -4,7 +4,8 @@ The residual stream is one tensor, in whose place each block puts its result. On
 operator, ``transformer_block``. Elsewhere it is a few launches, whose matrix products accumulate into the
 stream and add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the
 class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So
-at the end of the stage the stream is what it should be.
+at the end of the stage the stream is what it should be. Products of 8-bit numbers add their own biases, where
+they are scaled.
 """
 
 from __future__ import annotations
@@ -15,15 +16,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import dispatch
+from .. import checks, dispatch
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
+from ..ops.conv_projection import conv_projection
 from ..ops.layer_norm_gelu import layer_norm
-from ..ops.linear import linear_add, linear_add_layer_norm, linear_gelu
+from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
+from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
 from ..ops.transformer_block import transformer_block
-from ..reference import ConvBatchNorm, GeluVariant, Linear, Norm, TransformerBlock
+from ..reference import (
+    AnyLinear,
+    ConvBatchNorm,
+    GeluVariant,
+    Linear,
+    Norm,
+    QuantizedLinear,
+    QuantizedRows,
+    TransformerBlock,
+)
 from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
@@ -62,14 +75,14 @@ class BlockParts(NamedTuple):
 
     norm1: nn.LayerNorm
     branches: Sequence[tuple[Any, Any]]
-    linears: Sequence[nn.Linear]
+    linears: Sequence[nn.Linear | LinearInt8]
     num_heads: int
     scale: float
-    proj: nn.Linear
+    proj: nn.Linear | LinearInt8
     norm2: nn.LayerNorm
-    fc1: nn.Linear
+    fc1: nn.Linear | LinearInt8
     approximate: GeluVariant
-    fc2: nn.Linear
+    fc2: nn.Linear | LinearInt8
     activation: nn.Module | None = None
     layer_scales: tuple[Any, Any] = (None, None)
 
@@ -79,6 +92,10 @@ class BlockParts(NamedTuple):
         layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *self.layer_scales)
         found = (self.norm1, self.norm2, *branches, *layers)
         return [module for module in found if module is not None]
+
+    def layers(self) -> list[nn.Linear | LinearInt8]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return [*self.linears, self.proj, self.fc1, self.fc2]
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factors of the layer scales; None where there are none."""
@@ -118,8 +135,13 @@ class StageParts(NamedTuple):
         for block in self.blocks:
             sources += [block.proj.bias, block.fc2.bias, *block.factors()]
             if any(factor is not None for factor in block.factors()):
-                sources += [block.proj.weight, block.fc2.weight]
+                sources += [_factor_of(block.proj), _factor_of(block.fc2)]
         return [tensor for tensor in sources if tensor is not None]
+
+
+def _factor_of(linear: nn.Linear | LinearInt8) -> Tensor:
+    """Returns the tensor of a linear layer by which its outputs are scaled."""
+    return linear.weight_scale if isinstance(linear, LinearInt8) else linear.weight
 
 
 class FoldedBlock(NamedTuple):
@@ -128,21 +150,21 @@ class FoldedBlock(NamedTuple):
     Attributes:
         parts: Its modules.
         convs: The branches of its projection.
-        linears: Weight and bias of the linear layers of Q, of K and of V.
+        linears: The linear layers of Q, of K and of V.
         norm1_shift, norm2_shift: What the LayerNorms subtract from the stream, negated.
-        proj_weight: Of the linear layer after attention, whose bias is in the stream.
-        fc2_weight: Of the last linear layer.
-        fc2_bias: Its bias where it is not in the stream.
+        proj: The linear layer after attention, without a bias that is in the stream.
+        fc1: The first of the MLP.
+        fc2: The last one, without a bias that is in the stream.
     """
 
     parts: BlockParts
     convs: tuple[ConvBatchNorm, ...]
-    linears: tuple[tuple[Tensor, Tensor | None], ...]
+    linears: tuple[AnyLinear, ...]
     norm1_shift: Tensor
     norm2_shift: Tensor
-    proj_weight: Tensor
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
+    proj: AnyLinear
+    fc1: AnyLinear
+    fc2: AnyLinear
 
 
 class FoldedStage(NamedTuple):
@@ -187,14 +209,41 @@ def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
     if device_type == "cpu":
         names += ["transformer_block"]
         if _may_be_composed(device_type):
-            names += ["layer_norm", "conv_linear", "attention", "linear_add_layer_norm", "linear_gelu"]
+            names += _composition_of(parts.blocks)
     else:
-        names += ["layer_norm", "conv_linear", "attention"]
         for block in parts.blocks:
-            wide = ("linear_add_layer_norm", "linear_gelu", "linear_add")
-            names += ("linear_add", "layer_norm_mlp") if _is_narrow(block) else wide
+            names += _launched(block)
     gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
     return tuple(dict.fromkeys(part for name in names for part in _parts_of(name, gelu, device_type)))
+
+
+def _launched(block: BlockParts) -> list[str]:
+    """Returns the operators of a block on a GPU."""
+    are_quantized = [isinstance(layer, LinearInt8) for layer in block.linears]
+    proj, fc1, fc2 = (isinstance(layer, LinearInt8) for layer in (block.proj, block.fc1, block.fc2))
+    names = ["layer_norm", "conv_projection" if any(are_quantized) else "conv_linear", "attention"]
+    if any((*are_quantized, proj, fc1, fc2)):
+        names.append("linear_int8")
+    if _has_one_mlp(block):
+        return [*names, *([] if proj else ["linear_add"]), "layer_norm_mlp"]
+    if not proj:
+        names.append("linear_add" if fc1 else "linear_add_layer_norm")
+    if fc1:
+        names.append("layer_norm_quantize")
+    if fc2:
+        names.append("gelu_quantize")
+    return [*names, *([] if fc1 or fc2 else ["linear_gelu"]), *([] if fc2 else ["linear_add"])]
+
+
+def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
+    """Returns the operators of blocks on a CPU where ``transformer_block`` calls others."""
+    quantized = [isinstance(layer, LinearInt8) for block in blocks for layer in block.layers()]
+    names = ["layer_norm", "conv_linear", "attention"]
+    if not all(quantized):
+        names += ["linear_add_layer_norm", "linear_gelu"]
+    if any(quantized):
+        names += ["conv_projection", "layer_norm_quantize", "linear_int8"]
+    return names
 
 
 def _may_be_composed(device_type: str) -> bool:
@@ -240,7 +289,9 @@ def _norm_of(norm: nn.LayerNorm) -> Norm:
     return Norm(norm.weight, norm.bias, norm.eps)
 
 
-def _linear_of(linear: nn.Linear) -> Linear:
+def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
+    if isinstance(linear, LinearInt8):
+        return linear.parameters_of_operator()
     return Linear(linear.weight, linear.bias)
 
 
@@ -260,28 +311,38 @@ def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
 def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
     """Returns a block as it is served, and the biases that the stream must have before it."""
     proj_factors, fc2_factors = block.factors()
-    proj_weight, proj_bias = _scaled(block.proj, proj_factors)
-    fc2_weight, fc2_bias = _scaled(block.fc2, fc2_factors)
-    if not _is_narrow(block) and fc2_bias is not None:
-        due, fc2_bias = due + fc2_bias, None
+    proj, fc2 = _scaled(block.proj, proj_factors), _scaled(block.fc2, fc2_factors)
+    if not _has_one_mlp(block):
+        fc2, due = _without_bias(fc2, due)
     norm2_shift = -due
-    if proj_bias is not None:
-        due = due + proj_bias
+    proj, due = _without_bias(proj, due)
     folded = FoldedBlock(
         parts=block,
         convs=tuple(ConvBatchNorm.from_modules(conv, bn) for conv, bn in block.branches),
-        linears=tuple((linear.weight, linear.bias) for linear in block.linears),
+        linears=tuple(map(_linear_of, block.linears)),
         norm1_shift=-due,
         norm2_shift=norm2_shift,
-        proj_weight=proj_weight,
-        fc2_weight=fc2_weight,
-        fc2_bias=fc2_bias,
+        proj=proj,
+        fc1=_linear_of(block.fc1),
+        fc2=fc2,
     )
     return folded, due
 
 
-def _is_narrow(block: BlockParts) -> bool:
-    return block.fc2.out_features <= _MLP_CHANNELS
+def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
+    """Returns a layer without its bias, and the biases that the stream must have before, that one included.
+
+    A quantized layer keeps it.
+    """
+    if isinstance(layer, QuantizedLinear) or layer.bias is None:
+        return layer, due
+    return Linear(layer.weight), due + layer.bias
+
+
+def _has_one_mlp(block: BlockParts) -> bool:
+    """Says whether the MLP is asked of one operator."""
+    is_quantized = isinstance(block.fc1, LinearInt8) or isinstance(block.fc2, LinearInt8)
+    return block.fc2.out_features <= _MLP_CHANNELS and not is_quantized
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -289,13 +350,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _scaled(linear: nn.Linear, scale: Tensor | None) -> Linear:
-    """Returns weight and bias of a linear layer with the factors of its outputs folded into them."""
-    if scale is None:
+def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:
+    """Returns a linear layer with the factors of its outputs folded into weight, or its scales, and bias."""
+    if factors is None:
         return _linear_of(linear)
-    weight = (_wide(scale)[:, None] * linear.weight).to(linear.weight.dtype)
-    bias = None if linear.bias is None else (_wide(scale) * linear.bias).to(linear.bias.dtype)
-    return Linear(weight, bias)
+    bias = None if linear.bias is None else (_wide(factors) * linear.bias).to(linear.bias.dtype)
+    if isinstance(linear, LinearInt8):
+        scales = (_wide(factors) * linear.weight_scale).float()
+        return QuantizedLinear(linear.weight, scales, bias, linear.input_scale)
+    return Linear((_wide(factors)[:, None] * linear.weight).to(linear.weight.dtype), bias)
 
 
 def _as_read(weight: Tensor) -> Tensor:
@@ -340,22 +403,75 @@ def _serve_block(block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tu
     """Computes a block, mostly in the place of the stream."""
     if isinstance(block, TransformerBlock):
         return transformer_block(stream, grid, block, inplace=True)
-    parts, norm1, norm2 = block.parts, block.parts.norm1, block.parts.norm2
+    parts, norm1 = block.parts, block.parts.norm1
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
-    q, k, v = (
-        tokens.unflatten(2, (parts.num_heads, -1))
-        for tokens in conv_linear(y, grid, block.convs, block.linears)
-    )
-    y = attention(q, k, v, scale=parts.scale).flatten(2)
-    if _is_narrow(parts):
-        stream = linear_add(y, block.proj_weight, None, stream, inplace=True)
+    heads = (tokens.unflatten(2, (parts.num_heads, -1)) for tokens in _project(block, y, grid))
+    y = attention(*heads, scale=parts.scale).flatten(2)
+    return _serve_mlp(block, y, stream)
+
+
+def _project(block: FoldedBlock, y: Tensor, grid: tuple[int, int]) -> Sequence[Tensor]:
+    """Returns queries, keys and values."""
+    layers = [layer for layer in block.linears if isinstance(layer, Linear)]
+    if len(layers) == len(block.linears):
+        return conv_linear(y, grid, block.convs, layers)
+    projected = conv_projection(y, grid, block.convs, training=False)
+    return [_apply(layer, tokens) for layer, tokens in zip(block.linears, projected, strict=True)]
+
+
+def _apply(layer: AnyLinear, x: Tensor) -> Tensor:
+    return linear(x, *layer) if isinstance(layer, Linear) else linear_int8(x, **layer._asdict())
+
+
+def _add(layer: AnyLinear, x: Tensor | QuantizedRows, stream: Tensor) -> Tensor:
+    """Adds a layer's result to the stream."""
+    if isinstance(layer, Linear):
+        assert isinstance(x, Tensor)
+        return linear_add(x, layer.weight, layer.bias, stream, inplace=True)
+    if not isinstance(x, Tensor):  # and rounded by its scale
+        layer = layer._replace(input_scale=None)
+    return linear_int8(x, **layer._asdict(), residual=stream, dtype=stream.dtype)
+
+
+def _serve_mlp(block: FoldedBlock, y: Tensor, stream: Tensor) -> Tensor:
+    """Computes the rest of a block from the result of attention."""
+    parts, fc1, fc2 = block.parts, block.fc1, block.fc2
+    norm2, shift = _norm_of(parts.norm2), block.norm2_shift
+    if _has_one_mlp(parts):
+        stream = _add(block.proj, y, stream)
         return layer_norm_mlp(
-            stream, norm2.weight, norm2.bias, parts.fc1.weight, parts.fc1.bias, block.fc2_weight,
-            block.fc2_bias, eps=norm2.eps, approximate=parts.approximate, shift=block.norm2_shift,
+            stream, norm2.weight, norm2.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+            eps=norm2.eps, approximate=parts.approximate, shift=shift,
         )  # fmt: skip
-    stream, y = linear_add_layer_norm(
-        y, block.proj_weight, None, stream, norm2.weight, norm2.bias,
-        eps=norm2.eps, shift=block.norm2_shift, inplace=True,
-    )  # fmt: skip
-    y = linear_gelu(y, parts.fc1.weight, parts.fc1.bias, approximate=parts.approximate)
-    return linear_add(y, block.fc2_weight, None, stream, inplace=True)
+    if isinstance(fc1, QuantizedLinear):
+        stream = _add(block.proj, y, stream)
+        rows = layer_norm_quantize(
+            stream, norm2.weight, norm2.bias, eps=norm2.eps, shift=shift, scale=fc1.input_scale,
+            dtype=fc1.weight.dtype,
+        )  # fmt: skip
+        dtype = checks.autocast_dtype(stream) or stream.dtype
+        approximate = parts.approximate if isinstance(fc2, Linear) else None
+        args = fc1.weight, fc1.weight_scale, fc1.bias
+        hidden = linear_int8(rows, *args, approximate=approximate, dtype=dtype)
+    else:
+        stream, y = _add_and_normalize(block.proj, y, stream, norm2, shift)
+        if isinstance(fc2, Linear):
+            hidden = linear_gelu(y, fc1.weight, fc1.bias, approximate=parts.approximate)
+        else:
+            hidden = linear(y, *fc1)
+    if isinstance(fc2, Linear):
+        return _add(fc2, hidden, stream)
+    settings: dict[str, Any] = {"scale": fc2.input_scale, "dtype": fc2.weight.dtype}
+    return _add(fc2, gelu_quantize(hidden, approximate=parts.approximate, **settings), stream)
+
+
+def _add_and_normalize(
+    layer: AnyLinear, y: Tensor, stream: Tensor, norm: Norm, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Adds a layer's result to the stream; returns it and its LayerNorm."""
+    if isinstance(layer, Linear):
+        return linear_add_layer_norm(
+            y, *layer, stream, norm.weight, norm.bias, eps=norm.eps, shift=shift, inplace=True
+        )
+    stream = _add(layer, y, stream)
+    return stream, layer_norm(stream, norm.weight, norm.bias, eps=norm.eps, shift=shift)

@@ -17,7 +17,7 @@ from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, use_backend
 from ..checks import autocast_dtype, dtype_name
 from ..tables import aligned
-from . import accelerate, restore
+from . import accelerate, give_classes_back
 from .coverage import coverage
 from .freezing import find_stages
 from .matching import is_fused, original_class
@@ -166,7 +166,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     more, each time with other roundings in the inputs, and the rule is applied to the means.
 
     A frozen stage calls no blocks. So of a frozen model, the evaluation of stages and of the whole model is
-    that with frozen stages; the rest is that of the model accelerated without freezing.
+    that with frozen stages; the rest is that of the model accelerated without freezing. Quantized layers are
+    so in all three, but in float64 they do not round what they get.
 
     Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
     they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
@@ -196,8 +197,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
             "model: has no parameter that requires a gradient, expected some for the training step"
         )
     accelerated = accelerate(_unfrozen(copy.deepcopy(model)))
-    eager = restore(copy.deepcopy(model))
-    exact = _in_float64(restore(copy.deepcopy(model)))
+    eager = give_classes_back(copy.deepcopy(model))
+    exact = _in_float64(give_classes_back(copy.deepcopy(model)))
     stages = _frozen_paths(model)
     serving = copy.deepcopy(model) if stages else None
     runs = [

@@ -8,13 +8,19 @@ from typing import Any
 from .. import backends, machine, reference
 
 
-def register_triton(operator: str, package: str) -> None:
-    """Registers the Triton kernels ``package.triton``, for NVIDIA GPUs."""
+def register_triton(operator: str, package: str, why_unsupported: str = "why_unsupported") -> None:
+    """Registers the Triton kernels ``package.triton``, for NVIDIA GPUs.
+
+    Args:
+        operator: Name of the operator.
+        package: Name of its package.
+        why_unsupported: Name of the function of ``package.triton`` that says why it cannot serve a call.
+    """
     implementation = backends.Implementation(
         function=f"{package}.triton:{operator}",
         devices=("cuda",),
         why_unavailable=machine.why_triton_unavailable,
-        why_unsupported=f"{package}.triton:why_unsupported",
+        why_unsupported=f"{package}.triton:{why_unsupported}",
     )
     backends.register(operator, "triton", implementation)
 
@@ -24,7 +30,7 @@ def register_native(
     package: str,
     *,
     devices: tuple[str, ...] = ("cpu",),
-    why_unsupported: Callable[..., str | None] | None = None,
+    why_unsupported: Callable[..., str | None] | str | None = None,
     forward_only: bool = False,
 ) -> None:
     """Registers the function of the operator's name in ``package.native``.

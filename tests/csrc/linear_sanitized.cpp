@@ -102,7 +102,7 @@ float emulated_sum(float before, std::vector<uint32_t> a, std::vector<uint32_t> 
   load_tile<0>(sums, sizeof sums);
   load_tile<5>(a.data(), 0);
   load_tile<7>(right.data(), kTileSide * sizeof(uint32_t));
-  multiply_tile<0, 5, 7>();
+  multiply_tile<Pair, 0, 5, 7>();
   store_tile<0>(sums, sizeof sums);
   for (int i = 1; i < kTileSide; i++) expect("a column that should be 0", sums[i] == 0);
   return sums[0];

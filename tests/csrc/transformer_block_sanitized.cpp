@@ -1,8 +1,10 @@
 // Runs the loops of csrc/transformer_block/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
 // does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
 #include <algorithm>
+#include <array>
 
 #include "linear/cpu_loops.h"
+#include "linear_int8/cpu_loops.h"
 #include "sanitized.h"
 #include "transformer_block/cpu_loops.h"
 
@@ -34,6 +36,9 @@ Rows rows_of(const T* data, int64_t rows, int64_t columns) {
   return made;
 }
 
+// How the inputs of a layer are rounded: not at all, each row by its largest number, or all by one scale.
+enum class Rounding { none, dynamic, fixed };
+
 // A linear layer with random parameters.
 template <class T>
 struct RandomLinear {
@@ -41,6 +46,7 @@ struct RandomLinear {
   std::vector<float> bias;
   Memory packed;
   Linear linear;
+  std::vector<float> scales;  // of a quantized weight
 
   RandomLinear(DType dtype, int64_t outputs, int64_t inputs)
       : weight(random_buffer<T>(outputs * inputs, 0.8 / std::sqrt(inputs))), bias(random_buffer<float>(outputs, 0.3)),
@@ -49,7 +55,35 @@ struct RandomLinear {
     linear::KERNELS.pack(dtype, weight.data(), inputs, outputs, inputs, packed.get());
   }
 
-  Rows operator()(const Rows& rows) const {
+  void quantize(Rounding rounding) {
+    const auto& kernels = linear_int8::KERNELS;
+    std::vector<int8_t> numbers(weight.size());
+    scales = random_buffer<float>(linear.outputs, 0.2 / 127);
+    for (size_t i = 0; i < weight.size(); i++) {
+      const float scale = scales[i / linear.inputs];
+      const float number = std::nearbyint(load(&weight[i]) / scale);
+      numbers[i] = static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number)));
+      store(&weight[i], numbers[i] * scale);
+    }
+    packed = memory(kernels.packed_bytes(linear.outputs, linear.inputs));
+    kernels.pack(numbers.data(), linear.outputs, linear.inputs, packed.get());
+    linear.weight = packed.get();
+    linear.integers = &kernels;
+    linear.weight_scales = scales.data();
+    linear.input_scale = rounding == Rounding::fixed ? 0.03f : 0;
+  }
+
+  std::vector<double> rounded(std::vector<double> row) const {
+    if (linear.integers == nullptr) return row;
+    double largest = 0;
+    for (const double x : row) largest = std::max(largest, std::abs(x));
+    const double scale = linear.input_scale != 0 ? linear.input_scale : largest / 127;
+    for (double& x : row) x = scale == 0 ? 0 : std::max(-127.0, std::min(127.0, std::nearbyint(x / scale))) * scale;
+    return row;
+  }
+
+  Rows operator()(Rows rows) const {
+    for (auto& row : rows) row = rounded(row);
     Rows out(rows.size(), std::vector<double>(bias.begin(), bias.end()));
     for (size_t row = 0; row < rows.size(); row++) {
       for (int64_t o = 0; o < linear.outputs; o++) {
@@ -164,17 +198,24 @@ void add(Rows& rows, const Rows& others) {
   }
 }
 
+// The roundings of Q, K, V, proj, fc1 and fc2.
+using Roundings = std::array<Rounding, 6>;
+
 template <class T>
-void run(DType dtype, double tolerance, const Sizes& sizes) {
+void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& roundings = {}) {
   const auto& kernels = transformer_block::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2;
   const RandomNorm norm1(sizes.channels), norm2(sizes.channels);
   const RandomConvolution<T> convolutions[] = {{dtype, sizes, sizes.queries}, {dtype, sizes, sizes.keys},
                                                {dtype, sizes, sizes.keys}};
-  const RandomLinear<T> linears[] = {{dtype, width, sizes.channels}, {dtype, width, sizes.channels},
+  RandomLinear<T> linears[] = {{dtype, width, sizes.channels}, {dtype, width, sizes.channels},
                                      {dtype, width, sizes.channels}};
-  const RandomLinear<T> proj(dtype, sizes.channels, width), fc1(dtype, sizes.hidden, sizes.channels),
+  RandomLinear<T> proj(dtype, sizes.channels, width), fc1(dtype, sizes.hidden, sizes.channels),
       fc2(dtype, sizes.channels, sizes.hidden);
+  RandomLinear<T>* layers[] = {&linears[0], &linears[1], &linears[2], &proj, &fc1, &fc2};
+  for (int i = 0; i < 6; i++) {
+    if (roundings[i] != Rounding::none) layers[i]->quantize(roundings[i]);
+  }
   Block block{};
   block.images = images, block.class_tokens = sizes.class_tokens;
   block.height = sizes.height, block.width = sizes.width, block.channels = sizes.channels;
@@ -238,6 +279,11 @@ int main() {
     run<float>(DType::float32, 1e-4, sizes);
     run<BFloat16>(DType::bfloat16, 0.1, sizes);
     run<Half>(DType::float16, 1e-2, sizes);
+    // A number that lies between two integers may be rounded to the other one: the formula is in float64.
+    constexpr auto kDynamic = Rounding::dynamic, kFixed = Rounding::fixed, kNone = Rounding::none;
+    run<float>(DType::float32, 0.1, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
+    run<float>(DType::float32, 0.1, sizes, {kFixed, kNone, kDynamic, kFixed, kNone, kFixed});
+    run<float>(DType::float32, 0.1, sizes, {kNone, kFixed, kNone, kNone, kDynamic, kNone});
   }
   std::printf("done\n");
 }

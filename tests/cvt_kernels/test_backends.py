@@ -186,7 +186,8 @@ def test_use_backend_as_statement_and_nested():
 
 
 EXPECTED = (
-    "expected auto alone or some of triton, native, composed, sdpa, onednn, convolution, float32, reference"
+    "expected auto alone or some of triton, native, composed, sdpa, onednn, convolution, float32, int_mm, "
+    "scaled_mm, dequantized, reference"
 )
 
 
@@ -443,6 +444,17 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
             norm, (conv,) * 3, (layers,) * 3, 1, scale, layers, norm, fc1, "tanh", fc2
         )
         return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
+    if operator == "linear_int8":
+        weight, scales = ck.reference.quantize_rows(randn(5, channels).detach().float())
+        keywords = {"approximate": "tanh", "dtype": dtype}
+        return Sample((x, weight, scales.flatten(), randn(5)), keywords, images * tokens**2)
+    if operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+        keywords = {"scale": None, "dtype": torch.int8}
+        if operator == "quantize_rows":
+            return Sample((x,), keywords, images * tokens**2)
+        if operator == "gelu_quantize":
+            return Sample((x, randn(channels)), keywords | {"approximate": "tanh"}, images * tokens**2)
+        return Sample((x, randn(channels), randn(channels)), keywords | eps, images * tokens**2)
     if operator == "gelu":
         return Sample((x,), {"approximate": "tanh"}, x.numel())
     if operator == "bias_gelu":

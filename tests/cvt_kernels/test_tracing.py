@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends, proofs, reference
 from cvt_kernels.reference import ConvBatchNorm, Linear, Norm, TransformerBlock
 
 pytestmark = [
@@ -33,6 +33,7 @@ LINEAR = Linear(tensor(CHANNELS, CHANNELS), tensor(CHANNELS))
 NORM = Norm(tensor(CHANNELS), tensor(CHANNELS))
 BLOCK = TransformerBlock(NORM, CONVS, (LINEAR,) * 3, 2, None, LINEAR, NORM, LINEAR, "quick", LINEAR)
 BIAS = tensor(TOKENS, TOKENS)
+INTEGERS, SCALES = reference.quantize_rows(LINEAR.weight)
 
 #: Each operator as a function of tokens (batch, TOKENS, CHANNELS).
 CALLS = {
@@ -53,6 +54,12 @@ CALLS = {
         x.unsqueeze(1), CONVS[0].weight, NORM.bias, *NORM[:2], stride=2, padding=1, class_token=NORM.bias
     ),
     "transformer_block": lambda x: ck.transformer_block(x, GRID, BLOCK),
+    "quantize_rows": lambda x: ck.quantize_rows(x, scale=SCALES[0, 0]),
+    "layer_norm_quantize": lambda x: ck.layer_norm_quantize(x, *NORM[:2], shift=NORM.bias),
+    "gelu_quantize": lambda x: ck.gelu_quantize(x, NORM.bias, approximate="quick"),
+    "linear_int8": lambda x: ck.linear_int8(
+        ck.quantize_rows(x), INTEGERS, SCALES.flatten(), LINEAR.bias, approximate="quick", residual=x
+    ),
 }
 
 every_operator = pytest.mark.parametrize("operator", backends.OPERATORS)

@@ -22,6 +22,11 @@ _OPERATORS = (
     "linear_gelu",
     "linear_add",
     "linear_add_layer_norm",
+    "quantize_rows",
+    "layer_norm_quantize",
+    "gelu_quantize",
+    "linear_int8",
+    "linear_float8",
     "layer_norm_gelu",
 )
 

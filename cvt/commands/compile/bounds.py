@@ -109,20 +109,21 @@ def _predict(arch: int, work: Work, instructions: float, mufu: float, flops: flo
     microseconds = {
         "issue": instructions / rates.issue / busy,
         "MUFU": mufu / rates.mufu / busy,
-        "tensor": (flops or work.flops) / rates.tensor_flops / busy,  # sm_100's names have no shapes
+        "tensor": (flops or work.flops) / work.speed / rates.tensor_flops / busy,  # sm_100 names no shapes
         "DRAM": work.bytes / rates.dram_bytes / clocks,
     }
     bound = max(microseconds, key=microseconds.__getitem__)
-    floor = max(work.bytes / rates.dram_bytes, work.flops / rates.tensor_flops) / clocks
+    products = work.flops / work.speed / rates.tensor_flops
+    floor = max(work.bytes / rates.dram_bytes, products) / clocks
     return Prediction(microseconds, bound, floor, floor / microseconds[bound])
 
 
 def flops_of(instruction: str) -> int:
     """Returns a warp's operations of a product on tensor cores, 0 for an instruction that names no shape."""
-    if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):  # of 4 warps
+    if shape := re.match(r"[HIQ]GMMA\.(\d+)x(\d+)x(\d+)", instruction):  # of 4 warps
         rows, columns, depth = map(int, shape.groups())
         return 2 * rows * columns * depth // 4
-    if shape := re.match(r"HMMA\.(16)(8)(4|8|16)\b", instruction):
+    if shape := re.match(r"[HIQ]MMA\.(16)(8)(4|8|16|32)\b", instruction):
         rows, columns, depth = map(int, shape.groups())
         return 2 * rows * columns * depth
     return 0

@@ -25,6 +25,11 @@ _FAMILIES = {
     "linear_gelu": "cvt_kernels.ops.linear.triton.common",
     "linear_add": "cvt_kernels.ops.linear.triton.common",
     "linear_add_layer_norm": "cvt_kernels.ops.linear.triton.common",
+    "quantize_rows": "cvt_kernels.ops.linear_int8.triton.common",
+    "layer_norm_quantize": "cvt_kernels.ops.linear_int8.triton.common",
+    "gelu_quantize": "cvt_kernels.ops.linear_int8.triton.common",
+    "linear_int8": "cvt_kernels.ops.linear_int8.triton.common",
+    "linear_float8": "cvt_kernels.ops.linear_int8.triton.common",
 }
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.

@@ -269,6 +269,84 @@ def _linear_layer(
     return x, weight, bias, residual
 
 
+def quantize_rows_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
+    numbers: torch.dtype = torch.int8,
+) -> list[machine.Launch]:  # fmt: skip
+    """Returns the launch that rounds a stage's tokens to 8-bit ``numbers``; there is none in training."""
+    from cvt_kernels.ops.linear_int8.triton import rows
+
+    x, *_ = _linear_layer(stage, batch, dtype, widths=(1, 1))
+    with machine.recorded_launches(chip) as launches:
+        if not training:
+            rows.quantize_rows_forward(x, None, numbers)
+    return launches
+
+
+def layer_norm_quantize_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
+    numbers: torch.dtype = torch.int8,
+) -> list[machine.Launch]:  # fmt: skip
+    """Returns the launch that rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
+    from cvt_kernels.ops.linear_int8.triton import rows
+
+    x, _, vector, _ = _linear_layer(stage, batch, dtype, widths=(1, 1))
+    with machine.recorded_launches(chip) as launches:
+        if not training:
+            rows.layer_norm_quantize_forward(x, vector, vector, 1e-5, vector, None, numbers)
+    return launches
+
+
+def gelu_quantize_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
+    numbers: torch.dtype = torch.int8,
+) -> list[machine.Launch]:  # fmt: skip
+    """Returns the launch that rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
+    from cvt_kernels.ops.linear_int8.triton import rows
+
+    x, *_ = _linear_layer(stage, batch, dtype, widths=(4, 1))
+    with machine.recorded_launches(chip) as launches:
+        if not training:
+            rows.gelu_quantize_forward(x, None, "quick", None, numbers)
+    return launches
+
+
+def linear_int8_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
+    numbers: torch.dtype = torch.int8,
+) -> list[machine.Launch]:  # fmt: skip
+    """Returns the launches of a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
+
+    These are that of Q, that after attention and the two of the MLP, the second and the last with a residual.
+    """
+    from cvt_kernels.ops.linear_int8.triton import forward
+
+    with machine.recorded_launches(chip) as launches:
+        for inputs, outputs, adds in () if training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
+            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(inputs, outputs))
+            scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+            forward.linear_int8_forward(
+                x.to(numbers), scales, weight.to(numbers), bias.float(), bias, None,
+                residual if adds else None, dtype,
+            )  # fmt: skip
+    return launches
+
+
+def linear_float8_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches of the four operators with float8_e4m3fn, none for chips without such products."""
+    if chip.capability < 89:
+        return []
+    settings: dict[str, Any] = {"batch": batch, "training": training, "numbers": torch.float8_e4m3fn}
+    return [
+        *quantize_rows_launches(stage, dtype, chip, **settings),
+        *layer_norm_quantize_launches(stage, dtype, chip, **settings),
+        *gelu_quantize_launches(stage, dtype, chip, **settings),
+        *linear_int8_launches(stage, dtype, chip, **settings),
+    ]
+
+
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
@@ -280,6 +358,11 @@ TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "linear_gelu": linear_gelu_launches,
     "linear_add": linear_add_launches,
     "linear_add_layer_norm": linear_add_layer_norm_launches,
+    "quantize_rows": quantize_rows_launches,
+    "layer_norm_quantize": layer_norm_quantize_launches,
+    "gelu_quantize": gelu_quantize_launches,
+    "linear_int8": linear_int8_launches,
+    "linear_float8": linear_float8_launches,
 }
 #: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
 CUDA_OPERATOR = "layer_norm_gelu"

@@ -9,7 +9,10 @@ from .gpus import RESERVED_SHARED, max_block_shared, occupancy
 from .machine_code import MachineCode
 
 #: Instructions of the tensor cores: up to Ada and on consumer Blackwell, on Hopper, on Blackwell.
-_MMA = ("HMMA", "DMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
+_MMA = (
+    "HMMA", "DMMA", "IMMA", "QMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA",
+    "UTCOMMA",
+)  # fmt: skip
 
 
 class Resources(NamedTuple):

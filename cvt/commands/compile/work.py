@@ -40,6 +40,7 @@ class Work(NamedTuple):
         scores: Attention scores that a program computes within loops, padding included.
         conditional: The part of the trips in which a loop runs the code that its others skip, such as the end
             of a tile in a loop over the steps of all tiles.
+        speed: The operations of these products in a clock, as a multiple of those in half precision.
     """
 
     programs: int
@@ -49,6 +50,7 @@ class Work(NamedTuple):
     flops: int = 0
     scores: float = 0
     conditional: float = 1.0
+    speed: float = 1.0
 
 
 def work_of(launch: machine.Launch) -> Work | None:
@@ -368,7 +370,7 @@ def _linear(launch: machine.Launch, results: tuple[str, ...]) -> Work:
     conditional = 1.0
     if spec.is_persistent:
         trips, conditional = (steps * arguments["tiles"] / arguments["programs"],), 1 / steps
-    has_tensor_cores = read[0].element_size() == 2 or spec.precision == "tf32"
+    has_tensor_cores = read[0].element_size() <= 2 or spec.precision == "tf32"
     return Work(
         programs=_programs(launch),
         outputs=written[0].numel(),
@@ -376,11 +378,21 @@ def _linear(launch: machine.Launch, results: tuple[str, ...]) -> Work:
         trips=trips,
         flops=2 * written[0].numel() * spec.inputs if has_tensor_cores else 0,
         conditional=conditional,
+        speed=2.0 if read[0].element_size() == 1 else 1.0,
     )
 
 
 def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
+
+
+# Numbers of 8 bits ----------------------------------------------------------------------------------------
+
+
+def _rounding(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    moved = [arguments[name] for name in ("x_ptr", "values_ptr", "scales_ptr")]
+    return Work(programs=_programs(launch), outputs=moved[1].numel(), bytes=_bytes(moved), trips=())
 
 
 # The embedding --------------------------------------------------------------------------------------------
@@ -461,5 +473,9 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_layer_norm_mlp_fwd_resident_kernel": _layer_norm_mlp,
     "_linear_gelu_kernel": functools.partial(_linear, results=("out", "pre")),
     "_linear_add_kernel": functools.partial(_linear, results=("out",)),
+    "_linear_int8_kernel": functools.partial(_linear, results=("out",)),
+    "_quantize_rows_kernel": _rounding,
+    "_layer_norm_quantize_kernel": _rounding,
+    "_gelu_quantize_kernel": _rounding,
     "_linear_add_layer_norm_kernel": functools.partial(_linear, results=("h", "y")),
 }

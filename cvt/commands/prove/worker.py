@@ -244,7 +244,7 @@ class _Server:
         with self._undisturbed():
             self._proof = proof = dispatch.proof_of(question.operator, *args, **kwargs)
             if len(proof.candidates) > 1:
-                self._standard = proofs.Standard.of(proof.reference, proof.sample)
+                self._standard = proof.standard()
         return Candidates(list(proof.candidates), proof.default)
 
     def check(self, name: str) -> Trial:

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_reference, size_class
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from . import primitives
+
+#: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
+MOST_INPUTS = 2**16
 
 _SAMPLE = 2**25  # products of two numbers
 
@@ -40,7 +45,10 @@ def quantize_rows(
         ValueError: A wrong shape or device, or ``x`` wants a gradient, which rounding has not.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    if torch.jit.is_tracing():
+        return QuantizedRows(*dispatch.call_recorded("quantize_rows", x, scale=scale, dtype=dtype))
     _check_rows(x, scale, dtype)
+    _check_no_gradient(x)
     return QuantizedRows(*dispatch.call("quantize_rows", x, scale=scale, dtype=dtype))
 
 
@@ -73,11 +81,13 @@ def layer_norm_quantize(
         ValueError: A wrong shape or device, ``eps`` not positive, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    settings = {"eps": eps, "shift": shift, "scale": scale, "dtype": dtype}
+    if torch.jit.is_tracing():
+        return QuantizedRows(*dispatch.call_recorded("layer_norm_quantize", x, weight, bias, **settings))
     _check_rows(x, scale, dtype)
     check_layer_norm(x, weight, bias, eps, shift)
     _check_no_gradient(x, weight, bias, shift)
-    args = {"eps": eps, "shift": shift, "scale": scale, "dtype": dtype}
-    return QuantizedRows(*dispatch.call("layer_norm_quantize", x, weight, bias, **args))
+    return QuantizedRows(*dispatch.call("layer_norm_quantize", x, weight, bias, **settings))
 
 
 def gelu_quantize(
@@ -105,12 +115,15 @@ def gelu_quantize(
         ValueError: A wrong shape or device, unknown ``approximate``, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    settings = {"approximate": approximate, "scale": scale, "dtype": dtype}
+    if torch.jit.is_tracing():
+        return QuantizedRows(*dispatch.call_recorded("gelu_quantize", x, bias, **settings))
     _check_rows(x, scale, dtype)
     check_approximate(approximate)
-    _check_vector("bias", bias, x)
+    if bias is not None:
+        _check_bias(bias, x, x.shape[-1:], "(channels,)")
     _check_no_gradient(x, bias)
-    args = {"approximate": approximate, "scale": scale, "dtype": dtype}
-    return QuantizedRows(*dispatch.call("gelu_quantize", x, bias, **args))
+    return QuantizedRows(*dispatch.call("gelu_quantize", x, bias, **settings))
 
 
 def linear_int8(
@@ -136,7 +149,8 @@ def linear_int8(
         bias: ``(outputs,)``, or None for 0.
         input_scale: The scale of all rows, for an ``x`` that is quantized here, as in :func:`quantize_rows`.
         approximate: A GELU that follows, as in :func:`cvt_kernels.gelu`; None for none.
-        residual: ``(..., outputs)``, which is added at the end; None for 0.
+        residual: ``(..., outputs)``, which is added at the end; None for 0. It has the dtype of the result,
+            but under autocast.
         dtype: Of the result; None for that of autocast, or else of ``x``, or of ``residual``, or float32.
 
     Returns:
@@ -147,22 +161,35 @@ def linear_int8(
         ValueError: A wrong shape or device, unknown ``approximate``, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    x_scales = None
-    if isinstance(x, QuantizedRows):
-        x, x_scales = x
-    if dtype is None:
-        dtype = _dtype_of(x, x_scales, residual)
-    settings: dict[str, Any] = {"approximate": approximate, "residual": residual, "dtype": dtype}
-    _check_no_gradient(x, bias, residual)
-    return dispatch.call(
-        "linear_int8", x, weight, weight_scale, bias, x_scales=x_scales, input_scale=input_scale, **settings
-    )
+    values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
+    checks.check_float_dtype("dtype", torch.float32 if dtype is None else dtype)
+    dtype = _dtype_of(values, x_scales, residual) if dtype is None else dtype
+    args = values, weight, weight_scale, bias
+    settings: dict[str, Any] = {"x_scales": x_scales, "input_scale": input_scale}
+    settings |= {"approximate": approximate, "residual": residual, "dtype": dtype}
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("linear_int8", *args, **settings)
+    _check_input(values, x_scales, weight, input_scale)
+    check_weight(weight, weight_scale, values)
+    if bias is not None:
+        _check_bias(bias, values, weight.shape[:1], "(outputs,)", also=(torch.float32, dtype))
+    if approximate is not None:
+        check_approximate(approximate)
+    if residual is not None:
+        _check_residual(residual, values, weight, dtype)
+    _check_no_gradient(values, bias, residual)
+    return dispatch.call("linear_int8", *args, **settings)
 
 
-def _dtype_of(x: Tensor, x_scales: Tensor | None, residual: Tensor | None) -> torch.dtype:
+def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
+    """Returns the dtype of a result for which none was named."""
     if x_scales is None:
+        checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
         return checks.autocast_dtype(x) or x.dtype
-    return torch.float32 if residual is None else residual.dtype
+    if residual is not None:
+        checks.check_float_tensor("residual", residual, "(..., outputs)")
+        return residual.dtype
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -174,14 +201,91 @@ def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
         raise ValueError("x: got a scalar, expected (..., channels)")
     if dtype not in LIMITS:
         raise TypeError(f"dtype: got {dtype!r}, expected torch.int8 or torch.float8_e4m3fn")
-    _check_no_gradient(x)
+    check_scale("scale", scale, x)
 
 
-def _check_vector(name: str, vector: Tensor | None, x: Tensor) -> None:
-    if vector is not None:
-        checks.check_float_tensor(name, vector, "(channels,)")
-        checks.check_shape(name, vector, x.shape[-1:], "(channels,)")
-        checks.check_like(name, vector, "x", x)
+def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless the scale of all rows of ``x`` is a positive scalar, or None.
+
+    That it is positive is not asked of a GPU, which the host would have to wait for.
+    """
+    if scale is None:
+        return
+    _check_scales(name, scale, x, (), "of one scale")
+    if type(scale) is Tensor and scale.device.type == "cpu" and not torch.compiler.is_compiling():
+        value = scale.item()
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}: got {value}, expected a positive number")
+
+
+def _check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if not isinstance(scales, Tensor):
+        raise TypeError(f"{name}: got {type(scales).__name__}, expected a tensor {meaning}")
+    if scales.dtype != torch.float32:
+        raise TypeError(f"{name}: got dtype {checks.dtype_name(scales.dtype)}, expected float32")
+    checks.check_shape(name, scales, shape, meaning)
+    if scales.device != x.device:
+        raise ValueError(f"{name}: is on {scales.device}, expected {x.device} as x")
+
+
+def _check_input(x: Any, x_scales: Any, weight: Any, input_scale: Tensor | None) -> None:
+    """Checks the input of a linear layer, in floating point or quantized."""
+    if x_scales is None:
+        checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
+        check_scale("input_scale", input_scale, x)
+    else:
+        if input_scale is not None:
+            raise ValueError("input_scale: got one for an x that is quantized already, expected None")
+        _check_quantized("x", x, x_scales, weight)
+    if x.ndim == 0:
+        raise ValueError("x: got a scalar, expected (..., inputs)")
+
+
+def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
+    """Checks rows against the weight that they are multiplied with; in float64 nothing is rounded."""
+    expected = getattr(weight, "dtype", None)
+    if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
+        got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got values of {got}, expected {expected} as weight")
+    if x.dtype == torch.float64:
+        checks.check_float_tensor(f"scales of {name}", scales, "(..., 1)")
+        checks.check_shape(f"scales of {name}", scales, (*x.shape[:-1], 1), "(..., 1)")
+    else:
+        _check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
+
+
+def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:
+    """Raises TypeError or ValueError unless a weight of 8-bit numbers and its scales fit an input."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: got {type(weight).__name__}, expected a tensor (outputs, inputs)")
+    if weight.dtype not in LIMITS:
+        got = checks.dtype_name(weight.dtype)
+        raise TypeError(f"{name}: got dtype {got}, expected int8 or float8_e4m3fn")
+    checks.check_rank(name, weight, 2, "(outputs, inputs)")
+    checks.check_shape(name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
+    if weight.shape[1] > MOST_INPUTS:
+        raise ValueError(f"{name}: got {weight.shape[1]} inputs, expected at most {MOST_INPUTS}")
+    if weight.device != x.device:
+        raise ValueError(f"{name}: is on {weight.device}, expected {x.device} as x")
+    _check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
+
+
+def _check_bias(
+    bias: Tensor, x: Tensor, shape: tuple[int, ...], meaning: str, also: tuple[torch.dtype, ...] = ()
+) -> None:
+    checks.check_float_tensor("bias", bias, meaning)
+    checks.check_shape("bias", bias, shape, meaning)
+    checks.check_like("bias", bias, "x", x, also)
+
+
+def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    checks.check_float_tensor("residual", residual, "(..., outputs)")
+    checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
+    if residual.device != x.device:
+        raise ValueError(f"residual: is on {residual.device}, expected {x.device} as x")
+    if residual.dtype != dtype and not checks.autocast_enabled(x):
+        got, expected = checks.dtype_name(residual.dtype), checks.dtype_name(dtype)
+        raise TypeError(f"residual: has dtype {got}, expected {expected} as the result")
 
 
 def _check_no_gradient(*tensors: Tensor | None) -> None:
@@ -196,7 +300,7 @@ def _rows_signature(x: Tensor, *others: Tensor | None, **settings: Any) -> tuple
     given = tuple(tensor is not None for tensor in others)
     static = settings["scale"] is not None
     return (
-        False,
+        checks.wants_gradient(x, *others, settings.get("shift")),
         x.shape,
         x.is_contiguous(),
         given,
@@ -234,14 +338,15 @@ def _signature(
     weight_scale: Tensor,
     bias: Tensor | None,
     *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: str | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: str | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, bias, residual)
     given = bias is not None, residual is not None
-    return False, x.shape, weight.shape, weight.dtype, input_scale is not None, approximate, given, dtype
+    return gradient, x.shape, weight.shape, weight.dtype, input_scale is not None, approximate, given, dtype
 
 
 def _shape_class(
@@ -252,26 +357,101 @@ def _shape_class(
     static: bool,
     approximate: str | None,
     given: tuple[bool, bool],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> str:
     rows = 1
     for size in shape[:-1]:
         rows *= size
     words = "" if approximate is None else f"{'exact' if approximate == 'none' else approximate}, "
     words += f"{size_class(rows)} rows, {weight_shape[1]} to {weight_shape[0]} channels"
-    words += f" by {checks.dtype_name(weight_dtype)} to {checks.dtype_name(dtype)}"
+    words += f" by {checks.dtype_name(weight_dtype)}" + (f" to {checks.dtype_name(dtype)}" if dtype else "")
     words += ", one scale" if static else ""
     return words + ("" if given[0] else ", without bias") + (", added" if given[1] else "")
 
 
 def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
     images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0]) if x.ndim > 1 else None
-    parts = {name: settings[name][:images] for name in ("x_scales", "residual") if settings[name] is not None}
+    parts = {
+        name: settings[name][:images] for name in ("x_scales", "residual") if settings.get(name) is not None
+    }
     return (x[:images], weight, *others), {**settings, **parts}
 
 
+def _exact(
+    x: Tensor,
+    weight: Tensor,
+    *others: Any,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Computes the call in float64, but rounds the input in float32, as every implementation has to.
+
+    Measured against an input that is not rounded, one that rounds otherwise would not look wrong.
+    """
+    if x_scales is None:
+        scale = None if input_scale is None else input_scale.float()
+        x, x_scales = reference.quantize_rows(x.float(), scale=scale, dtype=weight.dtype)
+    return reference.linear_int8(x, weight, *others, x_scales=x_scales.double(), **settings)
+
+
+def _unrounded(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes the call with the weight in floating point, and without rounding the input."""
+    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
+        y = y if bias is None else y + bias
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if residual is None else y + residual
+    return y if wide == torch.float64 else y.to(dtype)
+
+
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
+    register_triton(_operator, __name__, "why_rows_unsupported")
+    register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
+register_triton("linear_int8", __name__, "why_linear_unsupported")
+register_native("linear_int8", __name__)
+for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
+    (
+        "int_mm",
+        primitives.by_int_mm,
+        ("cpu", "cuda"),
+        primitives.why_int_mm_unavailable,
+        primitives.why_int_mm_unsupported,
+    ),
+    (
+        "onednn",
+        primitives.by_onednn,
+        ("cpu",),
+        primitives.why_onednn_unavailable,
+        primitives.why_onednn_unsupported,
+    ),
+    (
+        "scaled_mm",
+        primitives.by_scaled_mm,
+        ("cuda",),
+        primitives.why_scaled_mm_unavailable,
+        primitives.why_scaled_mm_unsupported,
+    ),
+    ("dequantized", primitives.by_dequantized, None, None, primitives.why_dequantized_unsupported),
+):
+    _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
+    backends.register("linear_int8", _backend, _implementation)
 register_reference("linear_int8")
-backends.describe("linear_int8", backends.Operator(_signature, _shape_class, _sample))
+backends.describe(
+    "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
+)

@@ -1,8 +1,8 @@
-"""The linear layer with 8-bit weights that ``cvt_kernels.quantize`` puts in the place of others."""
+"""The layers with 8-bit weights that ``cvt_kernels.quantize`` puts in the place of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,142 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...reference import QuantizedLinear
+from ...reference import LIMITS, GeluVariant, QuantizedLinear, QuantizedRows
 from . import linear_int8
 
 
-class LinearInt8(nn.Module):
-    """A linear layer whose weight is of 8-bit numbers, and whose input is rounded to such in every call.
+class QuantizedLayer(nn.Module):
+    """The tensors that layers with 8-bit weights have in common, and the layer that one was made of.
 
     Gradients pass as if nothing had been rounded (the straight-through estimator); the weight has none.
+
+    Attributes:
+        weight: Buffer ``(outputs, inputs)``.
+        weight_scale: Buffer ``(outputs,)``, float32 whatever the dtype of the module.
+        bias: Parameter ``(outputs,)``, or None.
+        input_scale: Buffer ``()``, float32: the scale of all inputs; None for one per row.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: nn.Parameter | None
+    input_scale: Tensor | None
+
+    def __init__(self, outputs: int, inputs: int, bias: bool, static: bool, dtype: torch.dtype):
+        if dtype not in LIMITS:
+            raise TypeError(f"dtype: got {dtype!r}, expected torch.int8 or torch.float8_e4m3fn")
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=dtype))
+        self.register_buffer("weight_scale", torch.zeros(outputs))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(outputs)) if bias else None)
+        self.register_buffer("input_scale", torch.ones(()) if static else None)
+        self._float: nn.Module | None = None
+
+    @property
+    def float_layer(self) -> nn.Module | None:
+        """The layer that this one was made of; None for one that was built or loaded as it is."""
+        return self._float
+
+    def _take(self, layer: Any, input_scale: float | None) -> None:
+        """Takes the numbers of a layer, and keeps it aside: neither ``state_dict`` nor ``.to()`` sees it."""
+        weight = layer.weight.detach().flatten(1)
+        if not weight.isfinite().all():
+            raise ValueError("weight: has NaN or infinities, expected finite numbers")
+        values, scales = reference.quantize_rows(weight.float(), dtype=self.weight.dtype)
+        self.weight, self.weight_scale, self.bias = values, scales.flatten(), layer.bias
+        if input_scale is not None:
+            self.set_input_scale(input_scale)
+        self.train(layer.training)
+        vars(self)["_float"] = layer
+
+    def set_input_scale(self, scale: float | None) -> None:
+        """Gives all inputs one scale, which is positive; with None, each row its own.
+
+        Raises:
+            ValueError: The scale is not positive or not finite.
+        """
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ValueError(f"input_scale: got {scale}, expected a positive number")
+        self.input_scale = None if scale is None else torch.tensor(scale, device=self.weight.device)
+
+    def product(self, x: Tensor | QuantizedRows, *, approximate: GeluVariant | None = None) -> Tensor:
+        """Computes the product with rows (..., inputs) and a GELU behind it, where no gradient is wanted.
+
+        Of rows that are quantized already, the result has the dtype of autocast, or else of the bias.
+        """
+        layer = self.weight, self.weight_scale, self.bias
+        if not isinstance(x, QuantizedRows):
+            return linear_int8(x, *layer, input_scale=self.input_scale, approximate=approximate)
+        dtype = checks.autocast_dtype(x.values) or (None if self.bias is None else self.bias.dtype)
+        return linear_int8(x, *layer, approximate=approximate, dtype=dtype)
+
+    def _call(self, x: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(x, QuantizedRows) or not checks.wants_gradient(x, self.bias):
+            return self.product(x)
+        return self._product_with_gradient(x)
+
+    def _product_with_gradient(self, x: Tensor) -> Tensor:
+        followed = F.linear(x, self.dequantized_weight().to(x.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.detach()
+        settings: dict[str, Any] = {"input_scale": self.input_scale, "dtype": followed.dtype}
+        rounded = reference.linear_int8(x.detach(), self.weight, self.weight_scale, bias, **settings)
+        return rounded + (followed - followed.detach())
+
+    def dequantized_weight(self) -> Tensor:
+        """Returns what the weight stands for, (outputs, inputs) in float32."""
+        return self.weight.float() * self.weight_scale[:, None]
+
+    def parameters_of_operator(self) -> QuantizedLinear:
+        """Returns the tensors as the operators take them; nothing is copied."""
+        return QuantizedLinear(self.weight, self.weight_scale, self.bias, self.input_scale)
+
+    def _settings(self) -> str:
+        """Returns bias, scheme and dtype, as ``print(module)`` has them."""
+        scheme = "dynamic" if self.input_scale is None else "static"
+        name = "" if self.weight.dtype == torch.int8 else f", dtype={checks.dtype_name(self.weight.dtype)}"
+        return f"bias={self.bias is not None}, scheme={scheme}{name}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Weight and scales keep their dtypes where the module becomes half precision.
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        reason = self._why_not_loadable(state_dict, prefix)
+        if reason is not None:  # a copy would cast without a word
+            messages[-1].append(reason)
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+
+    def _why_not_loadable(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Says why a weight in a state cannot be that of this layer; None if it can, or if there is none."""
+        if f"{prefix}weight" not in state_dict:
+            return None
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(f"{prefix}{name}")
+            if buffer is None and given is not None:
+                return f"{prefix}{name}: is in the state, expected none in a layer with one scale per row"
+            if buffer is None:
+                continue
+            if given is None:
+                return f"{prefix}{name}: is missing beside {prefix}weight"
+            if given.dtype != buffer.dtype:
+                got, expected = checks.dtype_name(given.dtype), checks.dtype_name(buffer.dtype)
+                return f"{prefix}{name}: got dtype {got}, expected {expected}"
+        return None
+
+
+class LinearInt8(QuantizedLayer):
+    """A linear layer whose weight is of 8-bit numbers, and whose input is rounded to such in every call.
+
+    Its tensors are those of :class:`QuantizedLayer`.
 
     Args:
         in_features: Inputs.
@@ -25,18 +153,7 @@ class LinearInt8(nn.Module):
         bias: Whether there is a bias.
         static: Whether all inputs have one scale, which calibration finds, instead of one for each row.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
-
-    Attributes:
-        weight: Buffer ``(out_features, in_features)``.
-        weight_scale: Buffer ``(out_features,)``, float32 whatever the dtype of the module.
-        bias: Parameter ``(out_features,)``, or None.
-        input_scale: Buffer ``()``, float32; None unless ``static``.
     """
-
-    weight: Tensor
-    weight_scale: Tensor
-    bias: nn.Parameter | None
-    input_scale: Tensor | None
 
     def __init__(
         self,
@@ -47,66 +164,143 @@ class LinearInt8(nn.Module):
         static: bool = False,
         dtype: torch.dtype = torch.int8,
     ):
-        super().__init__()
+        super().__init__(out_features, in_features, bias, static, dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=dtype))
-        self.register_buffer("weight_scale", torch.zeros(out_features))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
-        self.register_buffer("input_scale", torch.ones(()) if static else None)
 
     @classmethod
+    @torch.no_grad()
     def from_float(
         cls, linear: nn.Linear, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
     ) -> LinearInt8:
         """Quantizes a linear layer, each row of its weight by its largest number; the bias is shared.
 
         Args:
-            linear: Stays as it is.
+            linear: Stays as it is, and is kept for :func:`cvt_kernels.restore`.
             input_scale: The scale of all inputs; None for one per row.
             dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+
+        Raises:
+            TypeError: Another dtype.
+            ValueError: The weight has NaN or infinities, or the scale is not positive.
         """
-        with torch.no_grad():
-            made = cls(0, 0, bias=False, static=input_scale is not None, dtype=dtype)
-            made.in_features, made.out_features = linear.in_features, linear.out_features
-            values, scales = reference.quantize_rows(linear.weight.detach().float(), dtype=dtype)
-            made.weight, made.weight_scale, made.bias = values, scales.flatten(), linear.bias
-            if input_scale is not None:
-                made.input_scale = torch.tensor(input_scale, device=linear.weight.device)
-        return made.train(linear.training)
+        made = cls(0, 0, bias=False, dtype=dtype)
+        made.in_features, made.out_features = linear.in_features, linear.out_features
+        made._take(linear, input_scale)
+        return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the layer for x (..., in_features)."""
-        if checks.wants_gradient(x, self.bias):
-            return self._forward_with_gradient(x)
-        return linear_int8(x, self.weight, self.weight_scale, self.bias, input_scale=self.input_scale)
-
-    def _forward_with_gradient(self, x: Tensor) -> Tensor:
-        values, scales = reference.quantize_rows(x.detach(), scale=self.input_scale, dtype=self.weight.dtype)
-        rounded = x + ((values.to(scales.dtype) * scales).to(x.dtype) - x).detach()
-        return F.linear(rounded, self.dequantized_weight().to(x.dtype), self.bias)
-
-    def dequantized_weight(self) -> Tensor:
-        """Returns what the weight stands for, in float32."""
-        return self.weight.float() * self.weight_scale[:, None]
-
-    def parameters_of_operator(self) -> QuantizedLinear:
-        """Returns the tensors as the operators take them; nothing is copied."""
-        return QuantizedLinear(self.weight, self.weight_scale, self.bias, self.input_scale)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Computes the layer for x (..., in_features), or for such rows that are quantized already."""
+        return self._call(x)
 
     def extra_repr(self) -> str:
         """Returns sizes and scheme, for ``print(module)``."""
-        scheme = "dynamic" if self.input_scale is None else "static"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self._settings()}"
+
+
+class ConvInt8(QuantizedLayer):
+    """A convolution by a product of 8-bit numbers: each patch of the map is a row of a linear layer.
+
+    Its tensors are those of :class:`QuantizedLayer`; the inputs are channels, then rows and columns of the
+    kernel, as in a convolution's weight.
+
+    Args:
+        in_channels: Channels of the map.
+        out_channels: Channels of the result.
+        kernel_size: Rows and columns of the kernel.
+        stride: As of ``nn.Conv2d``.
+        padding: As of ``nn.Conv2d``, in numbers.
+        dilation: As of ``nn.Conv2d``.
+        bias: Whether there is a bias.
+        static: Whether all patches have one scale, which calibration finds, instead of one for each.
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: tuple[int, int],
+        stride: tuple[int, int] = (1, 1),
+        padding: tuple[int, int] = (0, 0),
+        dilation: tuple[int, int] = (1, 1),
+        bias: bool = True,
+        *,
+        static: bool = False,
+        dtype: torch.dtype = torch.int8,
+    ):
+        inputs = in_channels * kernel_size[0] * kernel_size[1]
+        super().__init__(out_channels, inputs, bias, static, dtype)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride = kernel_size, stride
+        self.padding, self.dilation = padding, dilation
+
+    @classmethod
+    @torch.no_grad()
+    def from_float(
+        cls, conv: nn.Conv2d, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
+    ) -> ConvInt8:
+        """Quantizes a dense convolution padded by zeros, as :meth:`LinearInt8.from_float` a linear layer."""
+        settings: dict[str, Any] = {
+            name: getattr(conv, name) for name in ("kernel_size", "stride", "padding", "dilation")
+        }
+        made = cls(0, 0, **settings, bias=False, dtype=dtype)
+        made.in_channels, made.out_channels = conv.in_channels, conv.out_channels
+        made._take(conv, input_scale)
+        return made
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Computes the layer for maps (B, in_channels, H, W)."""
+        patches = F.unfold(image, self.kernel_size, self.dilation, self.padding, self.stride)
+        tokens = self._call(patches.transpose(1, 2))
+        grid = [self._output_size(image.shape[2 + axis], axis) for axis in (0, 1)]
+        return tokens.transpose(1, 2).unflatten(2, grid)
+
+    def _output_size(self, size: int, axis: int) -> int:
+        reach = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+
+    def extra_repr(self) -> str:
+        """Returns sizes and scheme, for ``print(module)``."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, scheme={scheme}"
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, {self._settings()}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Scales stay in float32 where the module becomes half precision.
-        scales = {"weight_scale": self.weight_scale, "input_scale": self.input_scale}
-        super()._apply(fn, recurse)
-        for name, scale in scales.items():
-            moved = self._buffers[name]
-            if scale is not None and moved is not None and moved.dtype != torch.float32:
-                self._buffers[name] = scale.to(moved.device)
-        return self
+
+# In the places of others ----------------------------------------------------------------------------------
+
+
+def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
+    """Puts a module into every place of another one within a model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is before:
+                setattr(parent, name, after)
+
+
+def put_back(model: nn.Module, layers: Sequence[Any]) -> None:
+    """Puts the layers that quantized ones were made of into their places, as the model is by now.
+
+    They get its device, its dtype, and the mode of the layers whose places they take.
+
+    Args:
+        model: The model.
+        layers: Quantized layers within it whose :attr:`QuantizedLayer.float_layer` is there.
+    """
+    paths = {layer: path for path, layer in model.named_modules()}
+    for layer in dict.fromkeys(layers):
+        like = _like(model, paths[layer])
+        dtype = None if like is None else like.dtype
+        kept = layer.float_layer.to(device=layer.weight.device, dtype=dtype).train(layer.training)
+        replace(model, layer, kept)
+
+
+def _like(model: nn.Module, path: str) -> Tensor | None:
+    """Returns a floating parameter of the layer at a path, or of the innermost module around it with one."""
+    while True:
+        for parameter in model.get_submodule(path).parameters():
+            if parameter.is_floating_point():
+                return parameter
+        if not path:
+            return None
+        path = path.rpartition(".")[0]

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from ...reference import LIMITS, AnyLinear, ConvBatchNorm, Linear, Norm, QuantizedLinear, TransformerBlock
 from ..attention import attention
 from ..conv_linear import conv_linear
-from ..conv_projection import check_arguments, geometry_of
+from ..conv_projection import check_arguments, conv_projection, geometry_of
 from ..layer_norm_gelu import check_approximate, layer_norm
-from ..linear import linear_add, linear_add_layer_norm, linear_gelu
+from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from ..linear_int8 import layer_norm_quantize, linear_int8
 from ..registration import images_within, register_composed, register_native, register_reference, size_class
 from . import onednn
 
 _SAMPLE = 2**17  # elements
+_NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
 
 
 def transformer_block(
@@ -31,7 +33,8 @@ def transformer_block(
 ) -> Tensor:
     """Computes a block of CvT: x + attention and x + MLP, each of a LayerNorm (Wu et al. 2021, section 3).
 
-    BatchNorm normalizes by the running statistics.
+    BatchNorm normalizes by the running statistics. Quantized layers, any of the six, serve only: there is no
+    gradient.
 
     Args:
         x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`.
@@ -45,8 +48,8 @@ def transformer_block(
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, an invalid setting, or ``inplace`` where a gradient is wanted or
-            ``x`` is not contiguous.
+        ValueError: A wrong shape or device, an invalid setting, ``inplace`` or quantized layers where a
+            gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     if torch.jit.is_tracing():
@@ -71,7 +74,8 @@ def _key_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: 
         numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps, *grid]
         for conv in block.convs:
             numbers += conv[6:11]
-        settings = tuple(numbers), tuple(map(type, numbers)), block.approximate, inplace
+        kinds = tuple(map(type, (*numbers, *block.layers())))
+        settings = tuple(numbers), kinds, block.approximate, inplace
         return dispatch.key_of("transformer_block", settings, x, *block.tensors())
     except (AttributeError, TypeError, ValueError):  # a part of the block is not what it should be
         return None
@@ -85,19 +89,54 @@ def _prepare_composition(
 
 @dispatch.prepared_by(_prepare_composition)
 def _compose(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
-    norm1, norm2 = block.norm1, block.norm2
-    y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
-    projected = conv_linear(y, grid, block.convs, block.linears)
-    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in projected)
+    y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
+    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block))
     y = attention(q, k, v, scale=block.scale).flatten(2)
-    stream, y = linear_add_layer_norm(
-        y, *block.proj, x, norm2.weight, norm2.bias, eps=norm2.eps, inplace=inplace
-    )
-    y = linear_gelu(y, *block.fc1, approximate=block.approximate)
-    return linear_add(y, *block.fc2, stream, inplace=not checks.wants_gradient(y, stream, *block.fc2))
+    stream, y = _add_and_hide(y, x, block, inplace)
+    out = _add(y, block.fc2, stream, inplace=not checks.wants_gradient(y, stream, *block.fc2))
+    return x.copy_(out) if inplace and out is not x else out
+
+
+def _project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
+    """Returns queries, keys and values."""
+    plain = [layer for layer in block.linears if isinstance(layer, Linear)]
+    if len(plain) == len(block.linears):
+        return conv_linear(y, grid, block.convs, plain)
+    projected = conv_projection(y, grid, block.convs, training=False)
+    return [
+        linear(tokens, *layer) if isinstance(layer, Linear) else linear_int8(tokens, **layer._asdict())
+        for tokens, layer in zip(projected, block.linears, strict=True)
+    ]
+
+
+def _add_and_hide(y: Tensor, x: Tensor, block: TransformerBlock, inplace: bool) -> tuple[Tensor, Tensor]:
+    """Returns the stream, x + proj(y), and the hidden channels of the MLP after their GELU."""
+    norm, proj, fc1, approximate = block.norm2, block.proj, block.fc1, block.approximate
+    if isinstance(fc1, QuantizedLinear):
+        stream = _add(y, proj, x, inplace)
+        weight, scale, bias, input_scale = fc1
+        rows = layer_norm_quantize(
+            stream, norm.weight, norm.bias, eps=norm.eps, scale=input_scale, dtype=weight.dtype
+        )
+        return stream, linear_int8(rows, weight, scale, bias, approximate=approximate, dtype=stream.dtype)
+    if isinstance(proj, Linear):
+        stream, y = linear_add_layer_norm(y, *proj, x, norm.weight, norm.bias, eps=norm.eps, inplace=inplace)
+    else:
+        stream = _add(y, proj, x, inplace)
+        y = layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
+    return stream, linear_gelu(y, *fc1, approximate=approximate)
+
+
+def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
+    """Returns the sum of the stream and a linear layer, for a float layer in the place of the stream."""
+    if isinstance(layer, Linear):
+        return linear_add(y, *layer, stream, inplace=inplace)
+    return linear_int8(y, **layer._asdict(), residual=stream, dtype=stream.dtype)
 
 
 # Checks ---------------------------------------------------------------------------------------------------
+
+_LAYERS = (Linear, QuantizedLinear)
 
 
 def _check(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> None:
@@ -108,6 +147,8 @@ def _check(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: b
     for name in ("norm1", "norm2"):
         _check_norm(f"block.{name}", getattr(block, name), x)
     _check_layers(x, block)
+    if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
+        raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
     if inplace and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if inplace and not x.is_contiguous():
@@ -118,23 +159,24 @@ def _check_parts(block: TransformerBlock) -> None:
     """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
     if not isinstance(block, TransformerBlock):
         raise TypeError(f"block: got {type(block).__name__}, expected TransformerBlock")
-    for name, kind in (("convs", ConvBatchNorm), ("linears", Linear)):
+    for name, kinds in (("convs", (ConvBatchNorm,)), ("linears", _LAYERS)):
         parts = getattr(block, name)
         if not isinstance(parts, tuple):
             raise TypeError(f"block.{name}: got {type(parts).__name__}, expected a tuple")
         if len(parts) != 3:
             raise ValueError(f"block.{name}: got {len(parts)}, expected those of Q, of K and of V")
         for i, part in enumerate(parts):
-            _check_kind(f"block.{name}[{i}]", part, kind)
+            _check_kind(f"block.{name}[{i}]", part, *kinds)
     for name in ("proj", "fc1", "fc2"):
-        _check_kind(f"block.{name}", getattr(block, name), Linear)
+        _check_kind(f"block.{name}", getattr(block, name), *_LAYERS)
     for name in ("norm1", "norm2"):
         _check_kind(f"block.{name}", getattr(block, name), Norm)
 
 
-def _check_kind(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        raise TypeError(f"{name}: got {type(part).__name__}, expected {kind.__name__}")
+def _check_kind(name: str, part: object, *kinds: type) -> None:
+    if not isinstance(part, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
 
 
 def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
@@ -181,16 +223,44 @@ def _check_layers(x: Tensor, block: TransformerBlock) -> None:
     _check_linear("block.fc2", block.fc2, hidden, x, channels)
 
 
-def _check_linear(name: str, linear: Linear, inputs: int, x: Tensor, outputs: int | None = None) -> int:
+def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: int | None = None) -> int:
     """Returns the outputs of a linear layer; raises TypeError or ValueError for a wrong one."""
-    weight, meaning = linear.weight, "(outputs, inputs)"
-    checks.check_float_tensor(f"{name}.weight", weight, meaning)
+    weight, meaning = layer.weight, "(outputs, inputs)"
+    if isinstance(layer, Linear):
+        checks.check_float_tensor(f"{name}.weight", weight, meaning)
+    else:
+        _check_dtype(f"{name}.weight", weight, meaning, *LIMITS)
     checks.check_rank(f"{name}.weight", weight, 2, meaning)
     outputs = weight.shape[0] if outputs is None else outputs
-    _check_tensor(f"{name}.weight", weight, (outputs, inputs), meaning, x)
-    if linear.bias is not None:
-        _check_tensor(f"{name}.bias", linear.bias, (outputs,), "(outputs,)", x)
+    if isinstance(layer, Linear):
+        _check_tensor(f"{name}.weight", weight, (outputs, inputs), meaning, x)
+    else:
+        _check_placed(f"{name}.weight", weight, (outputs, inputs), meaning, x)
+        _check_scale(f"{name}.weight_scale", layer.weight_scale, (outputs,), "(outputs,)", x)
+        if layer.input_scale is not None:
+            _check_scale(f"{name}.input_scale", layer.input_scale, (), "(), a scalar", x)
+    if layer.bias is not None:
+        _check_tensor(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
     return outputs
+
+
+def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
+    _check_dtype(name, scale, meaning, torch.float32)
+    _check_placed(name, scale, shape, meaning, x)
+
+
+def _check_dtype(name: str, tensor: object, meaning: str, *dtypes: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a tensor {meaning}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(checks.dtype_name, dtypes))
+        raise TypeError(f"{name}: got dtype {checks.dtype_name(tensor.dtype)}, expected {expected}")
+
+
+def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
+    checks.check_shape(name, tensor, shape, meaning)
+    if tensor.device != x.device:
+        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as x")
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
@@ -210,7 +280,25 @@ def _signature(
     mixed = mean is not None and mean.dtype != x.dtype
     widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
     settings = block.num_heads, block.approximate, inplace
-    return gradient, x.shape, grid, x.is_contiguous(), mixed, geometry_of(block.convs), widths, settings
+    kinds = tuple(map(_kind_of, block.layers()))
+    return (
+        gradient,
+        x.shape,
+        grid,
+        x.is_contiguous(),
+        mixed,
+        geometry_of(block.convs),
+        widths,
+        settings,
+        kinds,
+    )
+
+
+def _kind_of(layer: AnyLinear) -> str:
+    """Returns what a quantized layer computes in; "" of another."""
+    if isinstance(layer, Linear):
+        return ""
+    return checks.dtype_name(layer.weight.dtype) + ("" if layer.input_scale is None else " with one scale")
 
 
 def _shape_class(
@@ -222,6 +310,7 @@ def _shape_class(
     geometry: Sequence[tuple[int, ...]],
     widths: tuple[int, int],
     settings: tuple[Any, ...],
+    kinds: Sequence[str],
 ) -> str:
     batch, tokens, channels = shape
     attended, hidden = widths
@@ -233,6 +322,10 @@ def _shape_class(
     words += f", {size_class(pixels, 2)} pixels" + (" and a class token" if tokens > pixels else "")
     words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += ", BatchNorm of another dtype" if mixed else ""
+    for kind in dict.fromkeys(filter(None, kinds)):
+        words += f", {kind} in " + " ".join(
+            name for name, each in zip(_NAMES, kinds, strict=True) if each == kind
+        )
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 
 

@@ -3,12 +3,14 @@
 Weights are packed once for this CPU. A call takes two steps. First a band of an image's rows is normalized,
 convolved and multiplied into finished queries, keys and values; then a tile of queries passes through
 attention, the linear layer behind it, LayerNorm and the MLP in one go. Nothing else goes through memory.
-Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits
-every time, whatever the number of threads.
+Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. In front of a
+quantized layer rows are rounded where they lie, and the products are of 8-bit integers. The same bits every
+time, whatever the number of threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, dispatch, machine
-from ...reference import ConvBatchNorm, Norm, TransformerBlock
+from ...reference import AnyLinear, ConvBatchNorm, Linear, Norm, TransformerBlock
 from .. import packing
 
 machine.load_extension()
@@ -24,6 +26,7 @@ _ops = torch.ops.cvt_kernels
 
 _MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
 _MAX_HEAD_DIM = 256  # kMaxHeadDim in csrc/attention/cpu_loops.h
+_MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 
 
 def why_unsupported(
@@ -38,6 +41,13 @@ def why_unsupported(
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
+    quantized = block.quantized_layers()
+    if quantized and x.dtype != torch.float32:
+        return f"has quantized layers for float32 only, not for {checks.dtype_name(x.dtype)}"
+    if any(layer.weight.dtype != torch.int8 for layer in quantized):
+        return "has quantized layers of int8 only"
+    if any(layer.weight.shape[1] > _MAX_INPUTS for layer in quantized):
+        return f"has quantized layers of up to {_MAX_INPUTS} inputs"
     if checks.autocast_enabled(x):
         return "is not for autocast: convert the model to bfloat16 instead"
     if checks.wants_gradient(x, *block.tensors()):
@@ -62,23 +72,48 @@ class _Packed(NamedTuple):
     vectors: list[Tensor]
     geometry: list[int]
     widths: list[int]
+    weight_scales: list[Tensor]
+    input_scales: list[float]
 
 
 @torch.inference_mode(False)  # in which the copies could not be used elsewhere
 @torch.no_grad()
 def _pack(block: TransformerBlock) -> _Packed:
     channels = block.fc2.weight.shape[0]
-    linears = [*block.linears, block.proj, block.fc1, block.fc2]
+    linears = block.layers()
     norms = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, channels)]
     return _Packed(
-        packed=[
-            *map(_pack_convolution, block.convs),
-            *(_ops.pack_linear.default(linear.weight) for linear in linears),
-        ],
+        packed=[*map(_pack_convolution, block.convs), *map(_pack_linear, linears)],
         vectors=norms + [_vector(linear.bias, linear.weight.shape[0], 0.0) for linear in linears],
         geometry=[n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)],
         widths=[block.linears[0].weight.shape[0], block.fc1.weight.shape[0], block.num_heads],
+        weight_scales=[_weight_scale(linear) for linear in linears],
+        input_scales=[_input_scale(linear) for linear in linears],
     )
+
+
+def _pack_linear(linear: AnyLinear) -> Tensor:
+    pack = _ops.pack_linear if isinstance(linear, Linear) else _ops.pack_linear_int8
+    return pack.default(linear.weight)
+
+
+def _weight_scale(linear: AnyLinear) -> Tensor:
+    """Returns the scales of a quantized layer's outputs; an empty tensor of another."""
+    return torch.empty(0) if isinstance(linear, Linear) else linear.weight_scale.detach().contiguous()
+
+
+def _input_scale(linear: AnyLinear) -> float:
+    """Returns the scale of a quantized layer's input; 0 where there is none for all rows.
+
+    Raises:
+        ValueError: It is not a positive number.
+    """
+    if isinstance(linear, Linear) or linear.input_scale is None:
+        return 0.0
+    scale = float(linear.input_scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"input_scale: got {scale}, expected a positive number")
+    return scale
 
 
 def _pack_convolution(conv: ConvBatchNorm) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, dispatch
-from ...reference import Linear, TransformerBlock
+from ...reference import AnyLinear, TransformerBlock
 from ..attention import attention
 from ..conv_projection import conv_projection
 from ..layer_norm_gelu import layer_norm
@@ -110,7 +110,9 @@ def why_unsupported(
         return f"this CPU has no products of {checks.dtype_name(x.dtype)} for oneDNN"
     if x.numel() == 0:
         return "serves no empty batch"
-    weights = [layer.weight for layer in (*block.linears, block.proj, block.fc1, block.fc2)]
+    if block.quantized_layers():
+        return "has no quantized layers"
+    weights = [layer.weight for layer in block.layers()]
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *weights)):
         return "packs plain tensors only"
     if any(weight.is_inference() for weight in weights):
@@ -143,7 +145,9 @@ def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock,
     return x.copy_(y) if inplace else y
 
 
-def _linear(x: Tensor, layer: Linear, name: str = "none", algorithm: str = "", factor: float = 1.0) -> Tensor:
+def _linear(
+    x: Tensor, layer: AnyLinear, name: str = "none", algorithm: str = "", factor: float = 1.0
+) -> Tensor:
     """Computes a function of a linear layer, whose weight and bias are multiplied by ``factor``."""
     library, bias = _library(), layer.bias
     assert library is not None
@@ -152,7 +156,7 @@ def _linear(x: Tensor, layer: Linear, name: str = "none", algorithm: str = "", f
     return library.linear(x, _packed_weight(layer.weight, factor), bias, name, [], algorithm)
 
 
-def _linear_add(x: Tensor, layer: Linear, residual: Tensor, factor: float = 1.0) -> Tensor:
+def _linear_add(x: Tensor, layer: AnyLinear, residual: Tensor, factor: float = 1.0) -> Tensor:
     """Computes the sum of a residual and a linear layer, whose weight is multiplied by ``factor``."""
     library = _library()
     assert library is not None

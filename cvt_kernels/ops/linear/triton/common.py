@@ -125,7 +125,7 @@ def configuration(kernel: str, element_size: int, capability: int) -> LaunchConf
     """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
     if (override := _overrides.get(kernel)) is not None:
         return override
-    return CONFIGS[_generation(capability), min(element_size, 4)][kernel]
+    return CONFIGS[generation_of(capability), min(element_size, 4)][kernel]
 
 
 def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
@@ -138,7 +138,8 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
     return configuration(kernel, x.element_size(), machine.chip(x.device).capability)
 
 
-def _generation(capability: int) -> int:
+def generation_of(capability: int) -> int:
+    """Returns the generation of a compute capability, as configurations tell them apart: 80, 90 or 100."""
     return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
 
 
@@ -155,9 +156,12 @@ def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextM
     return _overrides.replaced(kernel, config)
 
 
-def padded(size: int) -> int:
-    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
-    return max(triton.next_power_of_2(size), 16)
+def padded(size: int, least: int = 16) -> int:
+    """Returns the least width of a tile that holds ``size``: a power of two, for ``tl.dot`` from 16 on.
+
+    Of numbers of 8 bits it wants 32 at least.
+    """
+    return max(triton.next_power_of_2(size), least)
 
 
 def part_width(outputs: int, widest: int, parts: int) -> int:
@@ -187,9 +191,11 @@ class KernelSpec(NamedTuple):
         specialized: See ``LaunchConfig``.
         operand: Triton's dtype of the factors of a product: that of x, but float32 for bfloat16 in Triton's
             interpreter, whose product of bfloat16 is wrong.
+        sum: The dtype in which products are added up: int32 for int8, else ``accumulator``.
+        imprecise: ``max_num_imprecise_acc`` of ``tl.dot``.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
-        is_half: Whether x has 16 bits.
+        is_half: Whether the result has 16 bits.
         hardware_tanh: Whether GELU takes the GPU's own tanh.
     """
 
@@ -207,6 +213,8 @@ class KernelSpec(NamedTuple):
     residual_first: bool
     specialized: bool
     operand: Any
+    sum: Any
+    imprecise: int | None
     accumulator: Any
     precision: str
     is_half: bool
@@ -218,7 +226,10 @@ _ELEMENTS = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
+    torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
 }
+_PRECISE = 128  # products of float8, whose sums sm_90 has in 14 bits, are added up in float32 after as many
 
 
 class Plan(NamedTuple):
@@ -239,25 +250,32 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, operator: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
         """Returns the plan for contiguous x (M, K), weight (N, K) and results (M, N)."""
+        return cls.by(configuration_for(operator, x, weight.shape[0]), x, weight, results)
+
+    @classmethod
+    def by(cls, config: LaunchConfig, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
+        """Returns the plan of a configuration; x and weight may have 8 bits."""
         chip = machine.chip(x.device)
         (rows, inputs), outputs = x.shape, weight.shape[0]
-        config = configuration_for(operator, x, outputs)
         width = part_width(outputs, config.width, config.parts)
         columns = -(-outputs // (width * config.parts))
         parts = -(-outputs // (width * columns))
         tiles = -(-rows // config.block_m) * columns
-        has_descriptors = _generation(chip.capability) >= 90 and all(map(_may_be_described, (x, weight)))
+        has_descriptors = generation_of(chip.capability) >= 90 and all(map(_may_be_described, (x, weight)))
         writes_descriptors = has_descriptors and all(map(_may_be_described, results))
         is_persistent = has_descriptors and config.programs > 0
         upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        block_k = min(config.block_k, padded(inputs, 32 if x.element_size() == 1 else 16))
+        is_half = results[0].element_size() == 2
         spec = KernelSpec(
             inputs=inputs,
             outputs=outputs,
             block_m=config.block_m,
             width=width,
             parts=parts,
-            block_k=min(config.block_k, padded(inputs)),
+            block_k=block_k,
             columns=columns,
             store_width=min(width, 128),
             has_descriptors=has_descriptors,
@@ -266,10 +284,12 @@ class Plan(NamedTuple):
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized,
             operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
-            accumulator=tl.float64 if x.dtype == torch.float64 else tl.float32,
+            sum=tl.int32 if x.dtype == torch.int8 else accumulator,
+            imprecise=min(_PRECISE, block_k) if x.dtype == torch.float8_e4m3fn else None,
+            accumulator=accumulator,
             precision="tf32" if tf32 else "ieee",
-            is_half=x.element_size() == 2,
-            hardware_tanh=x.element_size() == 2 and not machine.INTERPRETING,
+            is_half=is_half,
+            hardware_tanh=is_half and not machine.INTERPRETING,
         )
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)
@@ -294,9 +314,9 @@ def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _may_be_described(matrix: Tensor) -> bool:
-    """Says whether a descriptor may describe a contiguous matrix: 16 bits, rows that begin at 16 bytes."""
+    """Says whether a descriptor may describe a contiguous matrix of 16 bits or 8: rows begin at 16 bytes."""
     row = matrix.shape[1] * matrix.element_size()
-    return matrix.element_size() == 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
+    return matrix.element_size() <= 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 # Device functions -----------------------------------------------------------------------------------------
@@ -353,7 +373,7 @@ def zero_sums(SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.parts
     sums = ()
     for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_M, WIDTH], SPEC.accumulator),)
+        sums = sums + (tl.zeros([BLOCK_M, WIDTH], SPEC.sum),)
     return sums
 
 
@@ -370,7 +390,8 @@ def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.conste
         for part in tl.static_range(PARTS):
             b = _load_tile(weight, first_column + part * WIDTH, first_k, SPEC.outputs, WIDTH, SPEC)
             total = tl.dot(
-                a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.accumulator
+                a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum,
+                max_num_imprecise_acc=SPEC.imprecise,
             )  # fmt: skip
             new_sums = new_sums + (total,)
         sums = new_sums

@@ -1,0 +1,196 @@
+"""Linear layers of 8-bit integers on a CPU by the compiled extension (csrc), and what makes such integers.
+
+The weight is packed once for this CPU. A tile of rows is rounded in a thread's own memory, multiplied with
+the packed weight and finished in float32 while the sums are in the cache: x is read once, the result written
+once, and nothing else goes through memory. Sums of products are exact: the same bits every time, whatever the
+number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import checks, machine
+from ...reference import GeluVariant
+from .. import packing
+
+machine.load_extension()
+_ops = torch.ops.cvt_kernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# Rounding -------------------------------------------------------------------------------------------------
+
+
+def why_rows_unsupported(
+    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object
+) -> str | None:
+    """Says why these kernels cannot round rows; None if they can."""
+    if dtype != torch.int8:
+        return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"
+    return None if x.dtype in _DTYPES else "serves float32, bfloat16 and float16"
+
+
+def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    return _ops.quantize_rows.default(x, scale)
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    return _ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
+
+
+def gelu_quantize(
+    x: Tensor, bias: Tensor | None, *, approximate: GeluVariant, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    return _ops.gelu_quantize.default(x, _vector(bias), approximate, scale)
+
+
+def _vector(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.detach().float().contiguous()
+
+
+# Products -------------------------------------------------------------------------------------------------
+
+
+def why_unsupported(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    approximate: GeluVariant | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> str | None:
+    """Says why these kernels cannot compute a linear layer; None if they can."""
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight, weight_scale)):
+        return "packs plain tensors only"
+    if weight.dtype != torch.int8:
+        return f"multiplies int8 only, not {checks.dtype_name(weight.dtype)}"
+    if x.dtype not in (_DTYPES if x_scales is None else (torch.int8,)) or dtype not in _DTYPES:
+        return "serves float32, bfloat16 and float16"
+    if residual is not None and residual.dtype != dtype:
+        return f"adds a residual of the dtype of the result only, not {checks.dtype_name(residual.dtype)}"
+    return None if weight.numel() else "packs no weight that is empty"
+
+
+class _Packed(NamedTuple):
+    """A weight packed for this CPU, with its scales and bias in float32."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+@torch.no_grad()
+def _run(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    def pack() -> _Packed:
+        with torch.inference_mode(False):  # in which the copies could not be used elsewhere
+            packed = _ops.pack_linear_int8.default(weight)
+            return _Packed(packed, weight_scale.contiguous(), _vector(bias))
+
+    packed = packing.packed(weight, "linear_int8", pack, (weight_scale, bias))
+    return _ops.linear_int8_packed.default(
+        x, x_scales, packed.weight, packed.scale, packed.bias, input_scale, residual, activation, dtype
+    )
+
+
+# Shapes for torch.compile, and the operator that it sees, which packs when it runs --------------------------
+
+
+def _rounded_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = x.new_empty(x.shape, dtype=torch.int8)
+    return values, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("cvt_kernels::quantize_rows")
+def _(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _rounded_like(x)
+
+
+@torch.library.register_fake("cvt_kernels::layer_norm_quantize")
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _rounded_like(x)
+
+
+@torch.library.register_fake("cvt_kernels::gelu_quantize")
+def _(x: Tensor, bias: Tensor | None, activation: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _rounded_like(x)
+
+
+def _shape_of(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_scale.shape[0]), dtype=dtype)
+
+
+torch.library.register_fake("cvt_kernels::linear_int8_packed", _shape_of)
+_library = torch.library.Library("cvt_kernels", "FRAGMENT")
+_library.define(
+    "linear_int8(Tensor x, Tensor? x_scales, Tensor weight, Tensor weight_scale, Tensor? bias, "
+    "Tensor? input_scale, Tensor? residual, str activation, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("linear_int8", _run, "CPU")
+torch.library.register_fake("cvt_kernels::linear_int8", _shape_of, lib=_library)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    approximate: GeluVariant | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    run = _ops.linear_int8.default if torch.compiler.is_compiling() else _run
+    activation = "identity" if approximate is None else approximate
+    return run(x, x_scales, weight, weight_scale, bias, input_scale, residual, activation, dtype)

@@ -1,0 +1,251 @@
+"""PyTorch's own ways to a linear layer of 8-bit numbers, each a backend of ``linear_int8``.
+
+- ``int_mm``: ``torch._int_mm``, and what follows the product operator by operator.
+- ``onednn``: the linear layer of oneDNN that ``torch.compile`` calls for quantized models, its weight packed.
+- ``scaled_mm``: ``torch._scaled_mm``, the product of float8 on NVIDIA GPUs.
+- ``dequantized``: ``F.linear`` with the weight back in floating point. Its inputs are not rounded to 8 bits.
+
+All but the last take rows that ``quantize_rows`` has made, or make them so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import checks, dispatch
+from ...reference import GeluVariant
+from ..layer_norm_gelu import gelu
+from ..packing import packed
+
+_LEAST_ROWS = 17  # of torch._int_mm on a GPU
+_MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs on a GPU
+_LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
+
+
+# int_mm ---------------------------------------------------------------------------------------------------
+
+
+def why_int_mm_unavailable(device_type: str) -> str | None:
+    """Says why ``torch._int_mm`` is not exact here; None if it is."""
+    return _why_no_exact_products() if device_type == "cpu" else None
+
+
+def _why_no_exact_products() -> str | None:
+    if not torch.backends.mkldnn.is_available():
+        return "this PyTorch has no oneDNN"
+    if not torch.cpu._is_vnni_supported():
+        return "this CPU has no VNNI, without which oneDNN sums pairs of products in 16 bits"
+    return None
+
+
+def why_int_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+    """Says why :func:`by_int_mm` cannot serve a call; None if it can."""
+    reason = _why_not_rounded(x, weight, torch.int8, **settings)
+    if reason is not None or not x.is_cuda:
+        # On a CPU, torch 2.13 returns wrong products of rows of one number.
+        return reason or ("serves two inputs or more" if weight.shape[1] == 1 else None)
+    if x.numel() < _LEAST_ROWS * weight.shape[1]:
+        return f"serves {_LEAST_ROWS} rows or more on a GPU"
+    return _why_no_multiple(weight, _MULTIPLE["int_mm"])
+
+
+def _why_not_rounded(
+    x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any
+) -> str | None:
+    if weight.dtype != factors:
+        return f"multiplies {checks.dtype_name(factors)} only, not {checks.dtype_name(weight.dtype)}"
+    if torch.float64 in (x.dtype, dtype):
+        return "rounds, which is not for float64"
+    return None if x.numel() and weight.numel() else "serves no empty tensors"
+
+
+def _why_no_multiple(weight: Tensor, factor: int) -> str | None:
+    if any(size % factor for size in weight.shape):
+        return f"serves inputs and outputs in multiples of {factor}"
+    return None
+
+
+def by_int_mm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8`` by ``torch._int_mm``."""
+    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
+    product = torch._int_mm(values, weight.t()).float().mul_(scales).mul_(weight_scale)
+    return _finished(product, x, bias, **settings)
+
+
+def _rows(
+    x: Tensor, x_scales: Tensor | None, input_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns rows (rows, inputs) of 8-bit numbers, and their scales (rows, 1)."""
+    if x_scales is None:
+        x, x_scales = dispatch.call("quantize_rows", x, scale=input_scale, dtype=dtype)
+    return x.reshape(-1, x.shape[-1]), x_scales.reshape(-1, 1)
+
+
+def _finished(
+    product: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    *,
+    approximate: GeluVariant | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns what follows a product, which is no longer needed."""
+    y = product if bias is None else product.add_(bias)
+    y = y if approximate is None else gelu(y, approximate=approximate)
+    y = y.view(*x.shape[:-1], -1)
+    return (y if residual is None else y.add_(residual)).to(dtype)
+
+
+# onednn ---------------------------------------------------------------------------------------------------
+
+_ZERO = 128  # stands for 0 in rows without a sign
+
+
+@functools.cache
+def _library() -> tuple[Any, Any] | None:
+    """Returns the operators that pack a weight and compute a linear layer; None where PyTorch has none."""
+    found = torch.ops.onednn
+    try:
+        return found.qlinear_prepack.default, found.qlinear_pointwise.default
+    except AttributeError:
+        return None
+
+
+def why_onednn_unavailable(device_type: str) -> str | None:
+    """Says why this PyTorch has no packed linear layers of 8 bits; None if it has."""
+    reason = _why_no_exact_products()
+    if reason is None and _library() is None:
+        return "this PyTorch has no packed linear layers of 8-bit numbers"
+    return reason
+
+
+def why_onednn_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+    """Says why :func:`by_onednn` cannot serve a call; None if it can."""
+    return _why_not_packable(x, weight) or _why_not_rounded(x, weight, torch.int8, **settings)
+
+
+def _why_not_packable(x: Tensor, weight: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "is not for torch.compile, which cannot trace what keeps packed weights"
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)):
+        return "packs plain tensors only"
+    return None
+
+
+def by_onednn(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which multiplies by the weight's scales."""
+    library = _library()
+    assert library is not None
+    pack, linear = library
+    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
+    ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight, None))
+    unsigned = (
+        values.view(torch.uint8) ^ _ZERO
+    )  # packed weights are for such rows, others take 1000 times as long
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    product = linear(
+        unsigned, 1.0, _ZERO, ready, weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return _finished(product.mul_(scales), x, bias, **settings)
+
+
+# scaled_mm ------------------------------------------------------------------------------------------------
+
+
+def why_scaled_mm_unavailable(device_type: str) -> str | None:
+    """Says why no GPU here has products of float8; None if one has."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no NVIDIA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < _LEAST_CAPABILITY:
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and products of float8 need 8.9"
+        )
+    return None
+
+
+def why_scaled_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+    """Says why :func:`by_scaled_mm` cannot serve a call; None if it can."""
+    reason = _why_not_rounded(x, weight, torch.float8_e4m3fn, **settings)
+    if reason is None and settings["dtype"] != torch.bfloat16:
+        reason = "has results of bfloat16 only"
+    return reason or _why_no_multiple(weight, _MULTIPLE["scaled_mm"])
+
+
+def by_scaled_mm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8`` by ``torch._scaled_mm`` with a scale per row and per output."""
+    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
+    added = None if bias is None else bias.to(torch.bfloat16)
+    product = torch._scaled_mm(
+        values, weight.t(), scales, weight_scale[None], bias=added, out_dtype=torch.bfloat16
+    )
+    return _finished(product, x, None, **settings)
+
+
+# dequantized ----------------------------------------------------------------------------------------------
+
+
+def why_dequantized_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+    """Says why :func:`by_dequantized` cannot serve a call; None if it can."""
+    reason = _why_not_packable(x, weight)
+    if reason is None and torch.float64 in (x.dtype, settings["dtype"]):
+        reason = "has no advantage in float64"
+    return reason
+
+
+def by_dequantized(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    dtype: torch.dtype,
+    **settings: Any,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8`` in the dtype of the result, without rounding x to 8 bits."""
+
+    def dequantize() -> Tensor:
+        with torch.inference_mode(False):  # in which the copy could not be used elsewhere
+            return (weight.float() * weight_scale[:, None]).to(dtype)
+
+    wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
+    # A row with an infinity is one of NaN, as if it had been rounded.
+    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x * x_scales
+    with torch.autocast(x.device.type, enabled=False):
+        product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
+    return _finished(product, x, None, dtype=dtype, **settings)

@@ -1,0 +1,165 @@
+"""The Triton kernels of 8-bit numbers as PyTorch sees them: torch.compile, and the backend's functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import machine
+from ....reference import QuantizedRows
+from .common import MAX_CHANNELS, MAX_INPUTS
+from .forward import linear_int8_forward
+from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_rows_forward
+
+# The operators of torch.compile ---------------------------------------------------------------------------
+
+_rows_op = torch.library.custom_op(
+    "cvt_kernels::triton_quantize_rows", quantize_rows_forward, mutates_args=(),
+    schema="(Tensor x, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
+)  # fmt: skip
+_layer_norm_op = torch.library.custom_op(
+    "cvt_kernels::triton_layer_norm_quantize", layer_norm_quantize_forward, mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+)  # fmt: skip
+_gelu_op = torch.library.custom_op(
+    "cvt_kernels::triton_gelu_quantize", gelu_quantize_forward, mutates_args=(),
+    schema="(Tensor x, Tensor? bias, str approximate, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
+)  # fmt: skip
+_linear_op = torch.library.custom_op(
+    "cvt_kernels::triton_linear_int8", linear_int8_forward, mutates_args=(),
+    schema="(Tensor x, Tensor x_scales, Tensor weight, Tensor weight_scale, Tensor? bias, str? approximate, "
+    "Tensor? residual, ScalarType dtype) -> Tensor",
+)  # fmt: skip
+
+
+@_rows_op.register_fake
+@_layer_norm_op.register_fake
+@_gelu_op.register_fake
+def _(x, *others):
+    return torch.empty_like(x, dtype=others[-1]), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@_linear_op.register_fake
+def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
+def why_rows_unsupported(
+    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: Any
+) -> str | None:
+    """Says why these kernels cannot round the rows of a call; None if they can."""
+    if x.numel() == 0:
+        return "the batch is empty"
+    if x.dtype == torch.float64:
+        return "float64 is not rounded, but for checks of accuracy, by the reference"
+    if x.shape[-1] > MAX_CHANNELS:
+        return f"rows of {x.shape[-1]} channels, more than {MAX_CHANNELS}, do not fit on the chip"
+    if x.numel() // x.shape[-1] >= 2**31 - 2**10:
+        return "there are 2³¹ rows or more"
+    return _why_dtype_unsupported(x, dtype)
+
+
+def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
+    if dtype == torch.float8_e4m3fn and (capability := machine.chip(x.device).capability) < 89:
+        return f"float8_e4m3fn needs compute capability 8.9, got {capability / 10}"
+    return None
+
+
+def why_linear_unsupported(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    approximate: str | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> str | None:
+    """Says why these kernels cannot serve a call of ``linear_int8``; None if they can."""
+    if x.numel() == 0 or weight.numel() == 0:
+        return "the batch is empty" if weight.numel() else "the weight is empty"
+    if torch.float64 in (x.dtype, dtype):
+        return "float64 is not rounded, but for checks of accuracy, by the reference"
+    if weight.shape[1] > MAX_INPUTS:
+        return f"sums of {weight.shape[1]} products, more than {MAX_INPUTS}, may not fit into 32 bits"
+    if weight.numel() >= 2**31 or x.numel() // x.shape[-1] >= 2**31 - 2**10:
+        return "there are 2³¹ rows, or as many elements of the weight, or more"
+    if x_scales is None:
+        return why_rows_unsupported(x, dtype=weight.dtype)
+    return _why_dtype_unsupported(x, weight.dtype)
+
+
+def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> QuantizedRows:
+    """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    return _served(_rows_op, quantize_rows_forward, x, scale, dtype)
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> QuantizedRows:
+    """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    weight, bias, shift = map(_contiguous, (weight, bias, shift))
+    return _served(_layer_norm_op, layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
+
+
+def gelu_quantize(
+    x: Tensor, bias: Tensor | None, *, approximate: str, scale: Tensor | None, dtype: torch.dtype
+) -> QuantizedRows:
+    """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    return _served(_gelu_op, gelu_quantize_forward, x, _contiguous(bias), approximate, scale, dtype)
+
+
+def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
+    """Returns what an operator, or in eager mode its launcher, makes of the rows of x, in the shape of x."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    values, scales = (operator if torch.compiler.is_compiling() else forward)(rows, *others)
+    return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    approximate: str | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    if x_scales is None:
+        x, x_scales = quantize_rows(x, scale=input_scale, dtype=weight.dtype)
+    shape = (*x.shape[:-1], weight.shape[0])
+    args = (
+        x.reshape(-1, x.shape[-1]).contiguous(),
+        x_scales.contiguous(),
+        weight.contiguous(),
+        weight_scale.contiguous(),
+        _contiguous(bias),
+        approximate,
+        _contiguous(residual),
+        dtype,
+    )
+    operator = _linear_op if torch.compiler.is_compiling() else linear_int8_forward
+    return operator(*args).view(shape)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

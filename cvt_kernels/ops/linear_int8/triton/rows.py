@@ -1,0 +1,226 @@
+"""The kernels that round rows to 8-bit numbers, alone or behind LayerNorm or GELU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ....reference import LEAST
+from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ...triton_gelu import activate
+from .common import RowSpec
+
+_LEAST = tl.constexpr(LEAST)
+_INFINITY = tl.constexpr(0x7F800000)  # its bits
+_WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
+_MAGIC = tl.constexpr(1.5 * 2.0**23)  # the lowest bit of a sum with it is worth 1
+_MAGIC_SMALL = tl.constexpr(1.5 * 2.0**14)  # and here 2^-9, the least number of float8_e4m3fn
+# In x, 2/ln 2 times the arguments of the tanh that GELU is defined by.
+_TANH_LINEAR = tl.constexpr(1.5957691216057308 / 0.6931471805599453)
+_TANH_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308 / 0.6931471805599453)
+_QUICK = tl.constexpr(1.702 / 0.6931471805599453)
+_LEAST_NORMAL = tl.constexpr(2.0**-6)  # of float8_e4m3fn
+
+# Device functions -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_of_program(SPEC: tl.constexpr):
+    """Returns the rows of a program from its first one on, [REPEATS, ROWS, 1], and the first one."""
+    row = tl.arange(0, SPEC.repeats)[:, None, None] * SPEC.rows + tl.arange(0, SPEC.rows)[None, :, None]
+    return row, tl.program_id(0).to(tl.int64) * (SPEC.repeats * SPEC.rows)
+
+
+@triton.jit
+def _mask(part, row, count, SPEC: tl.constexpr):
+    PARTS: tl.constexpr = SPEC.parts
+    mask = row < count
+    if (part + 1) * PARTS.width > PARTS.channels:
+        mask = mask & (channels_of(part, PARTS)[None, None, :] < PARTS.channels)
+    return mask
+
+
+@triton.jit
+def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
+    """Returns the parts of some rows in float32, zeros beyond their end."""
+    COUNT: tl.constexpr = SPEC.parts.count
+    C: tl.constexpr = SPEC.parts.channels
+    x_ptr += first * C
+    xs = ()
+    for part in tl.static_range(COUNT):
+        c = channels_of(part, SPEC.parts)[None, None, :]
+        x = tl.load(x_ptr + (row * C + c), mask=_mask(part, row, count, SPEC), other=0.0)
+        xs = xs + (x.to(tl.float32),)
+    return xs
+
+
+@triton.jit
+def _vector(ptr, SPEC: tl.constexpr):
+    """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
+    ROWS: tl.constexpr = SPEC.rows
+    return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), SPEC.parts)
+
+
+@triton.jit
+def _gelu(x, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr):
+    """Returns gelu(x) with the accuracy of float32, whatever the dtype of x."""
+    if SPEC.interpreted or APPROXIMATE == "none":
+        y = activate(x, APPROXIMATE, False, False)
+    else:  # x / (1 + 2^-p), with an approximate reciprocal and powers that may be infinite
+        p = x * (_TANH_LINEAR + _TANH_CUBIC * (x * x)) if APPROXIMATE == "tanh" else x * _QUICK
+        y = x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + tl.exp2(-p)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _nearest_float8(v):
+    """Returns the numbers of float8_e4m3fn nearest to some within its range, ties to even, in float32."""
+    bits = v.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    small = (v + _MAGIC_SMALL) - _MAGIC_SMALL
+    return tl.where(tl.abs(v) < _LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _rounded(v, SPEC: tl.constexpr):
+    """Returns numbers within the limit as 8-bit ones, ties rounded to even."""
+    if SPEC.is_float8:
+        if (
+            SPEC.interpreted
+        ):  # the interpreter's own conversion is wrong but for numbers that need no rounding
+            v = _nearest_float8(v)
+        numbers = v.to(tl.float8e4nv)
+    else:
+        if SPEC.interpreted:
+            bits = (v + _MAGIC).to(tl.int32, bitcast=True)
+        else:  # an addition that the compiler does not join with the product v, which would round once only
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .f32 s; add.rn.f32 s, $1, 0f4B400000; mov.b32 $0, s; }",
+                "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        numbers = bits.to(tl.int8)  # the low byte of the mantissa
+    return numbers
+
+
+@triton.jit
+def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC: tl.constexpr):
+    """Stores the parts ``ys`` of rows, which are zeros beyond their end, and the scales of the rows."""
+    COUNT: tl.constexpr = SPEC.parts.count
+    C: tl.constexpr = SPEC.parts.channels
+    LIMIT: tl.constexpr = SPEC.limit
+    count = rows - first
+    bits = ys[0].to(tl.int32, bitcast=True) & _WITHOUT_SIGN
+    for part in tl.static_range(1, COUNT):  # the parts first, so that lanes exchange one number
+        bits = tl.maximum(bits, ys[part].to(tl.int32, bitcast=True) & _WITHOUT_SIGN)
+    bits = tl.max(bits, axis=-1, keep_dims=True)
+    is_finite = bits < _INFINITY
+    if scale_ptr is None:
+        largest = bits.to(tl.float32, bitcast=True)
+        has_scale = is_finite & (largest >= _LEAST)
+        scales = tl.where(has_scale, tl.math.div_rn(largest, LIMIT), 0.0)
+        factor = tl.where(has_scale, tl.math.div_rn(LIMIT, tl.where(has_scale, largest, 1.0)), 0.0)
+    else:
+        scale = tl.load(scale_ptr)
+        scales = tl.zeros(bits.shape, tl.float32) + scale
+        factor = tl.math.div_rn(1.0, scale)
+    tl.store(scales_ptr + first + row, tl.where(is_finite, scales, float("nan")), mask=row < count)
+    values_ptr += first * C
+    for part in tl.static_range(COUNT):
+        c = channels_of(part, SPEC.parts)[None, None, :]
+        value = tl.where(is_finite, ys[part], 0.0) * factor
+        if scale_ptr is not None:
+            value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+        tl.store(values_ptr + (row * C + c), _rounded(value, SPEC), mask=_mask(part, row, count, SPEC))
+
+
+# Kernels --------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_rows_kernel(x_ptr, scale_ptr, values_ptr, scales_ptr, rows, SPEC: tl.constexpr):
+    """Rounds rows of x (M, C)."""
+    row, first = _rows_of_program(SPEC)
+    xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
+    _store_rounded(xs, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm_quantize_kernel(
+    x_ptr, shift_ptr, gamma_ptr, beta_ptr, scale_ptr, values_ptr, scales_ptr, rows, eps, SPEC: tl.constexpr
+):  # fmt: skip
+    """Rounds rows of layer_norm(x + shift), where the sum is in the dtype of x (M, C)."""
+    COUNT: tl.constexpr = SPEC.parts.count
+    row, first = _rows_of_program(SPEC)
+    xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
+    if shift_ptr is not None:
+        shift = _vector(shift_ptr, SPEC)
+        shifted = ()
+        for part in tl.static_range(COUNT):
+            shifted = shifted + ((xs[part] + shift[part]).to(x_ptr.dtype.element_ty).to(tl.float32),)
+        xs = shifted
+    ys = layer_norm(xs, (), _vector(gamma_ptr, SPEC), _vector(beta_ptr, SPEC), eps, SPEC.parts)
+    _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gelu_quantize_kernel(
+    x_ptr, bias_ptr, scale_ptr, values_ptr, scales_ptr, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Rounds rows of gelu(x + bias), x (M, C)."""
+    COUNT: tl.constexpr = SPEC.parts.count
+    row, first = _rows_of_program(SPEC)
+    xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
+    bias = _vector(bias_ptr, SPEC)
+    ys = ()
+    for part in tl.static_range(COUNT):
+        x = xs[part]
+        if len(bias) > 0:
+            x += bias[part]
+        # The zeros beyond a row have biases of 0.
+        ys = ys + (_gelu(x, APPROXIMATE, SPEC),)
+    _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+
+
+# Launchers ------------------------------------------------------------------------------------------------
+
+
+def quantize_rows_forward(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the values and scales of contiguous rows x (M, C)."""
+    return _launch(_quantize_rows_kernel, x, scale, dtype)
+
+
+def layer_norm_quantize_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None,
+    scale: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the values and scales of layer_norm(x + shift) for contiguous rows x (M, C)."""
+    given = {"shift_ptr": shift, "gamma_ptr": weight, "beta_ptr": bias, "eps": eps}
+    return _launch(_layer_norm_quantize_kernel, x, scale, dtype, **given)
+
+
+def gelu_quantize_forward(
+    x: Tensor, bias: Tensor | None, approximate: str, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns the values and scales of gelu(x + bias) for contiguous rows x (M, C)."""
+    return _launch(_gelu_quantize_kernel, x, scale, dtype, bias_ptr=bias, APPROXIMATE=approximate)
+
+
+def _launch(
+    kernel: Any, x: Tensor, scale: Tensor | None, dtype: torch.dtype, **given: Any
+) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    values = torch.empty_like(x, dtype=dtype)
+    scales = x.new_empty(rows, 1, dtype=torch.float32)
+    spec, config = RowSpec.of(x, dtype)
+    machine.launch(
+        kernel, (-(-rows // (spec.repeats * spec.rows)),), on=x, options=config.options,
+        x_ptr=x, scale_ptr=scale, values_ptr=values, scales_ptr=scales, rows=rows, SPEC=spec, **given,
+    )  # fmt: skip
+    return values, scales

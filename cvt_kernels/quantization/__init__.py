@@ -1,0 +1,156 @@
+"""The linear layers of a CvT as products of 8-bit numbers, after training: ``quantize``.
+
+LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay as they are. The parts, each
+on those before it: ``report`` (what was done to which layer), ``layers`` (which can be quantized),
+``calibration`` (scales and errors on images), this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.linear_int8.modules import QuantizedLayer, put_back, replace
+from .calibration import Choice, calibrate
+from .layers import Layer, find_layers, quantized
+from .report import QuantizationReport, QuantizedLayerReport
+
+__all__ = ["QuantizationReport", "QuantizedLayerReport", "Scheme", "quantize", "unquantize"]
+
+Scheme = Literal["dynamic", "static"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@torch.inference_mode(False)  # in which changes of tensors would not be counted
+@torch.no_grad()
+def quantize(
+    model: nn.Module,
+    calibration: Tensor | Iterable[Any] | None = None,
+    *,
+    scheme: Scheme = "dynamic",
+    keep_float: Sequence[str] = (),
+    embeddings: bool = False,
+    dtype: torch.dtype = torch.int8,
+    progress: bool = False,
+) -> QuantizationReport:
+    """Turns the linear layers in the blocks of a CvT into :class:`cvt_kernels.LinearInt8`, in place.
+
+    The blocks are those that :func:`cvt_kernels.accelerate` knows, accelerated or not. Each layer keeps its
+    name, so that ``state_dict`` has its weight in 8-bit numbers, and ``weight_scale`` beside it. The layers
+    are kept aside: :func:`cvt_kernels.restore` puts them back, :func:`unquantize` some of them.
+
+    Args:
+        model: Any module in evaluation mode; wrappers are looked into.
+        calibration: Images (batch, channels, height, width), or an iterable of batches: such tensors, dicts
+            with ``pixel_values``, or tuples that begin with one. They are run through the model as it is, for
+            the SQNR of every layer in the report, and for the scales of ``"static"``.
+        scheme: ``"dynamic"`` gives every token that enters a layer a scale of its own; ``"static"`` gives a
+            layer one scale, its largest input or the 99.9th percentile, whichever serves it better. A layer
+            that would lose more than 10 dB by that stays dynamic.
+        keep_float: Names of layers, or patterns as of ``fnmatch``, that stay as they are.
+        embeddings: Whether to quantize the convolutions of all embeddings but the first one too.
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+        progress: Show a bar over the batches on stderr, if that is a terminal.
+
+    Returns:
+        A list of what was done to every layer; print it.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: The model is in training mode, has no block of a CvT or nothing to quantize in them, or is
+            quantized already; a weight or a layer's input is not finite; a pattern matches no layer; the
+            calibration is empty, does not fit the model, or is missing for ``"static"``. The model is left as
+            it was.
+    """
+    _check_settings(scheme, calibration, keep_float)
+    layers = find_layers(model, embeddings=embeddings)
+    _check_state(model)
+    layers = _without(layers, keep_float)
+    made = {layer.path: quantized(layer, dtype) for layer in layers if layer.reason is None}
+    if not made:
+        raise ValueError(
+            f"model: none of its {len(layers)} layers can be quantized; "
+            f"the first, {layers[0].path}: {layers[0].reason}"
+        )
+    choices = {path: Choice(None, None, None) for path in made}
+    if calibration is not None:
+        pairs = {layer.path: (layer.module, made[layer.path]) for layer in layers if layer.path in made}
+        choices = calibrate(model, pairs, calibration, static=scheme == "static", progress=progress)
+    for layer in layers:
+        if layer.path in made:
+            made[layer.path].set_input_scale(choices[layer.path].input_scale)
+            replace(model, layer.module, made[layer.path])
+    return QuantizationReport(_row(layer, choices) for layer in layers)
+
+
+def _check_settings(scheme: object, calibration: object, keep_float: object) -> None:
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"scheme: got {scheme!r}, expected one of {', '.join(get_args(Scheme))}")
+    if scheme == "static" and calibration is None:
+        raise ValueError('calibration: got None, expected images, from which scheme="static" has its scales')
+    if isinstance(keep_float, str):
+        raise TypeError(f"keep_float: got the string {keep_float!r}, expected a sequence of names")
+
+
+def _check_state(model: nn.Module) -> None:
+    if model.training:
+        raise ValueError("model: is in training mode, expected model.eval() before it is quantized")
+    found = next((path for path, m in model.named_modules() if isinstance(m, QuantizedLayer)), None)
+    if found is not None:
+        raise ValueError(
+            f"model: is quantized already (layer {found}), expected one in floating point; "
+            "cvt_kernels.restore(model) puts the layers back that it was made of"
+        )
+
+
+def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
+    """Returns the layers, those that match a pattern with the reason that they stay."""
+    for pattern in patterns:
+        if not any(fnmatchcase(layer.path, pattern) for layer in layers):
+            raise ValueError(
+                f"keep_float: {pattern!r} matches none of the {len(layers)} layers, such as {layers[0].path}"
+            )
+    kept = {layer.path for layer in layers for pattern in patterns if fnmatchcase(layer.path, pattern)}
+    return [
+        layer._replace(reason="is kept by keep_float") if layer.path in kept else layer for layer in layers
+    ]
+
+
+def _row(layer: Layer, choices: dict[str, Choice]) -> QuantizedLayerReport:
+    if layer.path not in choices:
+        return QuantizedLayerReport(layer.path, "float", None, layer.reason)
+    choice = choices[layer.path]
+    scheme = "dynamic" if choice.input_scale is None else "static"
+    return QuantizedLayerReport(layer.path, scheme, choice.sqnr, choice.reason)
+
+
+def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
+    """Puts some layers back into floating point, in place: the modules that were there before.
+
+    Args:
+        model: A model that :func:`quantize` has changed.
+        paths: Names of quantized layers, as in the report.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: A name is not that of a quantized layer, or of one that was loaded as it is; the model is
+            left as it was.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    paths = list(paths)
+    for path in paths:
+        layer = layers.get(path)
+        if not isinstance(layer, QuantizedLayer):
+            kind = "nothing" if layer is None else f"a {type(layer).__name__}"
+            raise ValueError(f"paths: {path!r} is {kind}, expected a quantized layer")
+        if layer.float_layer is None:
+            raise ValueError(f"paths: {path!r} was loaded as it is, expected a layer that quantize has made")
+    put_back(model, [layers[path] for path in paths])
+    return model

@@ -1,0 +1,102 @@
+"""Frozen stages with LinearInt8 as on a GPU, by the reference or in Triton's interpreter."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt import CvTConfig, create_model
+from cvt.factory import randomize
+from cvt_kernels import backends
+from cvt_kernels.acceleration import freezing, stages
+from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized
+from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels
+from tests.upstream import images, logits, microsoft
+
+#: The layers of a block, by the ends of their names in Microsoft's model.
+QKV, PROJ, FC1, FC2 = ("proj_q", "proj_k", "proj_v"), ("attn.proj",), ("fc1",), ("fc2",)
+#: Every mixture of quantized layers and others.
+KEPT = [sum(parts, ()) for n in range(5) for parts in itertools.combinations((QKV, PROJ, FC1, FC2), n)]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _folded_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+
+
+def small_model(**settings):
+    """Returns a small model whose biases and layer scales are random, of narrow stages and wide ones."""
+    config = CvTConfig(embed_dims=(16, 64, 80), num_heads=(1, 2, 5), depths=(2, 1, 2), num_classes=10)
+    model = create_model(config, **settings)
+    randomize(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "gamma")):
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def noting(name, function, called):
+    """Returns a function that notes its name when it is called."""
+
+    def call(*args, **kwargs):
+        called.add(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "+".join(kept) or "none")
+def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
+    """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
+    called = set()
+    for name in set(backends.OPERATORS) & set(vars(stages)):
+        monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
+    own = quantized(small_model(layer_scale=0.3), SCALE if len(kept) % 2 else None, kept).double()
+    fused = ck.accelerate(copy.deepcopy(own), freeze=True)
+    x = images(2, dtype=torch.float64)
+    with ck.use_backend("reference"):
+        torch.testing.assert_close(fused(x), own(x), rtol=1e-5, atol=1e-6)  # folded scales are float32
+    expected = set()
+    for _, stage, entry in freezing.find_stages(fused):
+        expected.update(stages.operators_of(entry.parts(stage), "cuda"))
+    assert ("linear_int8" in called) == (kept != QKV + PROJ + FC1 + FC2)
+    assert called - {"linear"} == expected
+
+
+def test_tritons_kernels_serve_whole_stages():
+    own = quantized(microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=True)
+    x = images(1, 48, 32)
+    asked = set()
+
+    def serving(operator, backend, implementation):
+        function = implementation.load().function
+        return dataclasses.replace(implementation, function=noting((operator, backend), function, asked))
+
+    with backends.replaced(serving), ck.use_backend("triton", "native", "reference"):
+        out = logits(fused(x))
+    by_triton = {"conv_embedding", "conv_projection", "attention", "linear_int8", "layer_norm_quantize"}
+    by_triton.add("gelu_quantize")
+    assert asked == {(operator, "triton") for operator in by_triton} | {("layer_norm", "native")}
+    # A number of float32 that is another in its last bit may be rounded to another one of 8 bits.
+    assert decibels(own(x), out) >= LEAST_DECIBELS
+
+
+def test_a_changed_scale_is_noticed():
+    own = quantized(small_model(layer_scale=0.3))
+    fused = ck.accelerate(own, freeze=True)
+    x = images(1)
+    with ck.use_backend("reference"):
+        before = fused(x)
+        layer = fused.get_submodule("stage2.blocks.0.mlp.fc2")
+        layer.weight_scale.mul_(2)
+        assert not torch.equal(fused(x), before)

@@ -1,0 +1,274 @@
+"""The public operators of 8-bit numbers: what they compute, and what they refuse."""
+
+import re
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import reference
+from cvt_kernels.reference import LEAST, LIMITS, QuantizedRows
+
+every_dtype = pytest.mark.parametrize("dtype", list(LIMITS))
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer(outputs=5, inputs=8, dtype=torch.int8):
+    values, scales = reference.quantize_rows(randn(outputs, inputs, seed=1), dtype=dtype)
+    return values, scales.flatten(), randn(outputs, seed=2)
+
+
+# What they compute ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_rounded_half_to_even_by_their_largest_number(of):
+    x = randn(3, 7, 33, dtype=of)
+    values, scales = ck.quantize_rows(x)
+    assert (values.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, (3, 7, 1))
+    for row, numbers, scale in zip(x.flatten(0, 1), values.flatten(0, 1), scales.flatten(), strict=True):
+        largest = row.float().abs().max()
+        assert scale == largest / torch.tensor(127.0)
+        expected = [round(number) for number in (row.float() * (torch.tensor(127.0) / largest)).tolist()]
+        assert numbers.tolist() == expected
+        assert numbers.abs().max() == 127
+
+
+def test_ties_go_to_the_even_number():
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]])
+    assert ck.quantize_rows(x).values.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
+    half = ck.quantize_rows(x, scale=torch.tensor(0.5)).values
+    assert half.tolist() == [[127, 1, 3, 5, -1, -3, -5]]  # 254 is limited
+
+
+@every_dtype
+def test_one_scale_limits_what_is_larger(dtype):
+    limit = LIMITS[dtype]
+    x = torch.tensor([[1e6, -1e6, 0.0, 1.0]])
+    values, scales = ck.quantize_rows(x, scale=torch.tensor(0.25), dtype=dtype)
+    assert values.float().tolist() == [[limit, -limit, 0.0, 4.0]]
+    assert scales.tolist() == [[0.25]]
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.1)])
+def test_rows_that_are_not_finite_or_tiny(dtype, scale):
+    x = torch.ones(6, 4)
+    x[0, 1], x[1, 2], x[2, 3] = torch.nan, torch.inf, -torch.inf
+    x[3] = 0
+    x[4] = LEAST / 2
+    values, scales = ck.quantize_rows(x, scale=scale, dtype=dtype)
+    assert scales[:3].isnan().all()
+    assert not values[:5].float().any()
+    assert values[5].float().eq(LIMITS[dtype] if scale is None else 10.0).all()
+    assert scales[3:5].eq(0 if scale is None else scale).all()
+    weight, weight_scale, bias = layer(inputs=4, dtype=dtype)
+    out = ck.linear_int8(QuantizedRows(values, scales), weight, weight_scale, bias)
+    assert out[:3].isnan().all()
+    assert torch.equal(out[3:5], bias.expand(2, -1))
+    assert out[5].isfinite().all()
+
+
+@every_dtype
+def test_norms_and_gelu_are_rounded_once(dtype):
+    x, vector = randn(4, 16, dtype=torch.bfloat16), randn(16, seed=3, dtype=torch.bfloat16)
+    wide, row = x.float(), vector.float()
+    norm = ck.quantize_rows(reference.layer_norm(wide, row, row), dtype=dtype)
+    shifted = (x + vector).float()
+    expected = {
+        "norm": (ck.layer_norm_quantize(x, vector, vector, dtype=dtype), norm),
+        "shift": (
+            ck.layer_norm_quantize(x, shift=vector, eps=1e-3, dtype=dtype),
+            ck.quantize_rows(reference.layer_norm(shifted, eps=1e-3), dtype=dtype),
+        ),
+        "gelu": (
+            ck.gelu_quantize(x, vector, approximate="quick", dtype=dtype),
+            ck.quantize_rows(reference.gelu(wide + row, approximate="quick"), dtype=dtype),
+        ),
+    }
+    for rows, same in expected.values():
+        assert torch.equal(rows.values.float(), same.values.float())
+        assert torch.equal(rows.scales, same.scales)
+
+
+@pytest.mark.parametrize("inputs", [1, 8, 1500])
+def test_sums_of_integers_are_exact(inputs):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randint(-127, 128, (rows, inputs), generator=generator, dtype=torch.int8) for rows in (4, 6)
+    )
+    one = torch.ones(4, 1)
+    out = ck.linear_int8(QuantizedRows(x, one), weight, torch.ones(6))
+    assert torch.equal(out, (x.long() @ weight.long().T).float())
+
+
+def test_a_linear_layer_and_what_follows():
+    x, (weight, scale, bias), residual = randn(2, 3, 8), layer(), randn(2, 3, 5, seed=4)
+    rows = ck.quantize_rows(x)
+    product = (rows.values.double() @ weight.double().T) * rows.scales.double() * scale.double() + bias
+    out = ck.linear_int8(x, weight, scale, bias, approximate="tanh", residual=residual)
+    expected = reference.gelu(product, approximate="tanh") + residual
+    torch.testing.assert_close(out, expected.float(), rtol=1e-6, atol=1e-6)
+    same = ck.linear_int8(rows, weight, scale, bias, approximate="tanh", residual=residual)
+    assert torch.equal(same, out)
+    static = ck.linear_int8(x, weight, scale, bias, input_scale=torch.tensor(0.02))
+    rows = ck.quantize_rows(x, scale=torch.tensor(0.02))
+    assert torch.equal(static, ck.linear_int8(rows, weight, scale, bias))
+
+
+def test_nothing_is_rounded_in_float64_but_all_is_limited():
+    x, (weight, scale, bias) = randn(3, 8, dtype=torch.float64), layer()
+    exact = torch.nn.functional.linear(x, weight.double() * scale.double()[:, None], bias.double())
+    out = ck.linear_int8(x, weight, scale, bias.double())
+    torch.testing.assert_close(out, exact, rtol=1e-12, atol=1e-12)
+    rows = ck.quantize_rows(x)
+    assert {rows.values.dtype, rows.scales.dtype} == {torch.float64}
+    assert torch.equal(ck.linear_int8(rows, weight, scale, bias.double()), out)
+    assert ck.quantize_rows(x, scale=torch.tensor(1e-3)).values.abs().max() == 127
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_of_results(of):
+    x, (weight, scale, bias) = randn(3, 8, dtype=of), layer()
+    rows = ck.quantize_rows(x)
+    assert ck.linear_int8(x, weight, scale, bias.to(of)).dtype == of
+    other = torch.float64 if of == torch.float64 else torch.float32
+    assert ck.linear_int8(rows, weight, scale).dtype == other
+    if of != torch.float64:
+        assert ck.linear_int8(x, weight, scale, dtype=torch.float16).dtype == torch.float16
+        residual = torch.ones(3, 5, dtype=torch.bfloat16)
+        assert ck.linear_int8(rows, weight, scale, residual=residual).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ck.linear_int8(x, weight, scale, bias).dtype == torch.bfloat16
+
+
+def test_no_rows_and_one_dimension():
+    weight, scale, bias = layer()
+    assert ck.linear_int8(torch.empty(0, 8), weight, scale, bias).shape == (0, 5)
+    assert ck.quantize_rows(torch.empty(2, 0, 8)).scales.shape == (2, 0, 1)
+    assert ck.linear_int8(randn(8), weight, scale, bias).shape == (5,)
+
+
+def test_a_function_transform():
+    weight, scale, bias = layer()
+    x = randn(4, 3, 8)
+    mapped = torch.vmap(lambda rows: ck.linear_int8(rows, weight, scale, bias))(x)
+    torch.testing.assert_close(mapped, ck.linear_int8(x, weight, scale, bias), rtol=1e-6, atol=1e-6)
+
+
+# What they refuse -----------------------------------------------------------------------------------------
+
+X = torch.ones(2, 3, 8)
+WEIGHT, SCALE, BIAS = layer()
+ROWS = reference.quantize_rows(X)
+META = torch.ones((), device="meta")
+
+OF_ROWS = {
+    "list": ([1.0], {}, TypeError, "x: got list, expected a tensor (..., channels)"),
+    "integers": (X.int(), {}, TypeError, "x: got dtype int32, expected one of float16"),
+    "scalar": (X[0, 0, 0], {}, ValueError, "x: got a scalar, expected (..., channels)"),
+    "dtype": (X, {"dtype": torch.uint8}, TypeError, "dtype: got torch.uint8, expected torch.int8 or"),
+    "number": (X, {"scale": 0.5}, TypeError, "scale: got float, expected a tensor of one scale"),
+    "half": (X, {"scale": torch.ones(()).half()}, TypeError, "scale: got dtype float16, expected float32"),
+    "vector": (X, {"scale": torch.ones(8)}, ValueError, "scale: got shape (8,), expected () of one scale"),
+    "zero": (X, {"scale": torch.zeros(())}, ValueError, "scale: got 0.0, expected a positive number"),
+    "NaN": (X, {"scale": torch.tensor(torch.nan)}, ValueError, "scale: got nan, expected a positive number"),
+    "device": (X, {"scale": META}, ValueError, "scale: is on meta, expected cpu as x"),
+    "gradient": (X.clone().requires_grad_(), {}, ValueError, "x: wants a gradient, expected none"),
+}
+
+
+@pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
+@pytest.mark.parametrize("case", OF_ROWS)
+def test_wrong_rows(operator, case):
+    x, settings, error, message = OF_ROWS[case]
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        getattr(ck, operator)(x, **settings)
+
+
+OF_OTHERS = {
+    "weight": (ck.layer_norm_quantize, (X, torch.ones(7)), {}, ValueError, "weight: got shape (7,)"),
+    "eps": (ck.layer_norm_quantize, (X,), {"eps": 0.0}, ValueError, "eps: got 0.0"),
+    "shift": (ck.layer_norm_quantize, (X,), {"shift": torch.ones(7)}, ValueError, "shift: got shape (7,)"),
+    "bias": (ck.gelu_quantize, (X, torch.ones(7)), {}, ValueError, "bias: got shape (7,), expected (8,)"),
+    "bfloat16": (ck.gelu_quantize, (X, torch.ones(8).bfloat16()), {}, TypeError, "bias: has dtype bfloat16"),
+    "GELU": (ck.gelu_quantize, (X,), {"approximate": "erf"}, ValueError, "approximate: got 'erf'"),
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_wrong_arguments_of_norms_and_gelu(case):
+    function, args, settings, error, message = OF_OTHERS[case]
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        function(*args, **settings)
+
+
+OF_LAYERS = {
+    "no tensor": ({"x": [1.0]}, TypeError, "x: got list, expected a tensor (..., inputs)"),
+    "integers": ({"x": X.to(torch.int8)}, TypeError, "x: got dtype int8, expected one of float16"),
+    "scalar": ({"x": X[0, 0, 0]}, ValueError, "x: got a scalar, expected (..., inputs)"),
+    "rows of uint8": (
+        {"x": QuantizedRows(ROWS.values.byte(), ROWS.scales)},
+        TypeError,
+        "x: got values of dtype uint8, expected torch.int8 as weight",
+    ),
+    "rows of float8": (
+        {"x": reference.quantize_rows(X, dtype=torch.float8_e4m3fn)},
+        TypeError,
+        "x: got values of dtype float8_e4m3fn, expected torch.int8 as weight",
+    ),
+    "scales of rows": (
+        {"x": QuantizedRows(ROWS.values, ROWS.scales[..., 0])},
+        ValueError,
+        "scales of x: got shape (2, 3), expected (2, 3, 1)",
+    ),
+    "dtype of scales": (
+        {"x": QuantizedRows(ROWS.values, ROWS.scales.half())},
+        TypeError,
+        "scales of x: got dtype float16, expected float32",
+    ),
+    "both scales": (
+        {"x": ROWS, "input_scale": torch.ones(())},
+        ValueError,
+        "input_scale: got one for an x that is quantized already",
+    ),
+    "input_scale": ({"input_scale": -torch.ones(())}, ValueError, "input_scale: got -1.0"),
+    "float weight": ({"weight": WEIGHT.double()}, TypeError, "weight: got dtype float64, expected int8 or"),
+    "no weight": ({"weight": None}, TypeError, "weight: got NoneType, expected a tensor (outputs, inputs)"),
+    "rank": ({"weight": WEIGHT[0]}, ValueError, "weight: got shape (8,), expected 2 dimensions"),
+    "inputs": ({"weight": WEIGHT[:, :7]}, ValueError, "weight: got shape (5, 7), expected (5, 8)"),
+    "device of weight": ({"weight": WEIGHT.to("meta")}, ValueError, "weight: is on meta, expected cpu as x"),
+    "weight_scale": ({"weight_scale": SCALE[:4]}, ValueError, "weight_scale: got shape (4,), expected (5,)"),
+    "dtype of weight_scale": ({"weight_scale": SCALE.half()}, TypeError, "weight_scale: got dtype float16"),
+    "device of weight_scale": ({"weight_scale": SCALE.to("meta")}, ValueError, "weight_scale: is on meta"),
+    "no weight_scale": ({"weight_scale": None}, TypeError, "weight_scale: got NoneType, expected a tensor"),
+    "bias": ({"bias": BIAS[:4]}, ValueError, "bias: got shape (4,), expected (5,)"),
+    "dtype of bias": ({"bias": BIAS.double()}, TypeError, "bias: has dtype float64, expected float32 as x"),
+    "GELU": ({"approximate": "erf"}, ValueError, "approximate: got 'erf'"),
+    "residual": ({"residual": X}, ValueError, "residual: got shape (2, 3, 8), expected (2, 3, 5)"),
+    "dtype of residual": (
+        {"residual": X[..., :5].half()},
+        TypeError,
+        "residual: has dtype float16, expected float32 as the result",
+    ),
+    "device of residual": ({"residual": X[..., :5].to("meta")}, ValueError, "residual: is on meta"),
+    "dtype": ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, expected one of float16"),
+    "gradient": ({"bias": BIAS.clone().requires_grad_()}, ValueError, "x: wants a gradient, expected none"),
+}
+
+
+@pytest.mark.parametrize("case", OF_LAYERS)
+def test_wrong_arguments_of_linear_layers(case):
+    changes, error, message = OF_LAYERS[case]
+    arguments = {"x": X, "weight": WEIGHT, "weight_scale": SCALE, "bias": BIAS} | changes
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        ck.linear_int8(**arguments)
+
+
+def test_more_inputs_than_sums_can_hold():
+    weight = torch.zeros(1, 2**16 + 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"^weight: got 65537 inputs, expected at most 65536"):
+        ck.linear_int8(torch.ones(1, 2**16 + 1), weight, torch.ones(1))
