@@ -487,7 +487,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
-    exact = tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else _copied(tensor)
+    exact = tensor.detach().to(torch.float64, copy=True) if _is_fine(tensor) else _copied(tensor)
     return exact.requires_grad_(tensor.requires_grad)
 
 

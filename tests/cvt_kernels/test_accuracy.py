@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cvt_kernels import measure
+from cvt_kernels import accuracy, measure
 from cvt_kernels.accuracy import GRADIENT_FACTOR, VALUE_FACTOR, Error, allowed_error, compare, usual_units
 from tests.checks import assert_accurate
 
@@ -246,6 +246,43 @@ def test_other_dtypes_are_refused():
         compare(x.half(), x, x.double())
     with pytest.raises(ValueError, match=r"exact: got torch\.float32, expected torch\.float64"):
         compare(x, x, x)
+
+
+# 8-bit numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", accuracy.OF_8_BITS)
+def test_errors_of_8_bit_numbers_are_in_steps(dtype):
+    bits = torch.arange(127, dtype=torch.uint8)  # the finite numbers that are not negative, in their order
+    numbers = bits.view(dtype)
+    exact = numbers.double()
+    assert compare(numbers, numbers, exact).ours == 0
+    middles = (exact[:126] + exact[1:127]) / 2
+    for result in (numbers[:126], numbers[1:127]):
+        error = compare(result.clone(), result.clone(), middles)
+        assert (error.ours, error.passed) == (0.5, True)
+    for i in (1, 7, 8, 60, 125):
+        error = compare(with_one(numbers, numbers[i + 1], i), numbers, exact)
+        assert (error.ours, error.passed) == (1.0, False)
+    below = with_one(middles, middles[60] * (1 - 1e-3), 60)
+    assert not compare(numbers[1:127], accuracy.rounded(below, dtype), below).passed
+
+
+def test_a_tie_may_go_either_way_as_far_as_float32_tells():
+    exact = torch.linspace(-100, 100, 2000, dtype=torch.float64)
+    near, far = exact.clone(), exact.clone()
+    near[7], far[7] = 63.5 + 1e-6, 63.5 + 1e-3
+    for truth, passes in ((near, True), (far, False)):
+        same = accuracy.rounded(truth, torch.int8)
+        assert same[7] == 64
+        assert compare(with_one(same, 63, 7), same, truth).passed == passes
+
+
+@pytest.mark.parametrize("poison", [-1, -128])
+def test_memory_that_was_not_written_is_no_8_bit_number(poison):
+    exact = torch.linspace(-100, 100, 2000, dtype=torch.float64)
+    same = accuracy.rounded(exact, torch.int8)
+    assert not compare(with_one(same, poison, 7), same, exact).passed
 
 
 # The assertion of the tests -------------------------------------------------------------------------------

@@ -83,6 +83,17 @@ def test_our_model_costs_what_its_operators_do(backends):
             assert other_flops(model, x) == flops(model, x)
 
 
+@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+@pytest.mark.parametrize("make", [ours, huggingface])
+def test_quantized_models_cost_what_they_did(make, backends):
+    model, x = make().eval(), images(2, 32, 48)
+    expected = flops(model, x)
+    ck.quantize(model)
+    with ck.use_backend(*backends):
+        assert flops(model, x) == other_flops(model, x) == expected
+        assert flops(ck.accelerate(model), x) == expected
+
+
 def test_modules_are_told_apart():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         ours().eval()(images(2, 32, 32))
@@ -95,6 +106,11 @@ def test_modules_are_told_apart():
 def a_projection():
     bn = nn.BatchNorm2d(16)
     return ConvBatchNorm(torch.randn(16, 1, 3, 3), *bn.parameters(), *bn.buffers(), padding=1)
+
+
+def quantized(weight):
+    values, scales = reference.quantize_rows(weight)
+    return values, scales.flatten()
 
 
 def operator_calls():
@@ -122,6 +138,8 @@ def operator_calls():
         ("conv_linear", (x, (4, 5), (conv,), (linear,)), {}),
         ("conv_embedding", (image, torch.randn(16, 3, 7, 7), b), {"stride": 4, "padding": 2}),
         ("transformer_block", (x, (4, 5), block), {}),
+        ("linear_int8", (x, *quantized(w), b), {}),
+        ("linear_int8", (x, *quantized(torch.randn(8, 1500)[:, :16]), None), {"approximate": "tanh"}),
     ]
 
 

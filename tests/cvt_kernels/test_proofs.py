@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, proofs, reference
+from cvt_kernels import accuracy, backends, dispatch, proofs, reference
 from cvt_kernels.backends import Implementation
 from tests.checks import recorded_operators
 
@@ -489,6 +489,186 @@ def test_copies_in_guarded_memory(layout, dtype):
     assert copy.data_ptr() % 64 == x.data_ptr() % 64
     assert copy.data_ptr() != x.data_ptr()
     assert not memory.is_overwritten()
+
+
+# 8-bit numbers --------------------------------------------------------------------------------------------
+
+
+def rows_of(dtype=torch.int8):
+    """Returns rows for LayerNorm, GELU and rounding, and the settings that all of these take."""
+    return torch.randn(6, 40, 24), {"scale": None, "dtype": dtype}
+
+
+def settings_of(operator):
+    return {"approximate": "none"} if operator == "gelu_quantize" else {}
+
+
+def with_values(change):
+    """Makes a kernel of the reference by a change of the values that it returns."""
+
+    def make(operator):
+        def kernel(x, *args, **kwargs):
+            values, scales = getattr(reference, operator)(x, *args, **kwargs)
+            return change(values.clone()), scales
+
+        return kernel
+
+    return make
+
+
+def _one_more(values):
+    values.view(torch.int8).view(-1)[5] += 1
+    return values
+
+
+def _nothing_written_at_the_end(values):
+    out = torch.empty_like(values)
+    out[:-1] = values[:-1]
+    return out
+
+
+def _unwritten_float(values):
+    return torch.empty_like(values)
+
+
+def _truncated(operator):
+    """Rounds towards zero."""
+
+    def kernel(x, *args, scale, dtype, **kwargs):
+        wide = getattr(reference, operator)(x.double(), *args, scale=scale, dtype=dtype, **kwargs)
+        return wide.values.trunc().to(dtype), wide.scales.float()
+
+    return kernel
+
+
+def _wrong_scales(operator):
+    def kernel(x, *args, **kwargs):
+        values, scales = getattr(reference, operator)(x, *args, **kwargs)
+        return values, scales * (1 + 1e-4)
+
+    return kernel
+
+
+def _computed_in_float64(operator):
+    """Rounds what is exact, so that ties of float32 fall otherwise."""
+
+    def kernel(x, *args, scale, dtype, **kwargs):
+        wide = getattr(reference, operator)(x.double(), *args, scale=scale, dtype=dtype, **kwargs)
+        return accuracy.rounded(wide.values, dtype), wide.scales.float()
+
+    return kernel
+
+
+RIGHT = {"reference": with_values(lambda values: values), "exact": _computed_in_float64}
+WRONG = {
+    "one more": with_values(_one_more),
+    "not written": with_values(_nothing_written_at_the_end),
+    "nothing written": with_values(_unwritten_float),
+    "truncated": _truncated,
+    "scales": _wrong_scales,
+    "zeros": with_values(torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
+def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
+    x, settings = rows_of(dtype)
+    for scale in (None, torch.tensor(0.02 if dtype == torch.int8 else 0.006)):
+        arguments = {**settings, **settings_of(operator), "scale": scale}
+        proof = dispatch.proof_of(operator, x, **arguments)
+        standard = proof.standard()
+        for name, make in (RIGHT | WRONG).items():
+            if name == "truncated" and dtype != torch.int8:
+                continue  # a step is not 1
+            flaw = proofs.check(make(operator), standard).flaw
+            assert (flaw is None) == (name in RIGHT), (name, flaw)
+
+
+def test_rows_of_integers_that_lie_at_ties():
+    """Halves of integers: all but the last bit of a product decides on them."""
+    x = torch.randint(-254, 255, (40, 64)) / 2
+    x[:, 0] = 127
+    proof = dispatch.proof_of("quantize_rows", x, scale=None, dtype=torch.int8)
+    standard = proof.standard()
+    assert proofs.check(reference.quantize_rows, standard).flaw is None
+
+    def upwards(x, **settings):
+        scales = reference.quantize_rows(x, **settings).scales
+        return (x / scales + 0.5).floor().clamp(-127, 127).to(torch.int8), scales
+
+    assert proofs.check(upwards, standard).flaw is None  # the nearest as well
+
+
+def of_a_layer(dtype=torch.float32, weight_dtype=torch.int8, static=False, rows=False):
+    """Returns the arguments of a linear layer."""
+    x, weight = torch.randn(4, 20, 64).to(dtype), torch.randn(24, 64)
+    values, scales = reference.quantize_rows(weight, dtype=weight_dtype)
+    settings = {"x_scales": None, "input_scale": torch.tensor(0.03) if static else None}
+    if rows:
+        x, settings["x_scales"] = reference.quantize_rows(x, dtype=weight_dtype)
+    settings |= {"approximate": "none", "residual": torch.randn(4, 20, 24).to(dtype), "dtype": dtype}
+    return (x, values, scales.flatten(), torch.randn(24).to(dtype)), settings
+
+
+def _with_truncated_input(x, weight, *args, x_scales, input_scale, **settings):
+    if x_scales is None:
+        wide = reference.quantize_rows(x.double(), scale=input_scale)
+        x, x_scales = wide.values.trunc().to(torch.int8), wide.scales.float()
+    return reference.linear_int8(x, weight, *args, x_scales=x_scales, **settings)
+
+
+def _without_a_row(x, weight, *args, **settings):
+    weight = weight.clone()
+    weight[3] = 0
+    return reference.linear_int8(x, weight, *args, **settings)
+
+
+def _dequantized(x, weight, scale, bias, *, x_scales, input_scale, approximate, residual, dtype):
+    rows = x if x_scales is None else x * x_scales
+    product = nn.functional.linear(rows, weight.float() * scale[:, None], bias)
+    return (reference.gelu(product, approximate=approximate) + residual).to(dtype)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_right_and_wrong_products_of_8_bit_numbers(static, rows):
+    args, settings = of_a_layer(static=static and not rows, rows=rows)
+    proof = dispatch.proof_of("linear_int8", *args, **settings)
+    standard = proof.standard()
+    for right in (reference.linear_int8, _dequantized):
+        assert proofs.check(right, standard).flaw is None
+    wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
+    wrong += [] if rows else [_with_truncated_input]
+    for kernel in wrong:
+        assert "wrong: output is off by" in proofs.check(kernel, standard).flaw
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_verdicts_of_products_of_8_bit_numbers(dtype, weight_dtype, monkeypatch):
+    known = dict(backends.implementations["linear_int8"])
+    monkeypatch.setitem(backends.implementations, "linear_int8", known)
+    known["native"] = Implementation(_without_a_row)
+    args, settings = of_a_layer(dtype, weight_dtype)
+    verdict = prove("linear_int8", *args, **settings)
+    assert verdict.trials["reference"].flaw is None
+    assert "wrong: output is off by" in verdict.trials["native"].flaw
+    assert verdict.chosen != "native"
+
+
+@pytest.mark.usefixtures("proving")
+@pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
+def test_a_right_kernel_serves_and_a_wrong_one_does_not(operator, monkeypatch):
+    known = {"reference": backends.implementations[operator]["reference"]}
+    monkeypatch.setitem(backends.implementations, operator, known)
+    x, _ = rows_of()
+    known["native"] = Implementation(WRONG["one more"](operator))
+    with pytest.warns(RuntimeWarning, match="the kernel of backend 'native' failed its check"):
+        rows = getattr(ck, operator)(x)
+    same = getattr(reference, operator)(x)
+    assert torch.equal(rows.values, same.values)
+    assert torch.equal(rows.scales, same.scales)
 
 
 # The caller -----------------------------------------------------------------------------------------------
