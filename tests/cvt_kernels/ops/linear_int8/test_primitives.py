@@ -96,6 +96,15 @@ def test_other_shapes_strides_and_autocast(backend):
     torch.testing.assert_close(out.float(), full, rtol=2e-2, atol=6e-2)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_other_strides(backend):
+    x, weight, scales, _, _ = arguments(torch.float32)
+    for view in (weight.t().contiguous().t(), torch.stack([weight, weight], -1)[..., 1]):
+        got = call(backend, x, view, scales)
+        expected = reference.linear_int8(x, weight, scales)
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-2 if backend == "dequantized" else 1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_a_changed_weight_is_packed_anew(backend):
     x, weight, scales, bias, _ = arguments(torch.float32)
