@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from cvt_kernels.reference import LIMITS
+
 from . import hub
 from .config import PRESETS, CvTConfig, check_images, preset_of, resolve_config
 from .files import replacing
@@ -38,6 +40,7 @@ from .huggingface import (
     shards,
     why_another_architecture,
 )
+from .quantized import install_layers, quantized_layers, why_damaged
 
 _PathLike = str | os.PathLike[str]
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -52,34 +55,44 @@ _FIRST_PART = re.compile(
 
 
 class ModelCard(NamedTuple):
-    """The description of a model and of its images that ``cvt train`` writes beside the weights.
+    """The description of a model and of its images that this package's commands write beside the weights.
 
     Attributes:
         config: The architecture.
         labels: Class names.
         image_size: Pixels of each side, as in :func:`cvt.images.preprocess`.
         crop_fraction: Likewise.
+        folders: The names that the classes have in data sets; None if those are the labels.
     """
 
     config: CvTConfig
     labels: list[str]
     image_size: int
     crop_fraction: float | None = None
+    folders: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
-        return {**self._asdict(), "config": dataclasses.asdict(self.config)}
+        content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
+        if self.folders is None:  # which earlier versions do not know
+            del content["folders"]
+        return content
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> ModelCard:
         """Builds a card from what :meth:`to_dict` returned."""
         card = cls(**{**content, "config": CvTConfig(**content["config"])})
-        if len(card.labels) != card.config.num_classes:
-            raise ValueError(f"got {len(card.labels)} labels for {card.config.num_classes} classes")
-        if not isinstance(card.labels, list) or not all(isinstance(label, str) for label in card.labels):
-            raise TypeError(f"got labels {card.labels!r}, expected a list of strings")
+        card._check_names("labels", card.labels)
+        if card.folders is not None:
+            card._check_names("folders", card.folders)
         check_images(card.image_size, card.crop_fraction)
         return card
+
+    def _check_names(self, field: str, names: list[str]) -> None:
+        if len(names) != self.config.num_classes:
+            raise ValueError(f"got {len(names)} {field} for {self.config.num_classes} classes")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"got {field} {names!r}, expected a list of strings")
 
 
 class Checkpoint(NamedTuple):
@@ -106,6 +119,11 @@ class Checkpoint(NamedTuple):
         """The number of outputs of the head, or None if there is no head."""
         head = self.tensors.get("head.weight")
         return None if head is None or head.ndim != 2 else head.shape[0]
+
+    @property
+    def quantized(self) -> dict[str, str]:
+        """The layers of 8-bit numbers: name → ``"dynamic"`` or ``"static"``; see ``cvt_kernels.quantize``."""
+        return quantized_layers(self.tensors)
 
     @property
     def labels(self) -> list[str] | None:
@@ -237,7 +255,7 @@ def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Modu
     """Builds a model once the weights are known to fit it, so that no memory is taken for another.
 
     Args:
-        checkpoint: The weights, which are not loaded.
+        checkpoint: The weights, which are not loaded. The model gets layers of 8-bit numbers where they do.
         build: Builds the ``CvT`` or ``CvTFeatures``.
 
     Raises:
@@ -246,13 +264,23 @@ def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Modu
     try:
         with torch.device("meta"):
             sketch: Any = build()
+            _install_layers(sketch, checkpoint)
     except RuntimeError as error:  # more elements than can be counted
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {reason}") from error
     shapes = sketch.state_dict().items()
     own = {name: torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in shapes}
     _fitting(checkpoint, own, sketch.config)
-    return build()
+    model = build()
+    _install_layers(model, checkpoint)
+    return model
+
+
+def _install_layers(model: nn.Module, checkpoint: Checkpoint) -> None:
+    try:
+        install_layers(model, checkpoint.tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 class LoadReport(NamedTuple):
@@ -311,6 +339,9 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
         content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
     tensors = {from_huggingface(key): tensor for key, tensor in tensors.items()}
+    damage = why_damaged(tensors)
+    if damage is not None:
+        raise CheckpointError(f"{name}: {damage}")
     try:
         own_config(hf_config)
     except CheckpointError as error:
@@ -488,6 +519,9 @@ def _fitting(
         if difference is not None:
             raise CheckpointError(f"{checkpoint.path}: {difference}")
     tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))
+    difference = _why_quantized_otherwise(tensors, own)
+    if difference is not None:
+        raise CheckpointError(f"{checkpoint.path}: {difference}")
     head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
     if head_replaced:
         tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
@@ -502,6 +536,18 @@ def _split_unused(
     parts = {"norm", "head", *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
     unused = tuple(name for name in tensors if name.split(".")[0] in parts)
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, unused
+
+
+def _why_quantized_otherwise(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+    """Says which layer is of 8-bit numbers in the weights and not in the model, or the reverse."""
+    theirs, ours = quantized_layers(tensors), quantized_layers(own)
+    for layer in theirs:
+        if layer not in ours and f"{layer}.weight" in own:
+            return f"is quantized ({layer}), the model is not; build it by create_model(checkpoint=…)"
+    for layer in ours:
+        if layer not in theirs and f"{layer}.weight" in tensors:
+            return f"is not quantized ({layer}), the model is; expected a model in floating point"
+    return None
 
 
 def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -531,6 +577,9 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mappi
 
 def _is_copyable(source: Tensor, target: Tensor) -> bool:
     """Tells whether ``target.copy_(source)`` keeps the values, but for rounding."""
-    is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
+    if source.dtype in LIMITS or target.dtype in LIMITS:
+        is_same_kind = source.dtype == target.dtype
+    else:
+        is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
     is_dense = source.layout == torch.strided and not source.is_quantized
     return is_same_kind and is_dense and not source.is_meta and not target.is_meta

@@ -21,6 +21,7 @@ from .images import ImageError, preprocess, read_image, to_tensor
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
+_HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 _Image = str | os.PathLike[str] | Image.Image
 
@@ -109,6 +110,17 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
         self.image_size, self.crop_fraction, self.random_crop = image_size, crop_fraction, random_crop
         self.epoch = self.seed = 0
 
+    def part(self, indices: Sequence[int]) -> ImageDataset:
+        """Returns a data set of some of the images, in the order of their indices."""
+        return ImageDataset(
+            [self.images[i] for i in indices],
+            [self.labels[i] for i in indices],
+            self.classes,
+            self.image_size,
+            crop_fraction=self.crop_fraction,
+            random_crop=self.random_crop,
+        )
+
     def __len__(self) -> int:
         return len(self.images)
 
@@ -159,9 +171,41 @@ def open_dataset(
     )
 
 
+def open_parts(
+    source: str | os.PathLike[str], image_size: int, *, crop_fraction: float | None = None
+) -> tuple[ImageDataset, ImageDataset]:
+    """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
+
+    Args:
+        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, and neither ``train/`` nor
+            ``val/``, of which every fifth image of each class, sorted by name, is held out.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :func:`open_dataset`.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is needed and not installed.
+        FileNotFoundError: There is no such folder.
+        ValueError: An empty class folder, fewer than two, no image beside those that are held out, or parts
+            of different classes.
+    """
+    if source == DIGITS or any(Path(source, split).is_dir() for split in SPLITS):
+        fitted = open_dataset(source, "train", image_size, crop_fraction=crop_fraction)
+        held_out = open_dataset(source, "val", image_size, crop_fraction=crop_fraction)
+        if fitted.classes != held_out.classes:
+            raise ValueError(f"data: {source} has train/ and val/ of different classes")
+        return fitted, held_out
+    whole = ImageDataset(*_image_folder(Path(source)), image_size, crop_fraction=crop_fraction)
+    places = [i - whole.labels.index(label) for i, label in enumerate(whole.labels)]
+    first = [i for i, place in enumerate(places) if place % _HELD_OUT]
+    second = [i for i, place in enumerate(places) if place % _HELD_OUT == 0]
+    if not first:
+        raise ValueError(f"data: {source} has no images besides those that are held out")
+    return whole.part(first), whole.part(second)
+
+
 def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
     digits = require("sklearn.datasets", "train").load_digits()
-    chosen = (np.arange(len(digits.target)) % 5 == 0) == (split == "val")
+    chosen = (np.arange(len(digits.target)) % _HELD_OUT == 0) == (split == "val")
     pixels = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)  # 0 to 16, white on black
     images = [Image.fromarray(image).convert("RGB") for image in pixels]
     return images, digits.target[chosen].tolist(), [str(name) for name in digits.target_names]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cvt_kernels.checks import dtype_name
+from cvt_kernels.reference import LIMITS
 
 from .config import LARGEST_IMAGE, CvTConfig, check_images, default_image_size, preset_of
 from .files import filling, write_json
@@ -118,7 +119,7 @@ def save_huggingface(
     if not isinstance(getattr(model, "head", None), nn.Linear):
         raise TypeError(f"model: got {type(model).__name__}, expected a CvT with a classification head")
     config = _config_of(model)
-    obstacle = why_inexpressible(config)
+    obstacle = why_inexpressible(config) or _why_quantized(model)
     if obstacle is not None:
         raise ValueError(f"model: {obstacle}")
     write_model(model, directory, labels=labels, image_size=image_size, crop_fraction=crop_fraction)
@@ -145,7 +146,7 @@ def write_model(
     """
     config = _config_of(model)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if why_inexpressible(config) is None:
+    if (why_inexpressible(config) or _why_quantized(model)) is None:
         content = huggingface_config(config, labels=_labels_of(model, labels))
         tensors = {_to_huggingface(name): tensor for name, tensor in tensors.items()}
     else:
@@ -328,6 +329,12 @@ def why_inexpressible(config: CvTConfig) -> str | None:
     }
     present = [obstacle for obstacle, is_present in obstacles.items() if is_present]
     return f"Hugging Face's CvT has no {', no '.join(present)}" if present else None
+
+
+def _why_quantized(model: nn.Module) -> str | None:
+    """Says that Hugging Face's CvT has no layers like those of a quantized model, or returns None."""
+    is_quantized = any(tensor.dtype in LIMITS for tensor in model.state_dict().values())
+    return "Hugging Face's CvT has no linear layers of 8-bit numbers" if is_quantized else None
 
 
 # preprocessor_config.json ---------------------------------------------------------------------------------

@@ -93,6 +93,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
     )
 
 
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.datasets.Batches`."""
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read images (default: none)")
+    parser.add_argument(
+        "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
+    )
+
+
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--device``, for :func:`resolve_device`."""
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
@@ -150,6 +159,14 @@ class LoadedModel(NamedTuple):
         from ..images import read_labels
 
         return self.checkpoint.labels if file is None else read_labels(file, self.model.num_classes)
+
+    def check_classes(self, classes: list[str], data: str) -> None:
+        """Raises ``ValueError`` unless the classes of a data set, which ``data`` names, are the model's."""
+        if len(classes) != self.model.num_classes:
+            raise ValueError(f"{data}: has {len(classes)} classes, the model {self.model.num_classes}")
+        card = self.checkpoint.card
+        if card is not None and (card.folders or card.labels) != classes:
+            raise ValueError(f"{data}: its classes have other names than those of {self.checkpoint.path}")
 
 
 def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:

@@ -15,11 +15,11 @@ from ..evaluation import Cost, Evaluation, cost, evaluate
 from ..files import replacing, write_json
 from ..training.recipe import PRECISIONS
 from .common import (
+    add_batch_arguments,
     add_device_argument,
     add_labels_argument,
     add_model_arguments,
     load_model,
-    positive_int,
     print_result,
     recorded_warnings,
     resolve_device,
@@ -39,11 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model_arguments(parser)
     add_labels_argument(parser)
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read images (default: none)")
-    parser.add_argument(
-        "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
-    )
+    add_batch_arguments(parser)
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
     parser.add_argument("--json", metavar="FILE", help="write the figures and the whole confusion matrix")
     add_device_argument(parser)
@@ -57,10 +53,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
     dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
-    if len(dataset.classes) != model.num_classes:
-        raise ValueError(f"--data {data}: has {len(dataset.classes)} classes, the model {model.num_classes}")
-    if loaded.checkpoint.card is not None and loaded.checkpoint.labels != dataset.classes:
-        raise ValueError(f"--data {data}: its classes have other names than those of {arguments.checkpoint}")
+    loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
     with contextlib.ExitStack() as stack:

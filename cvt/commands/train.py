@@ -110,9 +110,10 @@ def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -
         return create_model(MODELS[arguments.model or default], **overrides)
     name = arguments.model
     model = name if name is None or name in PRESETS else MODELS[name]
-    built, remarks = build_model(
-        read_checkpoint(arguments.checkpoint), model, activation=activation, **overrides
-    )
+    checkpoint = read_checkpoint(arguments.checkpoint)
+    if checkpoint.quantized:
+        raise ValueError(f"--checkpoint: {checkpoint.path} is quantized, expected weights in floating point")
+    built, remarks = build_model(checkpoint, model, activation=activation, **overrides)
     _print_once(arguments, "--checkpoint", remarks)
     return built
 

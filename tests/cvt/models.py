@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 
@@ -33,4 +34,11 @@ def huggingface_twin(**changes):
     config = CvtConfig(**settings | changes)
     model = CvtForImageClassification(config).eval()
     randomize(model)
+    return model
+
+
+def quantized(model, scheme="dynamic", **settings):
+    """Returns a model, quantized on random images."""
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    ck.quantize(model.eval(), images, scheme=scheme, **settings)
     return model

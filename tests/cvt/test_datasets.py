@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from cvt.datasets import Batches, ImageDataset, RandomCrop, open_dataset
+from cvt.datasets import Batches, ImageDataset, RandomCrop, open_dataset, open_parts
 from cvt.images import IMAGENET_MEAN, IMAGENET_STD, ImageError, preprocess, read_image
 
 RED, BLUE = (200, 30, 40), (20, 40, 220)
@@ -72,6 +72,21 @@ def test_digits_are_scikit_learns():
     np.testing.assert_allclose(pixels.numpy(), np.stack([digits.images[15]] * 3), atol=0.05)
     held_out = {image.tobytes() for image in val.images}
     assert sum(image.tobytes() in held_out for image in train.images) == 0
+
+
+def test_parts_of_data_sets(tmp_path):
+    assert [len(part) for part in open_parts("digits", 8)] == [1437, 360]
+    assert all(part.crop_fraction == 1 for part in open_parts("digits", 8))
+    painted(tmp_path)
+    fitted, held_out = open_parts(tmp_path / "val", 16)  # of five and four images
+    assert grays(Batches(held_out, 4)) == [ALL[0], ALL[5]]
+    assert grays(Batches(fitted, 4)) == [*ALL[1:5], *ALL[6:]]
+    fitted, held_out = open_parts(tmp_path, 16, crop_fraction=0.5)
+    assert [part.images[0].parts[-3] for part in (fitted, held_out)] == ["train", "val"]
+    assert fitted.crop_fraction == held_out.crop_fraction == 0.5
+    (tmp_path / "val").rename(tmp_path / "whole")
+    with pytest.raises(FileNotFoundError, match="val does not exist, expected train/ and val/"):
+        open_parts(tmp_path, 16)
 
 
 def test_small_images_are_enlarged_in_data_sets_only(tmp_path):

@@ -88,6 +88,8 @@ def test_safetensors_keep_the_card(tmp_path):
     ("changes", "reason"),
     [
         ({"labels": ["0"]}, "got 1 labels for 10 classes"),
+        ({"folders": ["0"]}, "got 1 folders for 10 classes"),
+        ({"folders": list(range(10))}, "got folders .*, expected a list of strings"),
         ({"labels": [0] * 10}, r"got labels \[0, "),
         ({"labels": dict.fromkeys("0123456789", "")}, r"got labels \{'0': "),
         ({"image_size": None}, "image_size: got None, expected int"),

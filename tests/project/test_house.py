@@ -35,7 +35,7 @@ FLOORS = (
     {"cvt_kernels.__main__"},
     {"cvt.config", "cvt.extras", "cvt.files"},
     {"cvt.huggingface"},
-    {"cvt.hub"},
+    {"cvt.hub", "cvt.quantized"},
     {"cvt.checkpoints"},
     {"cvt.pretrained"},
     {"cvt.images", "cvt.model"},

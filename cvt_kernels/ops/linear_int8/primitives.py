@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks, dispatch
+from ... import backends, checks, dispatch, reference
 from ...reference import GeluVariant
-from ..layer_norm_gelu import gelu
 from ..packing import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
@@ -54,7 +53,9 @@ def why_int_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: 
     return _why_no_multiple(weight, _MULTIPLE["int_mm"])
 
 
-def _why_not_rounded(x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any) -> str | None:
+def _why_not_rounded(
+    x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any
+) -> str | None:
     if weight.dtype != factors:
         return f"multiplies {checks.dtype_name(factors)} only, not {checks.dtype_name(weight.dtype)}"
     if torch.float64 in (x.dtype, dtype):
@@ -89,8 +90,16 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Returns rows (rows, inputs) of 8-bit numbers, and their scales (rows, 1)."""
     if x_scales is None:
-        x, x_scales = dispatch.call("quantize_rows", x, scale=input_scale, dtype=dtype)
+        x, x_scales = _by_another("quantize_rows", x, scale=input_scale, dtype=dtype)
     return x.reshape(-1, x.shape[-1]), x_scales.reshape(-1, 1)
+
+
+def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
+    """Computes another operator, by the reference where none of its backends is among the requested ones."""
+    known = backends.implementations[operator]
+    if backends.is_auto() or any(name in known for name in backends.requested_backends()):
+        return dispatch.call(operator, x, **settings)
+    return getattr(reference, operator)(x, **settings)
 
 
 def _finished(
@@ -104,7 +113,7 @@ def _finished(
 ) -> Tensor:
     """Returns what follows a product, which is no longer needed."""
     y = product if bias is None else product.add_(bias)
-    y = y if approximate is None else gelu(y, approximate=approximate)
+    y = y if approximate is None else _by_another("gelu", y, approximate=approximate)
     y = y.view(*x.shape[:-1], -1)
     return (y if residual is None else y.add_(residual)).to(dtype)
 
@@ -155,13 +164,15 @@ def by_onednn(
     input_scale: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which multiplies by the weight's scales."""
+    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which applies the weight's scales."""
     library = _library()
     assert library is not None
     pack, linear = library
     values, scales = _rows(x, x_scales, input_scale, weight.dtype)
     ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight, None))
-    unsigned = values.view(torch.uint8) ^ _ZERO  # packed weights are for such rows, others take 1000 times as long
+    unsigned = (
+        values.view(torch.uint8) ^ _ZERO
+    )  # packed weights are for such rows, others take 1000 times as long
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     product = linear(
         unsigned, 1.0, _ZERO, ready, weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -178,7 +189,9 @@ def why_scaled_mm_unavailable(device_type: str) -> str | None:
         return "there is no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
     if capability < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and products of float8 need 8.9"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and products of float8 need 8.9"
+        )
     return None
 
 
@@ -238,11 +251,8 @@ def by_dequantized(
             return (weight.float() * weight_scale[:, None]).to(dtype)
 
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
-    if x_scales is None:
-        # A row with an infinity is one of NaN, as if it had been rounded.
-        rows = x + x.abs().amax(-1, keepdim=True) * 0
-    else:
-        rows = x * x_scales
+    # A row with an infinity is one of NaN, as if it had been rounded.
+    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x * x_scales
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
     return _finished(product, x, None, dtype=dtype, **settings)

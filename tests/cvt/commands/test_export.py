@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import create_model
+from cvt import CvTConfig, create_model
 from cvt.checkpoints import ModelCard
 from cvt.commands import export as export_module
 from cvt.commands import main
 from cvt.commands.export import export
+from cvt.commands.onnx_nodes import with_nodes
 from cvt.factory import randomize
 from tests.checks import Terminal, bad, record_all_calls
 from tests.upstream import ONE_STAGE
@@ -84,7 +85,7 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
 
 def test_a_bar_is_drawn_for_those_who_ask(model, tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
-    monkeypatch.setattr(export_module, "_run", lambda path, images, runtime: model(images))
+    monkeypatch.setattr(export_module, "_run", lambda path, parts, runtime: model(torch.cat(parts)))
     drawn = []
     for progress in (False, True):
         monkeypatch.setattr(sys, "stderr", Terminal())
@@ -95,10 +96,91 @@ def test_a_bar_is_drawn_for_those_who_ask(model, tmp_path, monkeypatch):
     assert not drawn[1].split("\r")[-1].strip()
 
 
+# Quantized models -----------------------------------------------------------------------------------------
+
+#: Two stages, so that there is an embedding that can be quantized.
+_TWICE = {name: 2 * value for name, value in vars(ONE_STAGE).items() if isinstance(value, tuple)}
+TWO_STAGES = CvTConfig(**vars(ONE_STAGE) | _TWICE | {"embed_dims": (8, 16), "cls_token": (False, True)})
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def quantized(config, **settings):
+    model = create_model(config).eval()
+    randomize(model)
+    ck.quantize(model, IMAGES, **settings)
+    return model
+
+
+def assert_near(actual, model, images):
+    """Fails if what an export gives is not the model's, but for numbers that round to either side."""
+    with torch.no_grad():
+        expected = model(images)
+    assert (actual - expected).square().sum() < 1e-4 * expected.square().sum()  # 40 dB
+
+
+def test_onnx_of_a_quantized_model(tmp_path):
+    model = quantized(TWO_STAGES, scheme="static", embeddings=True)
+    attention, mlp = model.stage0.blocks[0].attn, model.stage0.blocks[0].mlp
+    for layer in (attention.proj_q, attention.proj, mlp.fc1, mlp.fc2):
+        layer.set_input_scale(None)
+    narrow = model.stage1.blocks[0].mlp.fc1
+    narrow.set_input_scale(narrow.input_scale.item() / 8)  # to which most inputs are too large
+    path = tmp_path / "q.onnx"
+    export(model, path, "onnx", image_size=32)
+    graph = onnx.load(path).graph
+    assert {node.domain for node in graph.node} == {""}
+    rounding = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    standing_for = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    assert (len(rounding), len(standing_for)) == (13, 26)
+    kept = {initializer.name: initializer for initializer in graph.initializer}
+    weights = [kept[node.input[0]] for node in standing_for if node.input[0] in kept]
+    assert [weight.data_type for weight in weights] == 13 * [onnx.TensorProto.INT8]
+    scales = [kept.get(node.input[1]) for node in rounding]
+    assert sum(scale is None for scale in scales) == 4  # computed, one for each token
+    assert all(scale is None or not scale.dims for scale in scales)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        (logits,) = session.run(None, {"images": IMAGES[:batch].numpy()})
+        assert_near(torch.from_numpy(logits), model, IMAGES[:batch])
+
+
+def test_onnx_of_rows_of_extreme_size(tmp_path):
+    layer = ck.LinearInt8.from_float(nn.Linear(8, 4))
+    rows = torch.stack([torch.zeros(8), torch.full((8,), 1e-38), 1e30 * torch.arange(8), torch.randn(8)])
+    path = tmp_path / "a.onnx"
+    with export_module._quiet(), torch.no_grad():
+        program = torch.export.export(with_nodes(nn.Sequential(layer)), (rows,))
+        torch.onnx.export(program, f=path, dynamo=True, verbose=False, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), layer(rows).detach())
+
+
+def test_pt2_of_a_quantized_model(tmp_path):
+    model = quantized(ONE_STAGE)
+    path = tmp_path / "q.pt2"
+    export(model, path, "pt2", image_size=32)
+    program = torch.export.load(path)
+    assert sum(tensor.dtype == torch.int8 for tensor in program.state_dict.values()) == 6
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert {str(node.target).partition(".")[0] for node in calls} == {"aten", "<built-in function getitem>"}
+    assert_near(program.module()(IMAGES), model, IMAGES)
+
+
+@pytest.mark.parametrize("factor", [1.1, math.nan])
+def test_a_quantized_model_that_differs_is_not_kept(tmp_path, monkeypatch, factor):
+    monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
+    monkeypatch.setattr(export_module, "_run", lambda path, parts, runtime: model(torch.cat(parts)) * factor)
+    model = quantized(ONE_STAGE)
+    with pytest.raises(ValueError, match=r"its export differs by .* of the logits, expected at most"):
+        export(model, tmp_path / "model.pt2", "pt2", image_size=32)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("error", "said"), [(1e-2, "e-0"), (math.nan, "nan")])
 def test_what_differs_is_not_kept(model, tmp_path, monkeypatch, error, said):
     monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
-    monkeypatch.setattr(export_module, "_run", lambda path, images, runtime: model(images) + error)
+    monkeypatch.setattr(export_module, "_run", lambda path, parts, runtime: model(torch.cat(parts)) + error)
     with pytest.raises(
         ValueError, match=f"its export differs by .*{said}.* of the largest logit, expected at most 1e-04"
     ):

@@ -1,0 +1,64 @@
+"""Layers of 8-bit numbers as ONNX's nodes QuantizeLinear and DequantizeLinear, for ``cvt export``.
+
+Between the two stand the numbers, after them a product in float32: that is what ONNX calls QDQ, and what its
+runtimes may compute in integers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
+from cvt_kernels.reference import LEAST, LIMITS
+
+
+def with_nodes(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose layers of 8-bit numbers ``torch.onnx.export`` turns into nodes."""
+    model = copy.deepcopy(model)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLayer):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, _Nodes(layer))
+    return model
+
+
+class _Nodes(nn.Module):
+    """A layer of 8-bit numbers whose product consists of nodes."""
+
+    def __init__(self, layer: QuantizedLayer):
+        super().__init__()
+        self.layer = layer
+        vars(layer)["product"] = functools.partial(_product, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
+    """Computes the product of a layer with rows (..., inputs)."""
+    dtype, rows = layer.weight.dtype, x.flatten(0, -2)
+    limit, scale = LIMITS[dtype], layer.input_scale
+    by_row = scale is None
+    if scale is None:
+        largest = rows.abs().amax(-1)
+        scale = torch.where(largest < LEAST, 1.0, largest / limit)
+    else:
+        rows = rows.clamp(min=-limit * scale)  # else ONNX takes -128, too
+    numbers = _node("QuantizeLinear", rows, scale, dtype, by_row)
+    rows = _node("DequantizeLinear", numbers, scale, dtype, by_row)
+    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, dtype, by_row=True)
+    return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
+
+
+def _node(name: str, x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
+    """Stands for a node with one scale for each row, or one for all; ``dtype`` is that of the numbers."""
+    inputs = x, scale, torch.zeros_like(scale, dtype=dtype)
+    result = dtype if name == "QuantizeLinear" else torch.float32
+    attributes: dict[str, Any] = {"axis": 0} if by_row else {}
+    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=result, shape=x.shape)

@@ -1,0 +1,305 @@
+"""``cvt quantize``: a model whose linear layers are of 8-bit numbers, and the accuracy that this costs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+import cvt_kernels as ck
+from cvt_kernels.quantization import QuantizationReport
+from cvt_kernels.tables import aligned
+
+from ..checkpoints import Checkpoint, ModelCard, save_safetensors
+from ..evaluation import Evaluation, evaluate
+from ..factory import create_model
+from ..files import check_writable, replacing, write_json
+from ..model import CvT
+from ..quantized import compact
+from .common import (
+    LoadedModel,
+    add_batch_arguments,
+    add_device_argument,
+    add_labels_argument,
+    add_model_arguments,
+    load_model,
+    positive_int,
+    print_result,
+    recorded_warnings,
+    resolve_device,
+)
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
+
+_SCHEMES = ("dynamic", "static")
+_SUFFIX = ".safetensors"
+_UNTOLD = ("command", "run", "json")  # arguments that are no settings
+_ROUNDING = 1e-9  # of differences of fractions
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    parser = commands.add_parser(
+        "quantize", help="turn a model's linear layers into 8-bit numbers, and say what accuracy that costs"
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--calibrate",
+        required=True,
+        metavar="DATA",
+        help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
+        "a folder with CLASS/IMAGE only, every fifth image tells it",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}")
+    parser.add_argument(
+        "--scheme",
+        choices=_SCHEMES,
+        default="dynamic",
+        help="a scale for each token (dynamic, the default), or one for each layer (static)",
+    )
+    parser.add_argument(
+        "--keep-float",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="layers to leave alone, such as 'stage2.blocks.9.*'",
+    )
+    parser.add_argument(
+        "--max-drop",
+        type=_points,
+        default=0.5,
+        help="points of top-1 that may be lost, or else layers are left alone (default: 0.5)",
+    )
+    parser.add_argument(
+        "--embeddings", action="store_true", help="quantize all embeddings but the first, too"
+    )
+    parser.add_argument(
+        "--images", type=positive_int, default=256, help="as many calibrate at most (default: 256)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses those that calibrate (default: 0)")
+    add_labels_argument(parser)
+    add_batch_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the figures of the model and of every layer")
+    add_device_argument(parser)
+    parser.set_defaults(run=_quantize)
+
+
+def _points(text: str) -> float:
+    try:
+        points = float(text)
+    except ValueError:
+        points = math.nan
+    if not 0 <= points <= 100:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected 0 to 100")
+    return points
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    output = Path(arguments.output)
+    if output.suffix != _SUFFIX:
+        raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
+    check_writable("--output", output, directory=False)
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    if loaded.checkpoint.quantized:
+        raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
+    images, answers = _batches(arguments, loaded)
+    card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
+    with contextlib.ExitStack() as stack:
+        json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
+        file = stack.enter_context(replacing(output))
+        remarks = stack.enter_context(recorded_warnings())
+        model = copy.deepcopy(loaded.model)
+        report = ck.quantize(
+            model,
+            images,
+            scheme=arguments.scheme,
+            keep_float=arguments.keep_float,
+            embeddings=arguments.embeddings,
+            progress=True,
+        )
+        before = _evaluate(loaded.model, answers, "before")
+        trials = _Trials(loaded.model, model, report, card, file, answers)
+        report, after = trials.within(before.top1 - arguments.max_drop / 100)
+        figures = (before, _size_of(loaded.model)), (after, file.stat().st_size)
+        if json_file is not None:
+            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
+            setting |= {"image_size": loaded.image_size, "device": str(device)}
+            setting |= {"calibration_images": len(images.dataset)}
+            write_json(json_file, setting | _as_json(report, *figures))
+    heading = (
+        f"{output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
+        f"{arguments.calibrate}, measured on {after.images} others"
+    )
+    embeddings = "the first embedding" if arguments.embeddings else "embeddings"
+    rest = (
+        f"{embeddings}, depthwise convolutions, norms and the head stay in floating point, "
+        "their matrices in float16"
+    )
+    lines = [heading, "", str(report), rest, "", *_table(*figures)]
+    print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
+
+
+def _batches(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[Batches, Batches]:
+    """Opens the images that calibrate, and those that are held out."""
+    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
+
+    source = arguments.calibrate
+    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
+    loaded.check_classes(fitted.classes, f"--calibrate {source}")
+    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(arguments.images, len(fitted)))
+    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
+    fitted = fitted.part(sorted(drawn))
+    return Batches(fitted, arguments.batch_size, **reading), Batches(
+        held_out, arguments.batch_size, **reading
+    )
+
+
+def _card(loaded: LoadedModel, labels: list[str] | None, folders: list[str]) -> ModelCard:
+    """Returns the card of the file, whose classes have the names of the data set if they have none yet."""
+    labels = labels or folders
+    known = loaded.model.config, labels, loaded.image_size, loaded.crop_fraction
+    return ModelCard(*known, folders=None if labels == folders else folders)
+
+
+def _evaluate(model: CvT, batches: Batches, title: str) -> Evaluation:
+    return evaluate(model, tqdm(batches, desc=title, unit="batch", leave=False, disable=None))
+
+
+def _size_of(model: CvT) -> int:
+    """Returns the bytes of all tensors of a model."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+# Layers that stay in floating point -----------------------------------------------------------------------
+
+
+class _Trials:
+    """Files of a quantized model, in some of which the layers that lose most stay in floating point.
+
+    Args:
+        original: The model in floating point.
+        quantized: The same model with all layers quantized that can be.
+        report: On the latter.
+        card: Of the files.
+        path: The file that every trial writes.
+        batches: Images and labels that tell how good the model is that such a file gives.
+    """
+
+    def __init__(
+        self,
+        original: CvT,
+        quantized: CvT,
+        report: QuantizationReport,
+        card: ModelCard,
+        path: Path,
+        batches: Batches,
+    ):
+        self._device = next(original.parameters()).device
+        self._original, self._quantized = original.state_dict(), quantized.state_dict()
+        self._report, self._card, self._path, self._batches = report, card, path, batches
+        unmeasured = [row for row in report if row.sqnr is None]
+        rows = [*report.worst(), *unmeasured]
+        self._order = [row.path for row in rows if row.scheme != "float"]
+
+    def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
+        """Writes the file in which the fewest layers stay in floating point while top-1 is ``least``.
+
+        Raises:
+            ValueError: In none such is a layer quantized.
+        """
+        evaluations: dict[int, Evaluation] = {}
+
+        def is_enough(count: int) -> bool:
+            evaluations[count] = self._write_and_evaluate(count)
+            return evaluations[count].top1 >= least - _ROUNDING
+
+        count = fewest(len(self._order), is_enough)
+        if count == len(self._order):
+            raise ValueError(
+                f"--max-drop: top-1 falls below {least:.2%} even if {self._order[-1]} is the only layer "
+                "that is quantized; nothing is written"
+            )
+        if count != list(evaluations)[-1]:
+            self._write(count)
+        return self._report_on(count), evaluations[count]
+
+    def _write_and_evaluate(self, count: int) -> Evaluation:
+        self._write(count)
+        model = create_model(checkpoint=self._path).to(self._device).eval()
+        return _evaluate(model, self._batches, f"{count} layers in floating point" if count else "after")
+
+    def _write(self, count: int) -> None:
+        kept = {
+            f"{path}.{name}"
+            for path in self._order[:count]
+            for name in ("weight", "weight_scale", "input_scale")
+        }
+        tensors = {name: t for name, t in self._quantized.items() if name not in kept}
+        tensors |= {name: t for name, t in self._original.items() if name in kept}
+        tensors = {name: tensor.cpu() for name, tensor in compact(tensors).items()}
+        save_safetensors(Checkpoint(str(self._path), tensors, card=self._card), self._path)
+
+    def _report_on(self, count: int) -> QuantizationReport:
+        kept = self._order[:count]
+        reason = "is kept, since it loses more than others, for the sake of top-1"
+        return QuantizationReport(
+            row._replace(scheme="float", reason=reason) if row.path in kept else row for row in self._report
+        )
+
+
+def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
+    """Returns how many are enough where one less is not, by few trials: 0, 1, 2, 4, …, then by halves.
+
+    Args:
+        most: As many are enough, without a trial.
+        is_enough: Tries a number.
+    """
+    too_few, enough = -1, 0
+    while enough < most and not is_enough(enough):
+        too_few, enough = enough, min(max(1, 2 * enough), most)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if is_enough(middle):
+            enough = middle
+        else:
+            too_few = middle
+    return enough
+
+
+# Output ---------------------------------------------------------------------------------------------------
+
+
+#: What is known of a model: how good it is, and its bytes.
+_Figures = tuple[Evaluation, int]
+
+
+def _table(*figures: _Figures) -> list[str]:
+    """Returns the lines of the figures of the model as it was and of the file."""
+    rows = [
+        ("", "before", "after"),
+        ("top-1", *(f"{each.top1:.2%}" for each, _ in figures)),
+        ("top-5", *(f"{each.top5:.2%}" for each, _ in figures)),
+        ("loss", *(f"{each.loss:.4f}" for each, _ in figures)),
+        ("size", *(f"{size / 1e6:.2f} MB" for _, size in figures)),
+    ]
+    return aligned(rows, right=(1, 2))
+
+
+def _as_json(report: QuantizationReport, *figures: _Figures) -> dict[str, Any]:
+    """Returns the figures as numbers; an SQNR that is not known or not finite is null."""
+    before, after = (
+        {"top1": each.top1, "top5": each.top5, "loss": each.loss, "bytes": size} for each, size in figures
+    )
+    rows = [row._asdict() for row in report]
+    layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
+    return {"images": figures[-1][0].images, "before": before, "after": after, "layers": layers}

@@ -1,0 +1,122 @@
+"""Layers of 8-bit numbers, as weights on a disk and as modules of a model.
+
+Their tensors say all: ``LAYER.weight`` is of 8-bit numbers and ``LAYER.weight_scale`` has a scale per output;
+``LAYER.input_scale`` is there if all inputs have one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cvt_kernels.checks import dtype_name
+from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
+from cvt_kernels.reference import LIMITS
+
+_OF_IMAGES = "stage0.patch_embed.proj"
+_WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
+
+
+def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the layers of 8-bit numbers: name → ``"dynamic"`` or ``"static"``."""
+    names = [name.removesuffix(_WEIGHT) for name, tensor in tensors.items() if _is_quantized(name, tensor)]
+    return {name: "static" if name + _INPUT_SCALE in tensors else "dynamic" for name in names}
+
+
+def _is_quantized(name: str, tensor: Tensor) -> bool:
+    return name.endswith(_WEIGHT) and tensor.dtype in LIMITS
+
+
+def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
+    """Says what is wrong with the layers of 8-bit numbers among some weights, or returns None."""
+    reasons = (_why_layer_damaged(layer, tensors) for layer in quantized_layers(tensors))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_layer_damaged(layer: str, tensors: Mapping[str, Tensor]) -> str | None:
+    weight = tensors[layer + _WEIGHT]
+    limit = LIMITS[weight.dtype]
+    if weight.ndim < 2 or not _is_dense(weight):
+        return f"{layer}.weight: got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+    if not (weight.float().abs() <= limit).all():
+        return f"{layer}.weight: has a number that is not from -{limit:g} to {limit:g}"
+    if layer + _WEIGHT_SCALE not in tensors:
+        return f"{layer}.weight: is of {dtype_name(weight.dtype)}, but there is no {layer}.weight_scale"
+    reason = _why_no_scale(tensors[layer + _WEIGHT_SCALE], weight.shape[:1], least=0.0)
+    if reason is not None:
+        return f"{layer}.weight_scale: {reason}"
+    input_scale = tensors.get(layer + _INPUT_SCALE)
+    if input_scale is None:
+        return None
+    reason = _why_no_scale(input_scale, torch.Size(), least=torch.finfo(torch.float32).tiny)
+    return None if reason is None else f"{layer}.input_scale: {reason}"
+
+
+def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
+    if scale.dtype != torch.float32 or scale.shape != shape or not _is_dense(scale):
+        got = f"{tuple(scale.shape)} of {dtype_name(scale.dtype)}"
+        return f"got {got}, expected {tuple(shape)} of float32"
+    if not ((scale >= least) & scale.isfinite()).all():
+        return f"has a scale that is not finite and {'positive' if least else 'at least 0'}"
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts modules of 8-bit numbers, still without weights, into the places where some weights have such.
+
+    Layers that the model does not have at all are passed over.
+
+    Args:
+        model: A ``CvT`` or ``CvTFeatures`` whose layers are in floating point.
+        tensors: The weights.
+
+    Raises:
+        ValueError: Something else than a linear layer or an embedding of a stage is in such a place.
+    """
+    modules = dict(model.named_modules())
+    for layer, scheme in quantized_layers(tensors).items():
+        if layer not in modules:
+            continue
+        module, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
+        made = _quantized_like(module, static=scheme == "static", dtype=dtype)
+        if made is None or not layer.startswith("stage") or layer == _OF_IMAGES:
+            raise ValueError(f"{layer}.weight: is of {dtype_name(dtype)}, where no layer has such")
+        parent, _, name = layer.rpartition(".")
+        setattr(modules[parent], name, made.train(module.training))
+
+
+def _quantized_like(module: nn.Module, **settings: Any) -> QuantizedLayer | None:
+    """Returns a layer of the same sizes, or None for a module that cannot be of 8-bit numbers."""
+    if type(module) is nn.Linear:
+        return LinearInt8(module.in_features, module.out_features, module.bias is not None, **settings)
+    if type(module) is nn.Conv2d and module.groups == 1:
+        settings |= {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
+        kernel_size: Any = module.kernel_size
+        channels = module.in_channels, module.out_channels
+        return ConvInt8(*channels, kernel_size, bias=module.bias is not None, **settings)
+    return None
+
+
+def compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights as they are kept in files of quantized models.
+
+    What has two and more dimensions and stays in floating point is rounded to float16, if that changes it by
+    no more than half a unit in the last place of its largest number. In float32 it would be a quarter of the
+    file of a CvT-13.
+    """
+    return {name: _halved(tensor) if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.float64) or not tensor.numel():
+        return tensor
+    half = tensor.half()
+    error, largest = (half.to(tensor.dtype) - tensor).abs().max(), tensor.abs().max()
+    return half if error <= largest * torch.finfo(torch.float16).eps / 2 else tensor
