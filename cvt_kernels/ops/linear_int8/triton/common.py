@@ -87,7 +87,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
         "quantize_rows": Budget(instructions_per_output=13, registers=72),
         "layer_norm_quantize": Budget(instructions_per_output=28, registers=80),
         "gelu_quantize": Budget(instructions_per_output=18, registers=72),
-        "linear_int8": Budget(instructions_per_output=33, registers=255),
+        "linear_int8": Budget(instructions_per_output=42, registers=255),
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
