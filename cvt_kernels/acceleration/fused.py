@@ -69,11 +69,11 @@ def add_and_normalize_for(
         branch: The branch.
         stream: The residual stream.
     """
-    differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
-    if differ or torch.jit.is_tracing() or not takes_rows(caller, name):
+    if not takes_rows(caller, name) or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
     layer: Any = caller._modules[name]
-    if checks.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
+    differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
+    if differ or checks.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
         return add_and_normalize(norm, branch, stream)
     stream = branch + stream
     settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}

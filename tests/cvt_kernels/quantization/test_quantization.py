@@ -71,6 +71,7 @@ def test_every_linear_layer_of_the_blocks_becomes_one_of_8_bits(make):
     assert [path for path, m in after.items() if m is not before[path]] == paths
     assert all(type(after[path]) is LinearInt8 for path in paths)
     assert decibels(expected, run(model)) > 25
+    assert getattr(model, "dtype", torch.float32) == torch.float32  # of transformers, that of the parameters
     assert torch.equal(run(ck.restore(model)), expected)
     assert dict(model.named_modules()) == before
 
