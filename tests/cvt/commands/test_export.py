@@ -156,6 +156,13 @@ def test_onnx_of_rows_of_extreme_size(tmp_path):
     torch.testing.assert_close(torch.from_numpy(y), layer(rows).detach())
 
 
+def test_float8_is_not_for_onnx(tmp_path):
+    model = quantized(ONE_STAGE, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"its layer stage0.* is of float8_e4m3fn, expected int8 for ONNX"):
+        export(model, tmp_path / "q.onnx", "onnx", image_size=32)
+    assert not list(tmp_path.iterdir())
+
+
 def test_pt2_of_a_quantized_model(tmp_path):
     model = quantized(ONE_STAGE)
     path = tmp_path / "q.pt2"
