@@ -14,7 +14,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +63,14 @@ class Call(NamedTuple):
         bind: Turns an implementation of it into a function of the leaves.
         leaves: Tensors of which gradients are wanted if there are ``douts``.
         douts: Gradients of the outputs; None for a forward.
+        internal: What implementations take by name and the public function does not.
     """
 
     operator: str
     bind: Callable[[Callable[..., Any]], Callable[..., Any]]
     leaves: Sequence[torch.Tensor]
     douts: list[torch.Tensor] | None
+    internal: Mapping[str, Any] = MappingProxyType({})
 
     def runner(self, function: Callable[..., Any]) -> Callable[[], Any]:
         """Returns what is to be timed of an implementation."""
@@ -122,7 +125,7 @@ def settings() -> list[Setting]:
     return [*forward, Setting(dtypes[0], batches[0], True)]
 
 
-def makers() -> Iterator[tuple[str, Callable[[Setting], Call]]]:
+def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
     """Yields the name of each case and the function that makes its call."""
     # Not above, since the shapes of a suite depend on what main sets.
     from . import test_layer_norm_gelu, test_linear
@@ -135,8 +138,26 @@ def makers() -> Iterator[tuple[str, Callable[[Setting], Call]]]:
             yield name, functools.partial(layer_norm_gelu, stage, operator, approximate)
         for layer in test_linear.LAYERS:
             yield f"{stage}, {layer}", functools.partial(linear, stage, layer)
+            yield f"{stage}, {layer}", functools.partial(linear_int8, stage, layer)
         for make in FUSED:
             yield stage, functools.partial(make, stage)
+        for operator in OF_8_BITS:
+            yield stage, functools.partial(rows_of_8_bits, operator, stage)
+
+
+def cases() -> list[Case]:
+    """Lists the rows; 8-bit numbers have no gradients."""
+    return [
+        Case(setting, name, make)
+        for setting in settings()
+        for name, make in makers()
+        if not (setting.backward and _is_forward_only(make))
+    ]
+
+
+def _is_forward_only(make: functools.partial[Call]) -> bool:
+    """Says whether the function of a maker, of which the partial is made, is of 8-bit numbers."""
+    return make.func in (linear_int8, rows_of_8_bits)
 
 
 def conv_projection(stage: str, setting: Setting) -> Call:
@@ -177,6 +198,36 @@ def linear(stage: str, layer: str, setting: Setting) -> Call:
 
     *leaves, dout = suite.make(layer, stage, setting.dtype, setting.images)
     return Call("linear", lambda function: function, leaves, [dout] if setting.backward else None)
+
+
+def linear_int8(stage: str, layer: str, setting: Setting) -> Call:
+    """Returns a linear layer with a weight of 8-bit integers, with what follows it in a block."""
+    from . import test_linear as suite
+
+    x, weight, bias, residual = suite.make(layer, stage, setting.dtype, setting.images)
+    values, scales = ck.reference.quantize_rows(weight)
+    hidden = layer == "fc1"
+    follows: dict[str, Any] = {"approximate": "quick" if hidden else None}
+    follows |= {"residual": None if hidden else residual, "dtype": setting.dtype}
+    bind = functools.partial(functools.partial, **follows)
+    internal = {"x_scales": None, "input_scale": None}
+    return Call("linear_int8", bind, [x, values, scales.flatten(), bias], None, internal)
+
+
+def rows_of_8_bits(operator: str, stage: str, setting: Setting) -> Call:
+    """Returns a call that rounds the tokens of a stage, or for GELU the hidden channels of its MLPs."""
+    from . import test_linear as suite
+
+    x = suite.make("fc2" if operator == "gelu_quantize" else "fc1", stage, setting.dtype, setting.images)[0]
+    settings: dict[str, Any] = {"scale": None, "dtype": torch.int8}
+    leaves = [x]
+    if operator == "layer_norm_quantize":
+        leaves += _norm(x)
+        settings |= {"eps": 1e-5, "shift": None}
+    elif operator == "gelu_quantize":
+        leaves += _norm(x)[:1]
+        settings["approximate"] = "quick"
+    return Call(operator, functools.partial(functools.partial, **settings), leaves, None)
 
 
 def linear_gelu(stage: str, setting: Setting) -> Call:
@@ -289,6 +340,8 @@ FUSED = (
     conv_embedding,
     transformer_block,
 )
+#: The operators that make 8-bit numbers of activations.
+OF_8_BITS = ("quantize_rows", "layer_norm_quantize", "gelu_quantize")
 
 
 # Measuring ------------------------------------------------------------------------------------------------
@@ -326,11 +379,12 @@ def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
     leaves = [t.detach().requires_grad_(call.douts is not None) for t in call.leaves]
 
     def can_serve(name: str) -> bool:
-        ask = functools.partial(backends.why_unsupported, call.operator, name)
+        ask = functools.partial(backends.why_unsupported, call.operator, name, **call.internal)
         return call.bind(ask)(*leaves) is None
 
     names = [name for name in backends.BACKENDS if name not in _NOT_PYTORCHS and can_serve(name)]
-    return {name: backends.registered(call.operator, name).load().function for name in names}
+    functions = {name: backends.registered(call.operator, name).load().function for name in names}
+    return {name: functools.partial(function, **call.internal) for name, function in functions.items()}
 
 
 def is_slow(row: dict[str, Any]) -> bool:
@@ -350,11 +404,11 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     suites.TINY = options.tiny
-    cases = [Case(setting, name, make) for setting in settings() for name, make in makers()]
-    report = empty_report(len(cases))
+    rows = cases()
+    report = empty_report(len(rows))
     write_report = functools.partial(write, report, options.path)
-    measure_all(cases, report["rows"], deadline, write_report)
-    remeasure_slow(cases, report["rows"], deadline, write_report)
+    measure_all(rows, report["rows"], deadline, write_report)
+    remeasure_slow(rows, report["rows"], deadline, write_report)
     print_worst(report)
     return 1 if any(map(is_slow, report["rows"])) and not suites.TINY else 0
 

@@ -184,15 +184,17 @@ void finish_panel(const Finish& finish, const int32_t* sums, const float* scales
   const int64_t place = first * finish.outputs + begin;
   const T* residual = static_cast<const T*>(finish.residual) + (adds ? place : 0);
   T* out = static_cast<T*>(finish.out) + place;
-  for_vectors<F::lanes>(at_most<int64_t>(kPanel, finish.outputs - begin), [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F scale = load(finish.weight_scale + begin + c, lanes), bias = load(finish.bias + begin + c, lanes);
-    for (int64_t row = 0; row < rows; row++) {
-      const F product = __builtin_convertvector(load(sums + row * kPanel + c, Whole{}).v, F::Type);
-      F y = layer_norm_gelu::activated<T, activation>(product * F(scales[row]) * scale + bias);
+  const int64_t columns = at_most<int64_t>(kPanel, finish.outputs - begin);
+  for (int64_t row = 0; row < rows; row++, sums += kPanel, out += finish.outputs) {
+    const F x_scale = scales[row];
+    for_vectors<F::lanes>(columns, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type);
+      const F scaled = product * x_scale * load(finish.weight_scale + begin + c, lanes);
+      F y = layer_norm_gelu::activated<T, activation>(scaled + load(finish.bias + begin + c, lanes));
       if constexpr (adds) y = y + load(residual + row * finish.outputs + c, lanes);
-      store(out + row * finish.outputs + c, y, lanes);
-    }
-  });
+      store(out + c, y, lanes);
+    });
+  }
 }
 
 void finish(DType dtype, const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,

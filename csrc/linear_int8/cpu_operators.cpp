@@ -15,8 +15,9 @@
 namespace cvt_kernels::linear_int8 {
 namespace {
 
-constexpr int64_t kGrain = 16384;   // numbers that are worth a thread
-constexpr int64_t kFewestRows = 32;  // that are multiplied together where there are threads for more parts
+constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
+// The most rows that are multiplied together: of more, the results lie on more pages than the CPU keeps track of.
+constexpr int64_t kMostRows = 32;
 
 // The bytes of parts of a thread's memory, each on lines of the cache of its own.
 constexpr int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -138,14 +139,12 @@ struct Left {
   }
 };
 
-// Computes tiles of rows, each for some of the panels of outputs: a unit of work. `tiles` and `groups` are their numbers.
+// Computes tiles of rows, each for a group of the panels of outputs: a unit of work.
 void multiply_and_finish(const Left& left, const void* packed, const Finish& finish, DType dtype) {
   const int64_t rows = left.x.rows, inputs = left.x.columns, panels = (finish.outputs + kPanel - 1) / kPanel;
-  const int64_t most = (rows + kFewestRows - 1) / kFewestRows;
-  const int64_t fewest = std::max((rows + kTileRows - 1) / kTileRows, std::min(threads(), most));
-  const int64_t tiles = balanced(1, fewest, most);
-  const int64_t groups = std::min(panels, (threads() + tiles - 1) / std::max<int64_t>(1, tiles));
-  const int64_t tile_rows = tiles == 0 ? 0 : (rows + tiles - 1) / tiles;
+  if (rows == 0) return;
+  const int64_t tiles = balanced(1, (rows + kMostRows - 1) / kMostRows, rows);
+  const int64_t groups = std::min(panels, (threads() + tiles - 1) / tiles), tile_rows = (rows + tiles - 1) / tiles;
   const int64_t row_bytes = lines(inputs * sizeof(float)), scale_bytes = lines(tile_rows * sizeof(float));
   const int64_t value_bytes = tile_rows * kernels().row_bytes(inputs);
   const int64_t sum_bytes = tile_rows * kPanel * sizeof(int32_t);

@@ -30,7 +30,7 @@ def register_native(
     package: str,
     *,
     devices: tuple[str, ...] = ("cpu",),
-    why_unsupported: Callable[..., str | None] | None = None,
+    why_unsupported: Callable[..., str | None] | str | None = None,
     forward_only: bool = False,
 ) -> None:
     """Registers the function of the operator's name in ``package.native``.

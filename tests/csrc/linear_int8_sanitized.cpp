@@ -81,6 +81,60 @@ void run(int64_t rows, int64_t outputs, int64_t inputs) {
   weight.check("products of what was laid out", laid_out.get(), numbers);
 }
 
+double activated(linear_int8::Activation activation, double x) {
+  return activation == linear_int8::Activation::quick ? x / (1 + std::exp(-1.702 * x)) : x;
+}
+
+// What follows the products, in the dtype of a result, with a residual or without one.
+template <class T>
+void run_finish(DType dtype, linear_int8::Activation activation, int64_t rows, int64_t outputs, bool adds) {
+  const int64_t first = 2, begin = outputs > kPanel ? kPanel : 0;
+  const auto weight_scale = random_buffer<float>(outputs), bias = random_buffer<float>(outputs);
+  const auto scales = random_buffer<float>(rows);
+  const auto residual = random_buffer<T>((first + rows) * outputs);
+  std::vector<T> out((first + rows) * outputs);
+  std::vector<int32_t> sums(rows * kPanel);
+  for (int32_t& sum : sums) sum = random_integer<int32_t>();
+  KERNELS.finish(dtype, {weight_scale.data(), bias.data(), activation, adds ? residual.data() : nullptr, out.data(), outputs},
+                 sums.data(), scales.data(), first, rows, begin);
+  for (int64_t i = first * outputs; i < (first + rows) * outputs; i++) {
+    const int64_t row = i / outputs - first, output = i % outputs;
+    if (output < begin || output >= begin + kPanel) continue;
+    const double product = static_cast<double>(sums[row * kPanel + output - begin]) * scales[row] * weight_scale[output];
+    const double expected = activated(activation, product + bias[output]) + (adds ? load(&residual[i]) : 0);
+    expect_close("a finished sum", load(&out[i]), expected, 1e-4 + (sizeof(T) == 2 ? 1e-2 : 1e-6) * std::abs(expected));
+  }
+}
+
+// Rounded rows after a LayerNorm or GELU, within a unit of those that are rounded here.
+template <class T>
+void run_rows(DType dtype, int64_t rows, int64_t channels) {
+  const int64_t stride = channels + 1;
+  const auto x = random_buffer<T>((rows - 1) * stride + channels);
+  const auto weight = random_buffer<float>(channels), bias = random_buffer<float>(channels);
+  std::vector<float> row(channels), scales(rows);
+  std::vector<int8_t> values(rows * channels);
+  for (const bool normalizes : {true, false}) {
+    const auto activation = normalizes ? linear_int8::Activation::identity : linear_int8::Activation::quick;
+    const Norm norm{weight.data(), bias.data(), 1e-5f};
+    const linear_int8::Rows call{x.data(), stride, channels, 0, normalizes, norm, normalizes ? bias.data() : nullptr, activation};
+    KERNELS.quantize_rows(dtype, call, 0, rows, row.data(), values.data(), scales.data());
+    for (int64_t i = 0; i < rows; i++) {
+      double mean = 0, variance = 0;
+      for (int64_t c = 0; c < channels; c++) mean += (load(&x[i * stride + c]) + bias[c]) / channels;
+      for (int64_t c = 0; c < channels; c++) {
+        variance += std::pow(load(&x[i * stride + c]) + bias[c] - mean, 2) / channels;
+      }
+      for (int64_t c = 0; c < channels; c++) {
+        const double sum = load(&x[i * stride + c]) + bias[c];
+        const double normal = (sum - mean) / std::sqrt(variance + 1e-5) * weight[c] + bias[c];
+        const double expected = normalizes ? normal : activated(activation, sum);
+        expect_close("a rounded number", values[i * channels + c] * scales[i], expected, 0.51 * scales[i] + 1e-3);
+      }
+    }
+  }
+}
+
 #ifdef KERNELS_TILES
 
 // One sum of four products, as TDPBSSD makes it.
@@ -118,6 +172,15 @@ int main() {
       for (const int64_t inputs : {1, 31, 64, 70, 132}) run(rows, outputs, inputs);
       check_that_tiles_are_released();
     }
+  }
+  for (const int64_t outputs : {5, 32, 43}) {
+    using linear_int8::Activation;
+    run_finish<float>(DType::float32, Activation::identity, 3, outputs, true);
+    run_finish<BFloat16>(DType::bfloat16, Activation::quick, 3, outputs, false);
+    run_finish<Half>(DType::float16, Activation::quick, 3, outputs, true);
+    run_rows<float>(DType::float32, 3, outputs);
+    run_rows<BFloat16>(DType::bfloat16, 3, outputs);
+    run_rows<Half>(DType::float16, 3, outputs);
   }
   expect("products in tiles", KERNELS.products_are_right());
   std::printf("done\n");

@@ -45,6 +45,11 @@ def add_parser(commands: Any) -> None:
         help="prove a training step too; 16-bit dtypes then mean autocast",
     )
     parser.add_argument(
+        "--quantized",
+        action="store_true",
+        help="prove the calls of the model that cvt quantize makes too",
+    )
+    parser.add_argument(
         "--seconds",
         type=positive_int,
         default=60,
@@ -78,6 +83,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         batch_sizes=arguments.batch_size or ([1, 256] if is_gpu else [1, 8]),
         dtypes=arguments.dtype or (["bfloat16", "float32"] if is_gpu else ["float32", "bfloat16"]),
         train=arguments.train,
+        quantized=arguments.quantized,
     )
     questions = collect(workload, device)
     store = verdicts.store_for(device)

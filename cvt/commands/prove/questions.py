@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import accelerate, backends, dispatch, reference, restore
+from cvt_kernels import LinearInt8, accelerate, backends, dispatch, reference, restore
+from cvt_kernels.ops.linear_int8.modules import replace
+from cvt_kernels.quantization.layers import find_layers
 
 from ...config import DTYPES
 from ...factory import create_model
@@ -31,6 +33,7 @@ class Workload(NamedTuple):
         batch_sizes: Images of a step.
         dtypes: Names of ``DTYPES``.
         train: Whether a training step belongs to it, besides the forward of inference.
+        quantized: Whether the forward of the quantized model does too.
     """
 
     model: str
@@ -38,6 +41,7 @@ class Workload(NamedTuple):
     batch_sizes: list[int]
     dtypes: list[str]
     train: bool
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,17 @@ def collect(workload: Workload, device: torch.device) -> list[Question]:
         for batch_size in workload.batch_sizes:
             for train in (False, True) if workload.train else (False,):
                 collector.run(workload, device, dtype, batch_size, train=train)
+            if workload.quantized:
+                collector.run(workload, device, dtype, batch_size, train=False, quantized=True)
     return sorted(collector.questions.values(), key=lambda each: backends.OPERATORS.index(each.operator))
+
+
+def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Puts layers of 8-bit integers without numbers into a model without numbers."""
+    for layer in find_layers(model, embeddings=False):
+        linear = cast(nn.Linear, layer.module)
+        made = LinearInt8(linear.in_features, linear.out_features, linear.bias is not None).to(dtype)
+        replace(model, linear, made.eval())
 
 
 class _Collector:
@@ -116,7 +130,14 @@ class _Collector:
         self._autocast: torch.dtype | None = None
 
     def run(
-        self, workload: Workload, device: torch.device, dtype: torch.dtype, batch_size: int, *, train: bool
+        self,
+        workload: Workload,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int,
+        *,
+        train: bool,
+        quantized: bool = False,
     ) -> None:
         """Runs a step; training in 16 bits is under autocast and has its weights in float32."""
         self._autocast = dtype if train and dtype != torch.float32 else None
@@ -124,6 +145,8 @@ class _Collector:
         shape = batch_size, 3, workload.image_size, workload.image_size
         with torch.device("meta"):
             model = create_model(workload.model).to(weights).train(train)
+            if quantized:
+                _quantize(model, weights)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             backends.replaced(self._recording),
@@ -137,19 +160,24 @@ class _Collector:
             if not train:  # as it is served, whole stages at a time
                 accelerate(model, freeze=True)(images)
                 restore(model)
-            # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
-            # stage 0 are strided, and for a single image those of every stage.
-            first_layers = {module.fc1 for module in model.modules() if isinstance(module, Mlp)}
-            for name, module in model.named_modules():
-                if name.endswith("patch_embed.norm"):
-                    module.register_forward_pre_hook(self._record_layer_norms)
-            for name, module in model.named_modules() if device.type == "cpu" else ():
-                # An MLP does not call its first layer, and would if that had hooks.
-                if isinstance(module, Mlp):
-                    module.register_forward_pre_hook(self._record_first_linear)
-                elif isinstance(module, nn.Linear) and name != "head" and module not in first_layers:
-                    module.register_forward_pre_hook(self._record_linear)
+            if not quantized:
+                self._watch(model, device)
             model(images)
+
+    def _watch(self, model: nn.Module, device: torch.device) -> None:
+        """Lets calls be noted that the model makes elsewhere, or that upstreams make otherwise."""
+        # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
+        # stage 0 are strided, and for a single image those of every stage.
+        first_layers = {module.fc1 for module in model.modules() if isinstance(module, Mlp)}
+        for name, module in model.named_modules():
+            if name.endswith("patch_embed.norm"):
+                module.register_forward_pre_hook(self._record_layer_norms)
+        for name, module in model.named_modules() if device.type == "cpu" else ():
+            # An MLP does not call its first layer, and would if that had hooks.
+            if isinstance(module, Mlp):
+                module.register_forward_pre_hook(self._record_first_linear)
+            elif isinstance(module, nn.Linear) and name != "head" and module not in first_layers:
+                module.register_forward_pre_hook(self._record_linear)
 
     def _autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
@@ -168,7 +196,7 @@ class _Collector:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._record(operator, args, kwargs)
             for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
-                if "approximate" in kwargs:
+                if kwargs.get("approximate") is not None:
                     self._record(operator, args, {**kwargs, "approximate": approximate})
                 elif operator == "transformer_block":
                     x, grid, block = args

@@ -1,9 +1,9 @@
 """Linear layers of 8-bit integers on a CPU by the compiled extension (csrc), and what makes such integers.
 
-The weight is packed once for this CPU. A tile of rows is rounded in a thread's own memory, multiplied with the
-packed weight and finished in float32 while the sums are in the cache: x is read once, the result written once,
-and nothing else goes through memory. Sums of products are exact, so every instruction set and any number of
-threads give the same bits.
+The weight is packed once for this CPU. A tile of rows is rounded in a thread's own memory, multiplied with
+the packed weight and finished in float32 while the sums are in the cache: x is read once, the result written
+once, and nothing else goes through memory. Sums of products are exact: the same bits every time, whatever the
+number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rounding -------------------------------------------------------------------------------------------------
 
 
-def why_rows_unsupported(x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object) -> str | None:
+def why_rows_unsupported(
+    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object
+) -> str | None:
     """Says why these kernels cannot round rows; None if they can."""
     if dtype != torch.int8:
         return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"

@@ -54,7 +54,9 @@ def why_int_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: 
     return _why_no_multiple(weight, _MULTIPLE["int_mm"])
 
 
-def _why_not_rounded(x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any) -> str | None:
+def _why_not_rounded(
+    x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any
+) -> str | None:
     if weight.dtype != factors:
         return f"multiplies {checks.dtype_name(factors)} only, not {checks.dtype_name(weight.dtype)}"
     if torch.float64 in (x.dtype, dtype):
@@ -161,7 +163,9 @@ def by_onednn(
     pack, linear = library
     values, scales = _rows(x, x_scales, input_scale, weight.dtype)
     ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight, None))
-    unsigned = values.view(torch.uint8) ^ _ZERO  # packed weights are for such rows, others take 1000 times as long
+    unsigned = (
+        values.view(torch.uint8) ^ _ZERO
+    )  # packed weights are for such rows, others take 1000 times as long
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     product = linear(
         unsigned, 1.0, _ZERO, ready, weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -178,7 +182,9 @@ def why_scaled_mm_unavailable(device_type: str) -> str | None:
         return "there is no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
     if capability < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and products of float8 need 8.9"
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, and products of float8 need 8.9"
+        )
     return None
 
 
@@ -238,11 +244,8 @@ def by_dequantized(
             return (weight.float() * weight_scale[:, None]).to(dtype)
 
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
-    if x_scales is None:
-        # A row with an infinity is one of NaN, as if it had been rounded.
-        rows = x + x.abs().amax(-1, keepdim=True) * 0
-    else:
-        rows = x * x_scales
+    # A row with an infinity is one of NaN, as if it had been rounded.
+    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x * x_scales
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
     return _finished(product, x, None, dtype=dtype, **settings)

@@ -149,6 +149,45 @@ def test_linear(compile_ahead, arch, operators):
             assert arch != "sm_90" or analysis["predicted"]["bound"] in ("tensor", "DRAM")
 
 
+def test_8_bit_numbers(compile_ahead):
+    """Stage 3: products of integers on tensor cores; what rounds is bound by memory."""
+    operators = ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8")
+    arguments = ["--operator", *operators, "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"]
+    _, rows = compile_ahead(*arguments)
+    assert_flawless(rows, most_shared=227)
+    assert [row["kernel"] for row in rows] == [*operators, *["linear_int8"] * 3]
+    for row in rows:
+        (analysis,) = row["analyses"]
+        assert row["messages"] == []
+        if row["kernel"] != "linear_int8":
+            assert accesses(row, "loads") == {16}
+            assert 16 in accesses(row, "stores")
+            assert analysis["predicted"]["bound"] == "DRAM"
+        else:
+            assert all(name.startswith("IGMMA") for name in row["resources"]["tensor_cores"])
+            assert row["resources"]["waits"] == 1
+            assert analysis["predicted"]["bound"] in ("tensor", "DRAM")
+    assert_documented(rows)
+
+
+@pytest.mark.parametrize(
+    ("arch", "operator", "instruction"),
+    [("sm_80", "linear_int8", "IMMA"), ("sm_100", "linear_int8", "IMMA"), ("sm_90", "linear_float8", "QGMMA"),
+     ("sm_100", "linear_float8", "UTCQMMA")],
+)  # fmt: skip
+def test_tensor_cores_of_8_bit_numbers(compile_ahead, arch, operator, instruction):
+    _, rows = compile_ahead(
+        "--operator", operator, "--arch", arch, "--dtype", "bfloat16", "--stage", "1",
+        prelude="from cvt.commands.compile import launches; plan = launches.TRITON_OPERATORS; "
+        "name = sys.argv[3]; old = plan[name]; "
+        "plan[name] = lambda *stage, **options: old(*stage, **options)[-1:]",  # the widest layer
+    )  # fmt: skip
+    assert_flawless(rows)
+    (row,) = rows
+    assert row["kernel"] == "linear_int8"
+    assert any(name.startswith(instruction) for name in row["resources"]["tensor_cores"])
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_layer_norm_mlp(compile_ahead, arch):
     """CvT-13's first stage at 224²; on sm_90 its weights stay in shared memory."""
@@ -315,7 +354,8 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
          "conv_embedding, conv_linear, attention, attention_with_bias, layer_norm_mlp, linear_gelu, "
-         "linear_add, linear_add_layer_norm, layer_norm_gelu"),
+         "linear_add, linear_add_layer_norm, quantize_rows, layer_norm_quantize, gelu_quantize, linear_int8, "
+         "linear_float8, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),
@@ -667,6 +707,9 @@ def test_bytes_in_flight_of_a_loop():
         ("HGMMA.64x128x16.F32.BF16", 2 * 64 * 128 * 16 // 4),
         ("HMMA.16816.F32.BF16", 2 * 16 * 8 * 16),
         ("HMMA.1688.F32.TF32", 2 * 16 * 8 * 8),
+        ("IGMMA.64x128x32.S8.S8", 2 * 64 * 128 * 32 // 4),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3", 2 * 64 * 64 * 32 // 4),
+        ("IMMA.16832.S8.S8.SAT", 2 * 16 * 8 * 32),
         ("UTCHMMA", 0),
         ("FFMA", 0),
     ],
@@ -948,6 +991,45 @@ def test_work_of_the_mlp():
     described = work.work_of(launch)
     assert described.trips == (12544 / 264, 8)  # tiles of 64 rows, and chunks of 32 hidden features
     assert described.flops == 0  # without tensor cores
+
+
+def test_work_of_8_bit_numbers():
+    """Stage 3: a byte per number and a scale per row; products at twice the speed of half precision."""
+    stage, chip = launches.stages("cvt_13")[2], Chip(90, 132)
+    rows = 256 * 197
+    for operator, width in (("quantize_rows", 384), ("layer_norm_quantize", 384), ("gelu_quantize", 1536)):
+        (launch,) = launches.TRITON_OPERATORS[operator](stage, torch.bfloat16, chip, training=False)
+        described = work.work_of(launch)
+        assert described.outputs == rows * width
+        assert described.bytes == 3 * rows * width + 4 * rows
+        assert (described.trips, described.flops) == ((), 0)
+    query, proj, fc1, fc2 = launches.linear_int8_launches(stage, torch.bfloat16, chip, training=False)
+    described = work.work_of(fc1)
+    assert described.flops == 2 * rows * 384 * 1536
+    assert described.speed == 2
+    # Weights, a scale of each row, and a scale and a bias of each output beside the tokens.
+    assert described.bytes == rows * (384 + 2 * 1536) + 384 * 1536 + 4 * rows + 6 * 1536
+    assert described.trips == (3 * fc1.arguments["tiles"] / fc1.arguments["programs"],)
+    assert work.work_of(fc2).trips == (12,)
+    assert work.work_of(proj).bytes - work.work_of(query).bytes == 2 * rows * 384
+    assert launches.linear_float8_launches(stage, torch.bfloat16, Chip(80, 108), training=False) == []
+    assert len(launches.linear_float8_launches(stage, torch.bfloat16, chip, training=False)) == 7
+    assert launches.linear_float8_launches(stage, torch.bfloat16, chip, training=True) == []
+
+
+def test_products_of_8_bits_are_predicted_at_twice_the_speed():
+    lines = ["IGMMA.64x64x32.S8.S8 R24, gdesc[UR4]"] * 64 + ["EXIT"]
+    blocks, _ = parsed(*lines)
+    code = machine_code.MachineCode(32, 0, 0, 0, {}, blocks, 0)
+    one, two = (
+        bounds.analyze(
+            code, Resources.of(code, 90, 128), work.Work(132, 1, 10, (), 132 * 2**24, speed=speed), 90
+        ).predicted
+        for speed in (1.0, 2.0)
+    )
+    assert one.bound == two.bound == "tensor"
+    assert one.microseconds["tensor"] == 2 * two.microseconds["tensor"]
+    assert one.share_of_floor == two.share_of_floor
 
 
 # Specializations ------------------------------------------------------------------------------------------

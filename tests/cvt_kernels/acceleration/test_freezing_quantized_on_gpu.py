@@ -56,7 +56,7 @@ def noting(name, function, called):
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "+".join(kept) or "none")
 def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
-    """In float64, where rounding cannot hide a bias that is added twice or not at all."""
+    """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
     called = set()
     for name in set(backends.OPERATORS) & set(vars(stages)):
         monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))

@@ -82,7 +82,14 @@ CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "quantize_rows": Budget(instructions_per_output=13, registers=72),
+        "layer_norm_quantize": Budget(instructions_per_output=28, registers=80),
+        "gelu_quantize": Budget(instructions_per_output=18, registers=72),
+        "linear_int8": Budget(instructions_per_output=33, registers=255),
+    },
+}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
 
 
@@ -125,8 +132,6 @@ class RowSpec(NamedTuple):
         limit: The largest number of the dtype of the values.
         is_float8: Whether that is float8_e4m3fn, rather than int8.
         interpreted: Whether the kernel runs in Triton's interpreter.
-        is_half: Whether x has 16 bits.
-        hardware_tanh: Whether GELU takes the GPU's own tanh.
     """
 
     parts: Parts
@@ -135,8 +140,6 @@ class RowSpec(NamedTuple):
     limit: float
     is_float8: bool
     interpreted: bool
-    is_half: bool
-    hardware_tanh: bool
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype) -> tuple[RowSpec, RowConfig]:
@@ -147,7 +150,6 @@ class RowSpec(NamedTuple):
         # A thread stores 16 values at once.
         rows = max(32 * config.num_warps * 16 // parts.width, 1)
         repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
-        is_half = x.element_size() == 2
         spec = cls(
             parts=parts,
             rows=rows,
@@ -155,7 +157,5 @@ class RowSpec(NamedTuple):
             limit=LIMITS[dtype],
             is_float8=dtype == torch.float8_e4m3fn,
             interpreted=machine.INTERPRETING,
-            is_half=is_half,
-            hardware_tanh=is_half and not machine.INTERPRETING,
         )
         return spec, config

@@ -49,7 +49,8 @@ def _tile(
     first_row, first_column = origin_of(tile, SPEC)
     sums = add_products(zero_sums(SPEC), x, weight, first_row, first_column, rows, SPEC)
     row = tl.arange(0, SPEC.block_m)[:, None]
-    row_scales = tl.load(x_scales_ptr + first_row.to(tl.int64) + row, mask=row < rows - first_row, other=0.0)
+    x_scales_ptr += first_row * tl.full([], 1, tl.int64)
+    row_scales = tl.load(x_scales_ptr + row, mask=row < rows - first_row, other=0.0)
     for part in tl.static_range(PARTS):
         if SPEC.store_width < WIDTH:
             left, right = halves(sums[part])

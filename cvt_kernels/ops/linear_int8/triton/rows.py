@@ -20,6 +20,10 @@ _INFINITY = tl.constexpr(0x7F800000)  # its bits
 _WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
 _MAGIC = tl.constexpr(1.5 * 2.0**23)  # the lowest bit of a sum with it is worth 1
 _MAGIC_SMALL = tl.constexpr(1.5 * 2.0**14)  # and here 2^-9, the least number of float8_e4m3fn
+# In x, 2/ln 2 times the arguments of the tanh that GELU is defined by.
+_TANH_LINEAR = tl.constexpr(1.5957691216057308 / 0.6931471805599453)
+_TANH_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308 / 0.6931471805599453)
+_QUICK = tl.constexpr(1.702 / 0.6931471805599453)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)  # of float8_e4m3fn
 
 # Device functions -----------------------------------------------------------------------------------------
@@ -60,6 +64,19 @@ def _vector(ptr, SPEC: tl.constexpr):
     """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
     ROWS: tl.constexpr = SPEC.rows
     return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), SPEC.parts)
+
+
+@triton.jit
+def _gelu(x, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr):
+    """Returns gelu(x) with the accuracy of float32, whatever the dtype of x."""
+    if SPEC.interpreted or APPROXIMATE == "none":
+        y = activate(x, APPROXIMATE, False, False)
+    else:  # x / (1 + 2^-p), with an approximate reciprocal and powers that may be infinite
+        p = x * (_TANH_LINEAR + _TANH_CUBIC * (x * x)) if APPROXIMATE == "tanh" else x * _QUICK
+        y = x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + tl.exp2(-p)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit
@@ -167,7 +184,7 @@ def _gelu_quantize_kernel(
         if len(bias) > 0:
             x += bias[part]
         # The zeros beyond a row have biases of 0.
-        ys = ys + (activate(x, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh),)
+        ys = ys + (_gelu(x, APPROXIMATE, SPEC),)
     _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
 
 

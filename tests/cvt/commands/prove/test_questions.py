@@ -68,6 +68,27 @@ def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
     assert {q.split(", ")[0] for q in questions} == operators_asked_on_a_cpu()
 
 
+def test_questions_of_a_quantized_model_are_asked_too():
+    workload = Workload("cvt_13", 64, [2], ["float32"], train=False)
+    plain, both = (
+        {q.text for q in collect(workload._replace(quantized=quantized), CPU)} for quantized in (False, True)
+    )
+    model, images = create_model("cvt_13").eval(), torch.randn(2, 3, 64, 64)
+    ck.quantize(model)
+    with torch.no_grad():
+        asked = asked_by(model, images) | asked_by(ck.accelerate(model, freeze=True), images)
+    more = both - plain
+    assert asked - plain <= more
+    assert {q.split(", ")[0] for q in more} >= {"linear_int8", "layer_norm_quantize", "transformer_block"}
+    others = {q.replace("quick", "exact") for q in asked}
+    assert more <= asked | others
+    for question in collect(workload._replace(quantized=True), CPU):
+        if question.operator == "linear_int8":
+            args, _ = question.make_arguments(CPU)
+            assert args[1].dtype == torch.int8
+            assert args[1].unique().numel() > 100
+
+
 def test_each_question_is_asked_once_for_all_sizes_of_its_class():
     workload = Workload("cvt_13", 64, [2, 3], ["float32"], train=False)
     texts = [question.text for question in collect(workload, CPU)]

@@ -252,9 +252,9 @@ def test_changed_layers_are_packed_anew(layer, field):
 # Proofs ---------------------------------------------------------------------------------------------------
 
 
-def trial_of(arguments, change=lambda out, x, block: out):
-    """Returns the trials of the candidates, and of native with a change."""
-    proof = dispatch.proof_of("transformer_block", *arguments, inplace=False)
+def trials_of(arguments, change=lambda out, x, block: out, inplace=False):
+    """Returns the trials of the candidates, and of the composition with a change."""
+    proof = dispatch.proof_of("transformer_block", *arguments, inplace=inplace)
     standard = proofs.Standard.of(proof.reference, proof.sample)
 
     def changed(x, grid, block, *, inplace):
@@ -264,11 +264,11 @@ def trial_of(arguments, change=lambda out, x, block: out):
     return {name: proofs.check(function, standard) for name, function in candidates.items()}
 
 
-@pytest.mark.parametrize("scale", [None, 0.1])
-def test_proofs_pass_right_kernels(scale):
+@pytest.mark.parametrize(("scale", "inplace"), [(None, False), (0.1, False), (None, True)])
+def test_proofs_pass_right_kernels(scale, inplace):
     arguments = with_quantized(make(class_tokens=1), scale=scale)
     with proofs.undisturbed(torch.device("cpu")):
-        trials = trial_of(arguments)
+        trials = trials_of(arguments, inplace=inplace)
     assert {name: trial.flaw for name, trial in trials.items()} == dict.fromkeys((*SERVING, "changed"))
 
 
@@ -289,7 +289,7 @@ def a_scale_is_forgotten(out, x, block):
 @pytest.mark.parametrize("change", [a_token_is_left_out, rounded_coarsely, a_scale_is_forgotten])
 def test_proofs_fail_wrong_kernels(change):
     with proofs.undisturbed(torch.device("cpu")):
-        trials = trial_of(with_quantized(make(class_tokens=1)), change)
+        trials = trials_of(with_quantized(make(class_tokens=1)), change)
     assert "wrong: output is off by" in trials["changed"].flaw
 
 

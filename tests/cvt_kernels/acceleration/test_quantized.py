@@ -1,0 +1,176 @@
+"""Fused forwards of blocks whose linear layers are quantized, and what coverage and verify say of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt_kernels.acceleration.fused import apply_linear_and_gelu
+from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from cvt_kernels.reference import QuantizedRows
+from tests.checks import record_all_calls
+from tests.upstream import huggingface, images, logits, microsoft, ours
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+MAKERS = [ours, huggingface, microsoft]
+
+#: The operators of one quantized block, in the order in which they are called.
+BLOCK = [
+    *["layer_norm", "conv_projection", *3 * ["linear_int8"], "attention", "linear_int8"],
+    *["layer_norm_quantize", *2 * ["linear_int8"]],
+]
+
+
+@pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
+def quantized(request):
+    model = ck.accelerate(request.param().eval())
+    ck.quantize(model)
+    return model
+
+
+def first_layer(model):
+    """Returns the first linear layer of the first MLP, and the module that is called with its input."""
+    names = ("mlp.fc1", "intermediate.dense")
+    path = next(path for path, _ in model.named_modules() if path.endswith(names))
+    return model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+
+
+@torch.no_grad()
+def run(model):
+    return logits(model(images(2, 32, 48)))
+
+
+def called(model):
+    calls = record_all_calls()
+    with ck.use_backend("native", "reference"):
+        run(model)
+    return calls
+
+
+def test_blocks_call_the_operators_of_8_bit_numbers(quantized):
+    calls = called(quantized)
+    blocks = sum(call == "attention" for call in calls)
+    assert calls[1 : 1 + len(BLOCK)] == BLOCK
+    assert calls.count("linear_int8") == 6 * blocks
+    assert calls.count("layer_norm_quantize") == blocks
+    assert not any(call in ("add_layer_norm", "linear", "gelu") for call in calls)
+
+
+def test_8_bit_numbers_give_what_the_modules_give(quantized):
+    expected = run(quantized)
+    layer, caller = first_layer(quantized)
+    for module in (layer, caller):
+        seen = []
+        handle = module.register_forward_hook(lambda module, args, out, seen=seen: seen.append(args[0]))
+        torch.testing.assert_close(run(quantized), expected, rtol=0.05, atol=0.05 * expected.abs().max())
+        handle.remove()
+        assert [type(x) for x in seen] == [torch.Tensor]
+
+
+def test_who_watches_is_called_with_tensors(quantized, monkeypatch):
+    layer, caller = first_layer(quantized)
+    blocks = sum(call == "attention" for call in called(quantized))
+
+    def rows():
+        return called(quantized).count("layer_norm_quantize")
+
+    assert rows() == blocks
+    handle = layer.register_forward_pre_hook(lambda module, args: None)
+    assert rows() == blocks - 1
+    handle.remove()
+    handle = caller.register_forward_pre_hook(lambda module, args: None)
+    assert rows() == blocks - 1
+    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearInt8, "forward", lambda self, x: x @ self.dequantized_weight().T + self.bias)
+        assert rows() == 0
+    assert rows() == blocks
+    caller.__class__ = type("Another", (type(caller),), {})
+    assert rows() == blocks - 1
+
+
+def test_mixed_blocks(quantized):
+    layer, caller = first_layer(quantized)
+    name = next(name for name, child in caller.named_children() if child is layer)
+    setattr(caller, name, layer.float_layer)
+    calls = called(quantized)
+    assert calls.count("add_layer_norm") == 1
+    assert calls.count("linear_gelu") + calls.count("bias_gelu") + calls.count("gelu") >= 1
+
+
+def test_an_mlp_may_be_anything():
+    model = ours().eval()
+    ck.quantize(model)
+    model.stage0.blocks[0].mlp = nn.Identity()
+    run(model)
+    assert ck.coverage(model)[1].backends.keys() == {"layer_norm", "add_layer_norm"}
+
+
+def test_static_scales_and_other_dtypes():
+    model = ours().eval()
+    ck.quantize(model, images(2, 32, 48), scheme="static")
+    expected = run(model)
+    half = copy.deepcopy(model).bfloat16()
+    with torch.no_grad():
+        out = half(images(2, 32, 48).bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = model(images(2, 32, 48))
+    assert out.dtype == mixed.dtype == torch.bfloat16
+    for each in (out, mixed):
+        assert (each.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_gradients_pass_through_fused_blocks(quantized):
+    x = images(2, 32, 48).requires_grad_()
+    out, expected = logits(quantized(x)), run(quantized)
+    assert (out - expected).norm() < 0.1 * expected.norm()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.any()
+
+
+def test_gelu_follows_in_the_product(quantized):
+    layer, _ = first_layer(quantized)
+    x = torch.randn(3, layer.in_features)
+    with torch.no_grad():
+        expected = ck.gelu(layer(x), approximate="quick")
+        rows = ck.quantize_rows(x)
+        assert isinstance(rows, QuantizedRows)
+        for each in (x, rows):
+            torch.testing.assert_close(
+                apply_linear_and_gelu(layer, each, approximate="quick"), expected, rtol=1e-5, atol=1e-6
+            )
+
+
+def test_coverage_names_the_operators(quantized):
+    rows = ck.coverage(quantized)
+    assert all(row.fused for row in rows)
+    named = {operator for row in rows for operator in row.backends}
+    assert named == {"layer_norm", "layer_norm_quantize", "conv_projection", "attention", "linear_int8"}
+    assert "\n  linear_int8: " in str(rows)
+    ck.restore(quantized)
+    ck.accelerate(quantized)
+    assert "linear_int8" not in str(ck.coverage(quantized))
+
+
+def test_a_quantized_model_is_verified_as_it_is():
+    model = ours().eval()
+    ck.quantize(model)
+    layers = sum(isinstance(module, LinearInt8) for module in model.modules())
+    report = ck.verify(ck.accelerate(model), images(2, 32, 48), rounds=1)
+    assert report.passed
+    assert sum(isinstance(module, LinearInt8) for module in model.modules()) == layers
+
+
+def test_traces_hold_quantized_layers():
+    model = ours().eval()
+    ck.quantize(model)
+    x = images(2, 32, 48)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x, check_trace=False)
+        torch.testing.assert_close(traced(x[:1]), model(x[:1]), rtol=0.02, atol=0.02)
+        exported = torch.export.export(model, (x,))
+        torch.testing.assert_close(exported.module()(x), model(x), rtol=0.02, atol=0.02)

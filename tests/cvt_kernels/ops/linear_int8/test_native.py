@@ -1,0 +1,414 @@
+"""The CPU kernels of 8-bit linear layers: exact products, rounding as by the reference, what follows."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cvt_kernels as ck
+from cvt_kernels import machine, proofs, reference
+from cvt_kernels.ops import packing
+from tests.checks import (
+    assert_accurate,
+    compiler,
+    every_instruction_set,
+    not_built,
+    recorded_operators,
+    run_on_instruction_set,
+    run_sanitized,
+)
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    with ck.use_backend("native"), torch.no_grad():
+        yield
+
+
+def numbers(*shape):
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def layer(outputs, inputs, dtype=torch.float32):
+    """Returns the weight, its scales and the bias of a layer whose results are of ordinary size."""
+    weight, scales = reference.quantize_rows(torch.randn(outputs, inputs) / inputs**0.5)
+    return weight, scales.flatten(), torch.randn(outputs, dtype=torch.float64).to(dtype)
+
+
+def assert_same_rows(got, expected):
+    assert torch.equal(got.values, expected.values)
+    torch.testing.assert_close(got.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+
+
+# Every instruction set ------------------------------------------------------------------------------------
+
+INSTRUCTION_SETS = """
+import torch, cvt_kernels as ck
+from cvt_kernels import reference
+torch.manual_seed(0)
+
+def check_products(rows, weight):
+    exact = (rows.long() @ weight.long().t()).float()  # rounded once
+    quantized = ck.QuantizedRows(rows, torch.ones(rows.shape[0], 1))
+    assert torch.equal(ck.linear_int8(quantized, weight, torch.ones(weight.shape[0])), exact)
+
+def check_rows(x, scale=None):
+    got, expected = ck.quantize_rows(x, scale=scale), reference.quantize_rows(x, scale=scale)
+    assert torch.equal(got.values, expected.values)
+    assert torch.equal(got.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
+
+with ck.use_backend("native"), torch.no_grad():
+    for rows, outputs, inputs in (
+        (1, 1, 1), (3, 33, 2), (5, 31, 63), (12, 64, 64), (13, 65, 65), (33, 32, 130), (40, 97, 384)
+    ):
+        draw = lambda *shape: torch.randint(-127, 128, shape, dtype=torch.int8)
+        check_products(draw(rows, inputs), draw(outputs, inputs))
+    for inputs in (64, 129, 65536):
+        extremes = torch.tensor([127, -127, 0], dtype=torch.int8)[:, None].expand(3, inputs)
+        check_products(extremes.contiguous(), extremes.repeat(12, 1))
+
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 1e-38, 1e-45, 2.0**-117, 0.0])
+    for inputs in (1, 7, 16, 33, 64, 97, 384):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(8, inputs).to(dtype)
+            x[:, 0] = special.to(dtype)
+            x[4:, 1:] *= 2.0**-125
+            for scale in (None, torch.tensor(0.03)):
+                check_rows(x, scale)
+                check_rows(x.roll(1, 1), scale)
+    ties = torch.arange(-127, 127).add(0.5)
+    check_rows(torch.cat([ties, torch.tensor([127.0])])[None])
+    check_rows(ties[None], torch.tensor(1.0))
+
+    weight, scales = reference.quantize_rows(torch.randn(70, 100))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        for approximate in (None, "none", "tanh", "quick"):
+            x, bias, residual = (torch.randn(*shape).to(dtype) for shape in ((40, 100), (70,), (40, 70)))
+            others = {"approximate": approximate, "residual": residual}
+            got = ck.linear_int8(x, weight, scales.flatten(), bias, **others)
+            expected = reference.linear_int8(x, weight, scales.flatten(), bias, **others)
+            torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+"""
+
+
+@every_instruction_set
+def test_products_are_exact_and_rows_rounded_as_by_the_reference(name):
+    run_on_instruction_set(name, INSTRUCTION_SETS)
+
+
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("flags", ["", "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"])
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
+    run_sanitized("linear_int8", tmp_path, flags)
+
+
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=3),
+    channels=st.integers(1, 140),
+    exponent=st.integers(-149, 126),
+    dtype=st.sampled_from(DTYPES),
+    static=st.booleans(),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "offset")),
+)
+def test_rows_of_any_shape_and_strides(sizes, channels, exponent, dtype, static, layout):
+    x = (torch.randn(*sizes, channels, dtype=torch.float64) * 2.0**exponent).to(dtype)
+    x = {
+        "contiguous": lambda t: t,
+        "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
+        "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        "expanded": lambda t: t[:1].expand(t.shape) if t.ndim > 1 else t,
+        "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    }[layout](x)
+    scale = torch.tensor(2.0 ** max(-120, exponent - 6) * 1.1) if static else None
+    assert_same_rows(ck.quantize_rows(x, scale=scale), reference.quantize_rows(x, scale=scale))
+
+
+def rows_of(operator, x, vectors, module):
+    keywords = {"layer_norm_quantize": {"shift": vectors[2]}, "gelu_quantize": {"approximate": "quick"}}
+    parameters = vectors[:2] if operator == "layer_norm_quantize" else vectors[:1]
+    return getattr(module, operator)(x, *parameters, **keywords[operator])
+
+
+@pytest.mark.parametrize("operator", ["layer_norm_quantize", "gelu_quantize"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_after_another_operator(operator, dtype):
+    for shape in ((3, 5, 64), (7, 33), (2, 1, 384), (0, 8)):
+        x = torch.randn(*shape).to(dtype)
+        vectors = torch.randn(3, shape[-1]).to(dtype).unbind()
+        got = rows_of(operator, x, vectors, ck)
+        exact = rows_of(operator, x.double(), [t.double() for t in vectors], reference)
+        assert got.values.shape == x.shape
+        assert got.scales.shape == (*shape[:-1], 1)
+        if x.numel():
+            error = (got.values.double() * got.scales - exact.values * exact.scales).abs()
+            half_a_unit = 0.5001 * got.scales + 4e-3 * exact.scales * (dtype != torch.float32)
+            assert (error <= half_a_unit).all()
+            assert (got.values.abs().amax(-1) == 127).all()
+
+
+def test_rows_without_parameters_and_with_one_scale():
+    x, scale = torch.randn(4, 50), torch.tensor(0.02)
+    for got, expected in (
+        (ck.layer_norm_quantize(x, scale=scale), reference.layer_norm_quantize(x, scale=scale)),
+        (ck.gelu_quantize(x, scale=scale), reference.gelu_quantize(x, scale=scale)),
+    ):
+        assert (got.values.int() - expected.values.int()).abs().max() <= 1  # where GELU lies between two
+        assert torch.equal(got.scales, expected.scales)
+
+
+# Linear layers --------------------------------------------------------------------------------------------
+
+
+def arguments(dtype, rows=(3, 20), outputs=70, inputs=100):
+    x, residual = (torch.randn(*rows, size, dtype=torch.float64).to(dtype) for size in (inputs, outputs))
+    return x, *layer(outputs, inputs, dtype), residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", [None, "none", "tanh", "quick"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_accuracy(dtype, approximate, adds):
+    x, weight, scales, bias, residual = arguments(dtype)
+    rows = ck.quantize_rows(x)
+    others = {"approximate": approximate, "residual": residual if adds else None}
+    got = ck.linear_int8(x, weight, scales, bias, **others)
+    assert torch.equal(got, ck.linear_int8(rows, weight, scales, bias, **others, dtype=dtype))
+    same_dtype = reference.linear_int8(x, weight, scales, bias, **others)
+    wide = {
+        name: value.double() if isinstance(value, torch.Tensor) else value for name, value in others.items()
+    }
+    exact = reference.linear_int8(
+        rows.values.double(), weight, scales.double(), bias.double(), x_scales=rows.scales.double(), **wide
+    )
+    assert_accurate(got, same_dtype, exact)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 40), max_size=2),
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    quantized=st.booleans(),
+    static=st.booleans(),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "part")),
+)
+def test_any_sizes_and_strides(rows, outputs, inputs, dtype, quantized, static, layout):
+    x, weight, scales, bias, residual = arguments(dtype, rows, outputs, inputs)
+    scale = torch.tensor(0.02) if static else None
+    if quantized:
+        x, x_scales = reference.quantize_rows(x, scale=scale)
+    x = {
+        "contiguous": lambda t: t,
+        "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
+        "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        "part": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    }[layout](x)
+    others = {"residual": residual.mT.contiguous().mT if residual.ndim > 1 else residual, "dtype": dtype}
+    if quantized:
+        got = ck.linear_int8(ck.QuantizedRows(x, x_scales), weight, scales, bias, **others)
+        expected = reference.linear_int8(x, weight, scales, bias, x_scales=x_scales, **others)
+    else:
+        got = ck.linear_int8(x, weight, scales, bias, input_scale=scale, **others)
+        expected = reference.linear_int8(x, weight, scales, bias, input_scale=scale, **others)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rows_that_are_not_finite_are_nan_and_no_others():
+    x, weight, scales, bias, residual = arguments(torch.float32, (60,))
+    x[3, 5], x[17, 99], x[40, 0], x[50] = float("nan"), float("inf"), -float("inf"), 0
+    for approximate in (None, "none", "tanh", "quick"):
+        for scale in (None, torch.tensor(0.02)):
+            out = ck.linear_int8(
+                x, weight, scales, bias, input_scale=scale, approximate=approximate, residual=residual
+            )
+            assert out.isnan().all(1).nonzero().flatten().tolist() == [3, 17, 40]
+            assert out.isnan().sum() == 3 * 70
+    assert torch.equal(ck.linear_int8(x[50:51], weight, scales, bias), bias[None])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_the_same_bits_for_any_number_of_threads(rows):
+    x, weight, scales, bias, residual = arguments(torch.float32, (rows,), 200)
+    threads, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            outs.append(ck.linear_int8(x, weight, scales, bias, approximate="none", residual=residual))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_all_memory_is_written_and_none_beyond():
+    x, weight, scales, bias, residual = arguments(torch.bfloat16, (33,), 37, 45)
+    expected = ck.linear_int8(x, weight, scales, bias, residual=residual)
+    expected_rows = ck.layer_norm_quantize(x)
+    packing.release_memory()
+    with proofs.guarded_memory() as memory:
+        out = ck.linear_int8(x, weight, scales, bias, residual=residual)
+        rows = ck.layer_norm_quantize(x)
+    assert torch.equal(out, expected)
+    assert_same_rows(rows, expected_rows)
+    assert not memory.is_overwritten()
+    packing.release_memory()
+
+
+def test_a_changed_weight_scale_or_bias_is_packed_anew():
+    x, weight, scales, bias, _ = arguments(torch.bfloat16)
+    for tensor, change in (
+        (weight, lambda t: t.neg_()),
+        (scales, lambda t: t.mul_(3)),
+        (bias, lambda t: t.add_(1)),
+    ):
+        before = ck.linear_int8(x, weight, scales, bias)
+        change(tensor)
+        out = ck.linear_int8(x, weight, scales, bias)
+        torch.testing.assert_close(out, reference.linear_int8(x, weight, scales, bias))
+        assert not torch.equal(out, before)
+
+
+def test_a_weight_is_packed_once():
+    x, weight, scales, bias, _ = arguments(torch.float32)
+    with recorded_operators() as called:
+        for _ in range(3):
+            ck.linear_int8(x, weight, scales, bias)
+    assert called.count("cvt_kernels.pack_linear_int8.default") == 1
+    assert called[-2:] == ["cvt_kernels.linear_int8_packed.default"] * 2  # nothing else passes over memory
+
+
+@torch.inference_mode()
+def test_in_inference_mode():
+    x, weight, scales, bias, _ = arguments(torch.float32)
+    torch.testing.assert_close(
+        ck.linear_int8(x, weight, scales, bias), reference.linear_int8(x, weight, scales, bias)
+    )
+
+
+def test_calls_that_the_kernels_do_not_serve():
+    x, weight, scales, bias, residual = arguments(torch.float64)
+    with pytest.raises(ck.BackendUnavailable, match="serves float32, bfloat16 and float16"):
+        ck.linear_int8(x, weight, scales, bias)
+    with pytest.raises(ck.BackendUnavailable, match="serves float32, bfloat16 and float16"):
+        ck.quantize_rows(x)
+    x, bias = x.float(), bias.float()
+    with pytest.raises(ck.BackendUnavailable, match="rounds to int8 only, not to float8_e4m3fn"):
+        ck.quantize_rows(x, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ck.BackendUnavailable, match="multiplies int8 only, not float8_e4m3fn"):
+        ck.linear_int8(x, weight.float().to(torch.float8_e4m3fn), scales, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ck.linear_int8(x, weight, scales, bias).dtype == torch.bfloat16
+        with pytest.raises(ck.BackendUnavailable, match="adds a residual of the dtype of the result only"):
+            ck.linear_int8(x, weight, scales, bias, residual=residual.float())
+
+
+# The operators of the extension ---------------------------------------------------------------------------
+
+
+def functions():
+    weight, scales, bias = layer(40, 32)
+    residual = torch.randn(3, 4, 40)
+    return {
+        "linear_int8": functools.partial(
+            ck.linear_int8,
+            weight=weight,
+            weight_scale=scales,
+            bias=bias,
+            approximate="quick",
+            residual=residual,
+        ),
+        "quantize_rows": ck.quantize_rows,
+        "layer_norm_quantize": functools.partial(ck.layer_norm_quantize, weight=torch.randn(32)),
+        "gelu_quantize": functools.partial(ck.gelu_quantize, approximate="tanh"),
+    }
+
+
+@pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
+def test_compiled_rows(operator):
+    torch.compiler.reset()
+    function, x = functions()[operator], torch.randn(3, 4, 32)
+    compiled = torch.compile(lambda x: function(x), fullgraph=True, backend="aot_eager", dynamic=False)
+    assert_same_rows(compiled(x), function(x))
+
+
+def test_compiled_linear_layers_pack_their_weight_once(monkeypatch):
+    torch.compiler.reset()
+    function, x = functions()["linear_int8"], torch.randn(3, 4, 32)
+    packs, packed = [], packing.packed
+    monkeypatch.setattr(
+        packing,
+        "packed",
+        lambda weight, key, make, *others: packed(weight, key, lambda: packs.append(key) or make(), *others),
+    )
+    compiled = torch.compile(lambda x: function(x), fullgraph=True, backend="aot_eager", dynamic=False)
+    outs = [compiled(x), compiled(x), function(x)]
+    assert packs == ["linear_int8"]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_opcheck():
+    from cvt_kernels.ops.linear_int8 import native  # noqa: F401 (registers the shapes that torch.compile needs)
+
+    ops = torch.ops.cvt_kernels
+    weight, scales, bias = layer(40, 32)
+    x, vector, scale, residual = (
+        torch.randn(3, 4, 32),
+        torch.randn(32),
+        torch.tensor(0.02),
+        torch.randn(3, 4, 40),
+    )
+    values, x_scales = ck.quantize_rows(x)
+    packed = ops.pack_linear_int8(weight)
+    for op, args in (
+        (ops.quantize_rows, (x.half(), None)),
+        (ops.layer_norm_quantize, (x, vector, None, 1e-5, vector, scale)),
+        (ops.gelu_quantize, (x, vector, "quick", None)),
+        (ops.linear_int8, (x, None, weight, scales, bias, scale, residual, "identity", torch.float32)),
+        (ops.linear_int8_packed, (values, x_scales, packed, scales, None, None, None, "none", torch.half)),
+    ):
+        torch.library.opcheck(op.default, args)
+
+
+def test_operators_check_what_they_would_read():
+    ops = machine.load_extension() and torch.ops.cvt_kernels
+    weight, scales, bias = layer(40, 32)
+    x, residual = torch.randn(4, 32), torch.randn(4, 40)
+    values, x_scales = reference.quantize_rows(x)
+    packed = ops.pack_linear_int8(weight)
+    good = [x, None, packed, scales, bias, None, residual, "identity", torch.float32]
+    ops.linear_int8_packed(*good)
+    for place, wrong, message in (
+        (0, x[:, :20], "packed: expected a weight that pack_linear_int8 packed"),
+        (0, values, "x_scales: expected them for x of int8"),
+        (0, x.double(), "x: expected float32, bfloat16 or float16"),
+        (1, x_scales, "x_scales: expected them for x of int8"),
+        (3, scales.double(), "weight_scale: expected float32 of the channels"),
+        (4, bias[:39], "bias: expected float32 of the channels"),
+        (5, torch.zeros(()), "scale: got 0, expected a positive number"),
+        (5, torch.ones(2), "scale: expected a float32 scalar"),
+        (6, residual.half(), "residual: expected the dtype of x"),
+        (6, residual[:3], "residual: expected the shape of x"),
+        (7, "relu", "activation: got 'relu'"),
+        (8, torch.float64, "dtype: expected float32, bfloat16 or float16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.linear_int8_packed(*good[:place], wrong, *good[place + 1 :])
+    with pytest.raises(RuntimeError, match="x_scales: expected a float32 number for each row"):
+        ops.linear_int8_packed(values, x_scales[:3], *good[2:])
+    with pytest.raises(
+        RuntimeError, match=r"weight: expected int8 \(outputs, inputs\) of up to 65536 inputs"
+    ):
+        ops.pack_linear_int8(weight.float())

@@ -1,0 +1,217 @@
+"""PyTorch's own ways to a linear layer of 8-bit numbers, against the reference."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from cvt_kernels import backends, reference
+from cvt_kernels.ops.linear_int8 import primitives
+from tests.checks import assert_accurate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+exact = pytest.mark.skipif(
+    primitives.why_int_mm_unavailable("cpu") is not None, reason="PyTorch has no exact products of int8 here"
+)
+BACKENDS = [pytest.param("int_mm", marks=exact), pytest.param("onednn", marks=exact), "dequantized"]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def arguments(dtype, rows=(3, 20), outputs=40, inputs=100):
+    weight, scales = reference.quantize_rows(torch.randn(outputs, inputs) / inputs**0.5)
+    x, residual = torch.randn(*rows, inputs).to(dtype), torch.randn(*rows, outputs).to(dtype)
+    return x, weight, scales.flatten(), torch.randn(outputs).to(dtype), residual
+
+
+def call(backend, x, *others, **settings):
+    with ck.use_backend(backend, "reference"):  # the latter for quantize_rows, which has no such backend
+        return ck.linear_int8(x, *others, **settings)
+
+
+def assert_serves(backend):
+    """Fails if the calls of a test may have been served by the reference."""
+    assert ("linear_int8", backend) not in backends.fallbacks()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", [None, "none", "tanh", "quick"])
+def test_accuracy(backend, dtype, approximate):
+    x, weight, scales, bias, residual = arguments(dtype)
+    for addend, rounded in ((None, True), (residual, False)):
+        others = {"approximate": approximate, "residual": addend}
+        rows = reference.quantize_rows(x)
+        given = rows if rounded else x
+        got = call(backend, given, weight, scales, bias, **others, dtype=dtype)
+        same_dtype = reference.linear_int8(x, weight, scales, bias, **others)
+        taken = x.double() if backend == "dequantized" and not rounded else rows.values.double() * rows.scales
+        y = F.linear(taken, weight.double() * scales.double()[:, None], bias.double())
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if addend is None else y + addend.double()
+        if backend == "dequantized":  # it rounds its factors to the dtype, and sums in it
+            tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+            torch.testing.assert_close(got.double(), y, rtol=tolerance, atol=tolerance)
+        else:
+            assert_accurate(got, same_dtype, y)
+    assert_serves(backend)
+
+
+@exact
+@pytest.mark.parametrize("backend", ["int_mm", "onednn"])
+@pytest.mark.parametrize("inputs", [2, 7, 64, 1000, 65536])
+def test_products_are_exact(backend, inputs):
+    rows = torch.randint(-127, 128, (4, inputs), dtype=torch.int8)
+    rows[0], rows[1] = 127, -127
+    weight = rows.repeat(5, 1)
+    quantized = ck.QuantizedRows(rows, torch.ones(4, 1))
+    got = call(backend, quantized, weight, torch.ones(20))
+    assert torch.equal(got, (rows.long() @ weight.long().t()).float())
+    assert_serves(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_that_are_not_finite_are_nan_and_no_others(backend, static):
+    x, weight, scales, bias, residual = arguments(torch.float32, (30,))
+    x[3, 5], x[17, 99], x[20, 0], x[25] = float("nan"), float("inf"), -float("inf"), 0
+    scale = torch.tensor(0.03) if static else None
+    out = call(backend, x, weight, scales, bias, input_scale=scale, residual=residual, approximate="quick")
+    assert out.isnan().all(1).nonzero().flatten().tolist() == [3, 17, 20]
+    assert out.isnan().sum() == 3 * 40
+    rows = reference.quantize_rows(x, scale=scale)
+    assert torch.equal(call(backend, rows, weight, scales, bias).isnan().all(1), out.isnan().all(1))
+    assert_serves(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_shapes_strides_and_autocast(backend):
+    x, weight, scales, bias, residual = arguments(torch.float32, (4, 5))
+    expected = reference.linear_int8(x, weight, scales)
+    for given in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.stack([x, x], -1)[..., 0]):
+        got = call(backend, given, weight, scales)
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-2 if backend == "dequantized" else 1e-5)
+    one = call(backend, x[0, 0], weight, scales)
+    torch.testing.assert_close(one, expected[0, 0], rtol=0, atol=5e-2 if backend == "dequantized" else 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(backend, x, weight, scales, bias, residual=residual)
+    assert out.dtype == torch.bfloat16
+    full = reference.linear_int8(x, weight, scales, bias, residual=residual)
+    torch.testing.assert_close(out.float(), full, rtol=2e-2, atol=6e-2)
+    assert_serves(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_changed_weight_is_packed_anew(backend):
+    x, weight, scales, bias, _ = arguments(torch.float32)
+    before = call(backend, x, weight, scales, bias)
+    for tensor, change in ((weight, lambda t: t.neg_()), (scales, lambda t: t.mul_(2))):
+        change(tensor)
+        got = call(backend, x, weight, scales, bias)
+        torch.testing.assert_close(got, reference.linear_int8(x, weight, scales, bias), rtol=0, atol=0.1)
+        assert not torch.equal(got, before)
+    assert_serves(backend)
+
+
+@exact
+def test_int_mm_compiled():
+    torch.compiler.reset()
+    x, *others, _ = arguments(torch.float32)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert torch.equal(compiled("int_mm", x, *others), call("int_mm", x, *others))
+
+
+def test_scaled_mm_scales_rows_and_outputs(monkeypatch):
+    """As its documentation says that it does: here is no GPU."""
+
+    def scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype):
+        assert (a.dtype, b.dtype, b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1)
+        assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+        return (a.float() @ b.float() * scale_a * scale_b + bias.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, residual = torch.randn(2, 3, 32).bfloat16(), torch.randn(2, 3, 48).bfloat16()
+    weight, scales = reference.quantize_rows(torch.randn(48, 32), dtype=torch.float8_e4m3fn)
+    args = x, weight, scales.flatten(), torch.randn(48).bfloat16()
+    others = {"approximate": "quick", "residual": residual, "dtype": torch.bfloat16}
+    got = primitives.by_scaled_mm(*args, x_scales=None, input_scale=None, **others)
+    expected = reference.linear_int8(*args, **others)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+# Calls that they do not serve -----------------------------------------------------------------------------
+
+SETTINGS = {"x_scales": None, "input_scale": None, "approximate": None, "residual": None}
+
+
+def tensors(rows=4, outputs=16, inputs=32, dtype=torch.int8, device="meta"):
+    x = torch.empty(rows, inputs, device=device)
+    return (
+        x,
+        torch.empty(outputs, inputs, dtype=dtype, device=device),
+        torch.empty(outputs, device=device),
+        None,
+    )
+
+
+def test_reasons_of_calls():
+    float8 = torch.float8_e4m3fn
+    for ask, args, dtype, expected in (
+        (primitives.why_int_mm_unsupported, tensors(), torch.float32, None),
+        (primitives.why_int_mm_unsupported, tensors(dtype=float8), torch.float32, "multiplies int8 only"),
+        (primitives.why_int_mm_unsupported, tensors(), torch.float64, "not for float64"),
+        (primitives.why_int_mm_unsupported, tensors(rows=0), torch.float32, "empty tensors"),
+        (primitives.why_int_mm_unsupported, tensors(inputs=1), torch.float32, "two inputs or more"),
+        (primitives.why_onednn_unsupported, tensors(device="cpu"), torch.half, None),
+        (primitives.why_onednn_unsupported, tensors(dtype=float8), torch.half, "multiplies int8 only"),
+        (primitives.why_scaled_mm_unsupported, tensors(dtype=float8), torch.bfloat16, None),
+        (primitives.why_scaled_mm_unsupported, tensors(), torch.bfloat16, "multiplies float8_e4m3fn only"),
+        (primitives.why_scaled_mm_unsupported, tensors(dtype=float8), torch.half, "results of bfloat16 only"),
+        (primitives.why_scaled_mm_unsupported, tensors(outputs=8, dtype=float8), torch.bfloat16, "of 16"),
+        (primitives.why_dequantized_unsupported, tensors(), torch.half, None),
+        (primitives.why_dequantized_unsupported, tensors(), torch.float64, "no advantage in float64"),
+    ):
+        reason = ask(*args, **SETTINGS, dtype=dtype)
+        assert reason is None if expected is None else expected in reason
+
+
+class OnGpu(torch.Tensor):
+    """Says of itself that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_int_mm_on_a_gpu_wants_rows_and_multiples_of_eight():
+    for rows, outputs, inputs, expected in (
+        (17, 16, 32, None),
+        (16, 16, 32, "17 rows or more"),
+        (17, 12, 32, "multiples of 8"),
+        (17, 16, 36, "multiples of 8"),
+    ):
+        x, *others = tensors(rows, outputs, inputs, device="cpu")
+        reason = primitives.why_int_mm_unsupported(
+            x.as_subclass(OnGpu), *others, **SETTINGS, dtype=torch.half
+        )
+        assert reason is None if expected is None else expected in reason
+
+
+def test_reasons_of_machines(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert "no VNNI" in primitives.why_int_mm_unavailable("cpu")
+    assert "no VNNI" in primitives.why_onednn_unavailable("cpu")
+    assert primitives.why_int_mm_unavailable("cuda") is None
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(primitives, "_library", lambda: None)
+    assert "no packed linear layers" in primitives.why_onednn_unavailable("cpu")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "no oneDNN" in primitives.why_int_mm_unavailable("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no NVIDIA GPU" in primitives.why_scaled_mm_unavailable("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert (primitives.why_scaled_mm_unavailable("cuda") is None) == served
