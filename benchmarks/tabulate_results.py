@@ -43,6 +43,8 @@ OURS = (
     "native",
     "triton",
     "composed",
+    "int8 native",
+    "int8 triton",
     *bench_contenders.OURS,
 )
 INTRODUCTION = """\

@@ -1,6 +1,11 @@
-"""The linear layers of CvT-13: ``F.linear``, PyTorch's other ways to the same product on a CPU, compiled."""
+"""The linear layers of CvT-13: ``F.linear``, PyTorch's other ways to the same product on a CPU, compiled.
+
+Those of 8-bit integers (``int8``) stand beside them, with everything that makes such integers of x.
+"""
 
 import pytest
+
+from cvt_kernels import reference
 
 from . import suites
 
@@ -47,4 +52,32 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
         },
         moved=passes * once,
         operations=passes * 2 * x[..., 0].numel() * weight.numel(),
+    )
+
+
+@pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("stage", suites.stages())
+@pytest.mark.parametrize("name", suites.contenders("linear_int8"))
+def test_linear_int8(benchmark, stage, layer, dtype, name):
+    x, weight, bias, out = make(layer, stage, dtype, suites.batch())
+    values, scales = reference.quantize_rows(weight)
+    leaves = x, values, scales.flatten(), bias
+    call, same = (suites.implementation("linear_int8", which) for which in (name, "reference"))
+    exact = x.double(), values, scales.flatten().double(), bias.double()
+    outputs = suites.served(call, leaves)
+    suites.check(outputs, suites.results(same, leaves), suites.results(same, exact), dtype)
+
+    suites.record(
+        benchmark,
+        lambda: suites.results(call, leaves),
+        {
+            "suite": "linear",
+            "case": f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, forward",
+            "contender": f"int8 {name}",
+            "dtype": suites.short(dtype),
+            "batch": x.shape[0],
+        },
+        moved=x.nbytes + values.nbytes + out.nbytes,
+        operations=2 * x[..., 0].numel() * weight.numel(),
     )

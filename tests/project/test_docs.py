@@ -17,10 +17,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding
 
 def test_accelerate_page(capsys):
     blocks = python_blocks(PAGE)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     names = run_blocks(blocks)
     printed = capsys.readouterr().out
     assert "33 of 33 blocks fused" in printed
+    assert "36 of 36 layers quantized" in printed
+    assert (names["quantized"] - names["before"]).norm() < 0.1 * names["before"].norm()
     assert "as accurate as it was" in printed
     assert printed.rstrip().splitlines()[-1].startswith("tensor(")
     assert not any("cvt_kernels" in str(node.target) for node in names["program"].graph.nodes)
@@ -46,6 +48,6 @@ def test_accelerate_page_lists_every_class():
     assert listed == stages | {(entry.upstream, entry.name) for entry in TABLE.values()}
 
 
-@pytest.mark.parametrize("name", ["accelerate", "coverage", "restore", "verify"])
+@pytest.mark.parametrize("name", ["accelerate", "coverage", "quantize", "restore", "verify"])
 def test_what_the_page_uses_is_public(name):
     assert name in ck.__all__

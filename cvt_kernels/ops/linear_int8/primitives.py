@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks, dispatch
+from ... import backends, checks, dispatch, reference
 from ...reference import GeluVariant
-from ..layer_norm_gelu import gelu
 from ..packing import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
@@ -91,8 +90,16 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Returns rows (rows, inputs) of 8-bit numbers, and their scales (rows, 1)."""
     if x_scales is None:
-        x, x_scales = dispatch.call("quantize_rows", x, scale=input_scale, dtype=dtype)
+        x, x_scales = _by_another("quantize_rows", x, scale=input_scale, dtype=dtype)
     return x.reshape(-1, x.shape[-1]), x_scales.reshape(-1, 1)
+
+
+def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
+    """Computes another operator, by the reference where none of its backends is among the requested ones."""
+    known = backends.implementations[operator]
+    if backends.is_auto() or any(name in known for name in backends.requested_backends()):
+        return dispatch.call(operator, x, **settings)
+    return getattr(reference, operator)(x, **settings)
 
 
 def _finished(
@@ -106,7 +113,7 @@ def _finished(
 ) -> Tensor:
     """Returns what follows a product, which is no longer needed."""
     y = product if bias is None else product.add_(bias)
-    y = y if approximate is None else gelu(y, approximate=approximate)
+    y = y if approximate is None else _by_another("gelu", y, approximate=approximate)
     y = y.view(*x.shape[:-1], -1)
     return (y if residual is None else y.add_(residual)).to(dtype)
 
@@ -157,7 +164,7 @@ def by_onednn(
     input_scale: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which multiplies by the weight's scales."""
+    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which applies the weight's scales."""
     library = _library()
     assert library is not None
     pack, linear = library

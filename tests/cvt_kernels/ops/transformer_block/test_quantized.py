@@ -164,6 +164,13 @@ def test_zeros(backend):
     assert decibels(reference.transformer_block(torch.zeros_like(x), grid, block), out) > 55
 
 
+@every_backend
+def test_an_empty_batch(backend):
+    x, grid, block = with_quantized(make())
+    with ck.use_backend(*BACKENDS[backend]):
+        assert ck.transformer_block(x[:0], grid, block).shape == (0, *x.shape[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_composed(dtype):
     x, grid, block = with_quantized(make(dtype=dtype, class_tokens=1))
@@ -247,6 +254,15 @@ def test_changed_layers_are_packed_anew(layer, field):
     expected = reference.transformer_block(x, grid, block)
     assert decibels(expected - x, out - x) > 55
     assert (layer, field) == (1, "bias") or decibels(expected - x, before - x) < 45
+
+
+@pytest.mark.parametrize("which", [ALL, (0, 3)], ids=["all", "some"])
+def test_compiled(which):
+    torch.compiler.reset()
+    arguments = with_quantized(make(), which)
+    compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert decibels(reference.transformer_block(*arguments), compiled(*arguments)) > 80
+    torch.compiler.reset()
 
 
 # Proofs ---------------------------------------------------------------------------------------------------
