@@ -126,3 +126,5 @@ VECTOR_INLINE float quantize_row(const float* x, int64_t inputs, float scale, N*
 
 }  // namespace
 }  // namespace cvt_kernels
+
+#undef INTRINSICS

@@ -169,7 +169,7 @@ def by_onednn(
     assert library is not None
     pack, linear = library
     values, scales = _rows(x, x_scales, input_scale, weight.dtype)
-    ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight, None))
+    ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight.contiguous(), None))
     unsigned = (
         values.view(torch.uint8) ^ _ZERO
     )  # packed weights are for such rows, others take 1000 times as long

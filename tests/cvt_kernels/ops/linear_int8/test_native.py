@@ -280,6 +280,13 @@ def test_a_changed_weight_scale_or_bias_is_packed_anew():
         assert not torch.equal(out, before)
 
 
+def test_weights_of_other_strides():
+    x, weight, scales, bias, _ = arguments(torch.float32)
+    expected = ck.linear_int8(x, weight, scales, bias)
+    for view in (weight.t().contiguous().t(), torch.stack([weight, weight], -1)[..., 1]):
+        assert torch.equal(ck.linear_int8(x, view, scales, bias), expected)
+
+
 def test_a_weight_is_packed_once():
     x, weight, scales, bias, _ = arguments(torch.float32)
     with recorded_operators() as called:

@@ -96,6 +96,15 @@ def test_other_shapes_strides_and_autocast(backend):
     torch.testing.assert_close(out.float(), full, rtol=2e-2, atol=6e-2)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_other_strides(backend):
+    x, weight, scales, _, _ = arguments(torch.float32)
+    for view in (weight.t().contiguous().t(), torch.stack([weight, weight], -1)[..., 1]):
+        got = call(backend, x, view, scales)
+        expected = reference.linear_int8(x, weight, scales)
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-2 if backend == "dequantized" else 1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_a_changed_weight_is_packed_anew(backend):
     x, weight, scales, bias, _ = arguments(torch.float32)
@@ -116,9 +125,7 @@ def test_int_mm_compiled():
 
 
 def test_scaled_mm_scales_rows_and_outputs(monkeypatch):
-    """As its documentation says that it does: here is no GPU."""
-
-    def scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype):
+    def scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype):  # what PyTorch's documentation says of it
         assert (a.dtype, b.dtype, b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1)
         assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         return (a.float() @ b.float() * scale_a * scale_b + bias.float()).to(out_dtype)
