@@ -256,10 +256,9 @@ def test_changed_layers_are_packed_anew(layer, field):
     assert (layer, field) == (1, "bias") or decibels(expected - x, before - x) < 45
 
 
-@pytest.mark.parametrize("which", [ALL, (0, 3)], ids=["all", "some"])
-def test_compiled(which):
+def test_compiled():
     torch.compiler.reset()
-    arguments = with_quantized(make(), which)
+    arguments = with_quantized(make(), (0, 3, 4))
     compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
     assert decibels(reference.transformer_block(*arguments), compiled(*arguments)) > 80
     torch.compiler.reset()
@@ -271,7 +270,7 @@ def test_compiled(which):
 def trials_of(arguments, change=lambda out, x, block: out, inplace=False):
     """Returns the trials of the candidates, and of the composition with a change."""
     proof = dispatch.proof_of("transformer_block", *arguments, inplace=inplace)
-    standard = proofs.Standard.of(proof.reference, proof.sample)
+    standard = proof.standard()
 
     def changed(x, grid, block, *, inplace):
         return change(proof.candidates["composed"](x, grid, block, inplace=inplace), x, block)
