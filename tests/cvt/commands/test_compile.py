@@ -149,13 +149,22 @@ def test_linear(compile_ahead, arch, operators):
             assert arch != "sm_90" or analysis["predicted"]["bound"] in ("tensor", "DRAM")
 
 
+def last_launches(operator, count):
+    """Returns code that leaves the last launches of an operator."""
+    return (
+        "from cvt.commands.compile import launches; plan = launches.TRITON_OPERATORS; "
+        f"plan[{operator!r}] = lambda *stage, old=plan[{operator!r}], **options: "
+        f"old(*stage, **options)[-{count}:]"
+    )
+
+
 def test_8_bit_numbers(compile_ahead):
-    """Stage 3: products of integers on tensor cores; what rounds is bound by memory."""
+    """Stage 3, without Q and proj: products of integers on tensor cores; what rounds is bound by memory."""
     operators = ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8")
     arguments = ["--operator", *operators, "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"]
-    _, rows = compile_ahead(*arguments)
+    _, rows = compile_ahead(*arguments, prelude=last_launches("linear_int8", 2))
     assert_flawless(rows, most_shared=227)
-    assert [row["kernel"] for row in rows] == [*operators, *["linear_int8"] * 3]
+    assert [row["kernel"] for row in rows] == [*operators, "linear_int8"]
     for row in rows:
         (analysis,) = row["analyses"]
         assert row["messages"] == []
@@ -170,22 +179,26 @@ def test_8_bit_numbers(compile_ahead):
     assert_documented(rows)
 
 
-@pytest.mark.parametrize(
-    ("arch", "operator", "instruction"),
-    [("sm_80", "linear_int8", "IMMA"), ("sm_100", "linear_int8", "IMMA"), ("sm_90", "linear_float8", "QGMMA"),
-     ("sm_100", "linear_float8", "UTCQMMA")],
-)  # fmt: skip
-def test_tensor_cores_of_8_bit_numbers(compile_ahead, arch, operator, instruction):
+def test_tensor_cores_of_8_bit_numbers(compile_ahead):
+    """The last layer of stage 1, on every generation that has products of its numbers."""
+    prelude = f"{last_launches('linear_int8', 1)}; {last_launches('linear_float8', 1)}"
     _, rows = compile_ahead(
-        "--operator", operator, "--arch", arch, "--dtype", "bfloat16", "--stage", "1",
-        prelude="from cvt.commands.compile import launches; plan = launches.TRITON_OPERATORS; "
-        "name = sys.argv[3]; old = plan[name]; "
-        "plan[name] = lambda *stage, **options: old(*stage, **options)[-1:]",  # the widest layer
+        "--operator", "linear_int8", "linear_float8", "--arch", "sm_80", "sm_90", "sm_100",
+        "--dtype", "bfloat16", "--stage", "1", prelude=prelude,
     )  # fmt: skip
     assert_flawless(rows)
-    (row,) = rows
-    assert row["kernel"] == "linear_int8"
-    assert any(name.startswith(instruction) for name in row["resources"]["tensor_cores"])
+    found = {
+        (row["operator"], row["arch"], name.partition(".")[0])
+        for row in rows
+        for name in row["resources"]["tensor_cores"]
+    }
+    assert found == {
+        ("linear_int8", "sm_80", "IMMA"),
+        ("linear_int8", "sm_90", "IGMMA"),
+        ("linear_int8", "sm_100", "IMMA"),
+        ("linear_float8", "sm_90", "QGMMA"),
+        ("linear_float8", "sm_100", "UTCQMMA"),
+    }
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
