@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 import warnings
@@ -195,12 +196,14 @@ def open_parts(
             raise ValueError(f"data: {source} has train/ and val/ of different classes")
         return fitted, held_out
     whole = ImageDataset(*_image_folder(Path(source)), image_size, crop_fraction=crop_fraction)
-    places = [i - whole.labels.index(label) for i, label in enumerate(whole.labels)]
-    first = [i for i, place in enumerate(places) if place % _HELD_OUT]
-    second = [i for i, place in enumerate(places) if place % _HELD_OUT == 0]
-    if not first:
+    starts = [bisect.bisect_left(whole.labels, label) for label in range(len(whole.classes))]
+    is_held_out = [(i - starts[label]) % _HELD_OUT == 0 for i, label in enumerate(whole.labels)]
+    if all(is_held_out):
         raise ValueError(f"data: {source} has no images besides those that are held out")
-    return whole.part(first), whole.part(second)
+    fitted, held_out = (
+        whole.part([i for i, held in enumerate(is_held_out) if held == wanted]) for wanted in (False, True)
+    )
+    return fitted, held_out
 
 
 def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:

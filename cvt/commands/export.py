@@ -35,6 +35,7 @@ FORMATS = ("pt2", "onnx")
 TOLERANCE = 1e-4
 #: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
 QUANTIZED_TOLERANCE = 1e-2, 3.0
+_IMAGES = 5  # that are compared
 
 
 def add_parser(commands: Any) -> None:
@@ -68,9 +69,9 @@ def export(
     """Writes a model with its weights, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to ``logits`` (B, num_classes) by
-    PyTorch's or ONNX's own operators. Before it is kept it is read back and compared
-    with the model on random images; an ONNX file is run by onnxruntime. Layers of 8-bit numbers become ONNX's
-    QuantizeLinear and DequantizeLinear.
+    PyTorch's or ONNX's own operators; layers of 8-bit numbers become ONNX's QuantizeLinear and
+    DequantizeLinear. Before it is kept it is read back and compared with the model on random images; an ONNX
+    file is run by onnxruntime.
 
     Args:
         model: In evaluation mode, float32, on the CPU.
@@ -101,8 +102,7 @@ def export(
             "expected evaluation mode, torch.float32 on cpu"
         )
     runtime = _import_onnxruntime() if format == "onnx" else None
-    is_quantized = bool(quantized_layers(model.state_dict()))
-    shape = 8 if is_quantized else 3, model.config.in_chans, image_size, image_size
+    shape = _IMAGES, model.config.in_chans, image_size, image_size
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
     with torch.no_grad(), replacing(path) as scratch, bar:
@@ -119,30 +119,39 @@ def export(
         except Exception as error:  # a tracer can stumble over anything
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"model: cannot be exported: {first_line}") from error
-        largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        difference = ((logits - expected).abs().max() / largest).item()
-        if is_quantized:
-            reason = _why_quantized_otherwise(
-                logits, expected, copy.deepcopy(model).double()(images.double())
+        return _compare(model, images, expected, logits)
+
+
+def _compare(model: CvT, images: Tensor, expected: Tensor, logits: Tensor) -> float:
+    """Returns the largest difference of an export's logits, relative to the largest logit of the model.
+
+    Raises:
+        ValueError: They differ by too much.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    difference = ((logits - expected).abs().max() / expected.abs().max().clamp_min(tiny)).item()
+    if not quantized_layers(model.state_dict()):
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"model: its export differs by {difference:.1e} of the largest logit, "
+                f"expected at most {TOLERANCE:.0e}"
             )
-        elif not difference <= TOLERANCE:
-            reason = f"{difference:.1e} of the largest logit, expected at most {TOLERANCE:.0e}"
-        else:
-            reason = None
-        if reason is not None:
-            raise ValueError(f"model: its export differs by {reason}")
+        return difference
+    exact = copy.deepcopy(model).double()(images.double())
+    size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
+    of_logits, of_error = QUANTIZED_TOLERANCE
+    most = of_logits * size + of_error * error
+    if not distance <= most:
+        got, expectation = (each / max(size, tiny) for each in (distance, most))
+        raise ValueError(
+            f"model: its export differs by {got:.1e} of the logits, expected at most {expectation:.1e}"
+        )
     return difference
 
 
-def _why_quantized_otherwise(logits: Tensor, expected: Tensor, exact: Tensor) -> str | None:
-    """Says by how much the logits of an export differ from a quantized model's, if that is too much."""
-    size = expected.square().mean().sqrt()
-    difference, error = (t.square().mean().sqrt() / size for t in (logits - expected, exact - expected))
-    of_logits, of_error = QUANTIZED_TOLERANCE
-    most = of_logits + of_error * error
-    if difference <= most:
-        return None
-    return f"{difference:.1e} of the logits, expected at most {most:.1e}"
+def _size(tensor: Tensor) -> float:
+    """Returns the root mean square."""
+    return tensor.square().mean().sqrt().item()
 
 
 def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  # noqa: A002

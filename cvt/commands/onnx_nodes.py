@@ -14,22 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cvt_kernels.checks import dtype_name
 from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
 from cvt_kernels.reference import LEAST, LIMITS
 
+_LIMIT = LIMITS[torch.int8]
+
 
 def with_nodes(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers of 8-bit numbers ``torch.onnx.export`` turns into nodes."""
+    """Returns a copy of a model whose layers of 8-bit numbers ``torch.onnx.export`` turns into nodes.
+
+    Raises:
+        ValueError: A layer is of other numbers than integers.
+    """
     model = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
         if isinstance(layer, QuantizedLayer):
+            if layer.weight.dtype != torch.int8:
+                dtype = dtype_name(layer.weight.dtype)
+                raise ValueError(f"its layer {path} is of {dtype}, expected int8 for ONNX")
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, _Nodes(layer))
     return model
 
 
 class _Nodes(nn.Module):
-    """A layer of 8-bit numbers whose product consists of nodes."""
+    """A layer of 8-bit integers whose product consists of nodes."""
 
     def __init__(self, layer: QuantizedLayer):
         super().__init__()
@@ -42,23 +52,21 @@ class _Nodes(nn.Module):
 
 def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
     """Computes the product of a layer with rows (..., inputs)."""
-    dtype, rows = layer.weight.dtype, x.flatten(0, -2)
-    limit, scale = LIMITS[dtype], layer.input_scale
+    rows, scale = x.flatten(0, -2), layer.input_scale
     by_row = scale is None
     if scale is None:
         largest = rows.abs().amax(-1)
-        scale = torch.where(largest < LEAST, 1.0, largest / limit)
+        scale = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
     else:
-        rows = rows.clamp(min=-limit * scale)  # else ONNX takes -128, too
-    numbers = _node("QuantizeLinear", rows, scale, dtype, by_row)
-    rows = _node("DequantizeLinear", numbers, scale, dtype, by_row)
-    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, dtype, by_row=True)
+        rows = rows.clamp(min=-_LIMIT * scale)  # else ONNX takes -128, too
+    numbers = _node("QuantizeLinear", rows, scale, torch.int8, by_row)
+    rows = _node("DequantizeLinear", numbers, scale, torch.float32, by_row)
+    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, torch.float32, by_row=True)
     return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
 
 
 def _node(name: str, x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
-    """Stands for a node with one scale for each row, or one for all; ``dtype`` is that of the numbers."""
-    inputs = x, scale, torch.zeros_like(scale, dtype=dtype)
-    result = dtype if name == "QuantizeLinear" else torch.float32
+    """Stands for a node that returns ``dtype``, with one scale for each row or one for all."""
+    inputs = x, scale, torch.zeros_like(scale, dtype=torch.int8)
     attributes: dict[str, Any] = {"axis": 0} if by_row else {}
-    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=result, shape=x.shape)
+    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=x.shape)

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
+from cvt import create_model
 from cvt.checkpoints import ModelCard
 from cvt.commands import export as export_module
 from cvt.commands import main
 from cvt.commands.export import export
 from cvt.commands.onnx_nodes import with_nodes
 from cvt.factory import randomize
+from cvt_kernels.ops.linear_int8.modules import ConvInt8
 from tests.checks import Terminal, bad, record_all_calls
 from tests.upstream import ONE_STAGE
 
@@ -98,9 +99,6 @@ def test_a_bar_is_drawn_for_those_who_ask(model, tmp_path, monkeypatch):
 
 # Quantized models -----------------------------------------------------------------------------------------
 
-#: Two stages, so that there is an embedding that can be quantized.
-_TWICE = {name: 2 * value for name, value in vars(ONE_STAGE).items() if isinstance(value, tuple)}
-TWO_STAGES = CvTConfig(**vars(ONE_STAGE) | _TWICE | {"embed_dims": (8, 16), "cls_token": (False, True)})
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -119,24 +117,23 @@ def assert_near(actual, model, images):
 
 
 def test_onnx_of_a_quantized_model(tmp_path):
-    model = quantized(TWO_STAGES, scheme="static", embeddings=True)
+    model = quantized(ONE_STAGE, scheme="static")
     attention, mlp = model.stage0.blocks[0].attn, model.stage0.blocks[0].mlp
-    for layer in (attention.proj_q, attention.proj, mlp.fc1, mlp.fc2):
+    for layer in (attention.proj_q, attention.proj, mlp.fc2):
         layer.set_input_scale(None)
-    narrow = model.stage1.blocks[0].mlp.fc1
-    narrow.set_input_scale(narrow.input_scale.item() / 8)  # to which most inputs are too large
+    mlp.fc1.set_input_scale(mlp.fc1.input_scale.item() / 8)  # for which most inputs are too large
     path = tmp_path / "q.onnx"
     export(model, path, "onnx", image_size=32)
     graph = onnx.load(path).graph
     assert {node.domain for node in graph.node} == {""}
     rounding = [node for node in graph.node if node.op_type == "QuantizeLinear"]
     standing_for = [node for node in graph.node if node.op_type == "DequantizeLinear"]
-    assert (len(rounding), len(standing_for)) == (13, 26)
+    assert (len(rounding), len(standing_for)) == (6, 12)
     kept = {initializer.name: initializer for initializer in graph.initializer}
     weights = [kept[node.input[0]] for node in standing_for if node.input[0] in kept]
-    assert [weight.data_type for weight in weights] == 13 * [onnx.TensorProto.INT8]
+    assert [weight.data_type for weight in weights] == 6 * [onnx.TensorProto.INT8]
     scales = [kept.get(node.input[1]) for node in rounding]
-    assert sum(scale is None for scale in scales) == 4  # computed, one for each token
+    assert sum(scale is None for scale in scales) == 3  # computed, one for each token
     assert all(scale is None or not scale.dims for scale in scales)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
@@ -144,16 +141,32 @@ def test_onnx_of_a_quantized_model(tmp_path):
         assert_near(torch.from_numpy(logits), model, IMAGES[:batch])
 
 
-def test_onnx_of_rows_of_extreme_size(tmp_path):
-    layer = ck.LinearInt8.from_float(nn.Linear(8, 4))
-    rows = torch.stack([torch.zeros(8), torch.full((8,), 1e-38), 1e30 * torch.arange(8), torch.randn(8)])
-    path = tmp_path / "a.onnx"
+ROWS = torch.stack([torch.zeros(8), torch.full((8,), 1e-38), 1e30 * torch.arange(8), torch.arange(8) - 4.2])
+
+
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (lambda: ck.LinearInt8.from_float(nn.Linear(8, 4)), ROWS),
+        (lambda: ConvInt8.from_float(nn.Conv2d(3, 4, 3, stride=2, padding=1)), IMAGES),
+    ],
+    ids=["rows of extreme size", "convolution"],
+)
+def test_onnx_of_a_layer(tmp_path, build, x):
+    layer, path = build(), tmp_path / "a.onnx"
     with export_module._quiet(), torch.no_grad():
-        program = torch.export.export(with_nodes(nn.Sequential(layer)), (rows,))
+        program = torch.export.export(with_nodes(nn.Sequential(layer)), (x,))
         torch.onnx.export(program, f=path, dynamo=True, verbose=False, external_data=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), layer(rows).detach())
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), layer(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_float8_is_not_for_onnx(tmp_path):
+    model = quantized(ONE_STAGE, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"its layer stage0.* is of float8_e4m3fn, expected int8 for ONNX"):
+        export(model, tmp_path / "q.onnx", "onnx", image_size=32)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pt2_of_a_quantized_model(tmp_path):

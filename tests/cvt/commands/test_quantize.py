@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from PIL import Image
@@ -95,6 +96,11 @@ def test_the_other_commands_take_the_file(digits, capsys, tmp_path):
     capsys.readouterr()
     explained = json.loads((tmp_path / "explained" / "explain.json").read_text())
     assert explained["photos"][0]["classes"][0]["label"] == "7"
+    output = tmp_path / "q.onnx"
+    assert main(["export", "--checkpoint", path, "--format", "onnx", "--output", str(output)]) == 0
+    assert "q.onnx: images (batch, 3, 16, 16) to logits (batch, 10), within " in capsys.readouterr().out
+    kinds = [node.op_type for node in onnx.load(output).graph.node]
+    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (18, 36)
     arguments = ["train", "--data", "digits", "--output", tmp_path / "run", "--checkpoint", path]
     assert "q.safetensors is quantized, expected weights in floating" in bad(capsys, main, *arguments)
     assert not (tmp_path / "run").exists()
