@@ -52,8 +52,9 @@ ROW_CONFIGS = (
 
 # The configurations of products, by generation and dtype. Of the names, ``narrow`` are results of up to 192
 # columns, ``float32`` those of 32 bits, which take more registers, and ``wide`` those of whole tiles of 256
-# columns without a residual, for which there would be no room. sm_80 is every chip whose tensor cores take
-# their factors from registers.
+# columns without a residual, for which there would be no room. ``odd`` are those where rows do not begin at
+# multiples of 16 bytes, whose numbers each have an address. sm_80 is every chip whose tensor cores take their
+# factors from registers.
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
 # that L2 bounds small tiles. Those of float8 are smaller on sm_90, where sums in float32 take registers too.
@@ -63,13 +64,15 @@ _TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_warps=8, num_stage
 _WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_warps=8, num_stages=4, programs=1)
 _NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_warps=8, num_stages=4)
 _NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_warps=8, num_stages=2)
+_ODD = LaunchConfig(block_m=64, width=64, block_k=64, num_warps=4, num_stages=2)
 _NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=3)
 
 
 def _kernels(
     linear: LaunchConfig, wide: LaunchConfig, narrow: LaunchConfig, float32: LaunchConfig
 ) -> dict[str, LaunchConfig]:
-    return {"linear": linear, "linear_wide": wide, "linear_narrow": narrow, "linear_float32": float32}
+    kernels = {"linear": linear, "linear_wide": wide, "linear_narrow": narrow, "linear_float32": float32}
+    return kernels | {"linear_odd": _ODD}
 
 
 CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
@@ -96,7 +99,9 @@ _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
 def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> LaunchConfig:
     """Returns the configuration of a product of x (M, K) of 8 bits with the result ``out``, on its device."""
     kernel = "linear"
-    if out.shape[1] <= _MOST_NARROW:
+    if x.shape[1] % 16 != 0 or out.shape[1] % 8 != 0:
+        kernel = "linear_odd"
+    elif out.shape[1] <= _MOST_NARROW:
         kernel = "linear_narrow"
     elif out.element_size() > 2:
         kernel = "linear_float32"

@@ -125,9 +125,7 @@ def test_int_mm_compiled():
 
 
 def test_scaled_mm_scales_rows_and_outputs(monkeypatch):
-    """As its documentation says that it does: here is no GPU."""
-
-    def scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype):
+    def scaled_mm(a, b, scale_a, scale_b, *, bias, out_dtype):  # what PyTorch's documentation says of it
         assert (a.dtype, b.dtype, b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1)
         assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         return (a.float() @ b.float() * scale_a * scale_b + bias.float()).to(out_dtype)

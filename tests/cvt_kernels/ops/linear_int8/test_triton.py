@@ -418,7 +418,9 @@ def test_configurations(capability, number):
     assert (spec.has_descriptors, spec.writes_descriptors) == (has_descriptors, has_descriptors)
     assert spec.sum == (tl.int32 if number == torch.int8 else tl.float32)
     assert spec.imprecise == (None if number == torch.int8 else 64)
-    assert not launch_of(72, 384, torch.bfloat16)[0].has_descriptors  # rows do not begin at 16 bytes
+    odd = launch_of(72, 384, torch.bfloat16)[0]  # rows do not begin at multiples of 16 bytes
+    assert (odd.has_descriptors, odd.block_m) == (False, 64)
+    assert launch_of(64, 301, torch.bfloat16)[0].block_m == 64
     assert not launch_of(64, 384, torch.float32)[0].writes_descriptors
     spec, programs = launch_of(384, 512, torch.float16)
     has_wide_tiles = (capability, number) in ((90, torch.int8), (100, torch.float8_e4m3fn))
