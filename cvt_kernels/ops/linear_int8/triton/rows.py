@@ -92,15 +92,13 @@ def _nearest_float8(v):
 def _rounded(v, SPEC: tl.constexpr):
     """Returns numbers within the limit as 8-bit ones, ties rounded to even."""
     if SPEC.is_float8:
-        if (
-            SPEC.interpreted
-        ):  # the interpreter's own conversion is wrong but for numbers that need no rounding
+        if SPEC.interpreted:  # whose conversion is right only for numbers that need no rounding
             v = _nearest_float8(v)
         numbers = v.to(tl.float8e4nv)
     else:
         if SPEC.interpreted:
             bits = (v + _MAGIC).to(tl.int32, bitcast=True)
-        else:  # an addition that the compiler does not join with the product v, which would round once only
+        else:  # an addition that is not joined with the product v, which would be rounded but once
             bits = tl.inline_asm_elementwise(
                 "{ .reg .f32 s; add.rn.f32 s, $1, 0f4B400000; mov.b32 $0, s; }",
                 "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,
