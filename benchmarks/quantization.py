@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cvt.quantized import compact
 from torch import Tensor, nn
 
 import cvt_kernels as ck
@@ -29,6 +28,7 @@ from cvt.evaluation import evaluate
 from cvt.factory import randomize
 from cvt.files import replacing, write_json
 from cvt.images import load_images, sample_photos
+from cvt.quantized import compact
 from cvt_kernels import measure
 
 from . import suites
