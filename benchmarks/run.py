@@ -47,8 +47,8 @@ NAMES = (
     "bench_bfloat16",
     "bench_training",
     "profile",
-    "quantization",
     "model",
+    "quantization",
     "tune",
 )
 #: The parts of ``--tune``, which takes all the time that there is.
@@ -101,8 +101,8 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         suite("host", 15, results, tiny=tiny),
         *benches(device, results, tiny=tiny),
         script("profile", "profile_model", 15, results, tiny=tiny),
-        script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         suite("model", 240, results, tiny=tiny),
+        script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         tuning(device, results, tiny=tiny, minutes=minutes),
     ]
     on_gpu = device == "cuda"

@@ -43,7 +43,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def float_layer(self) -> nn.Module | None:
-        """The layer that this one was made of; None for one that was built or loaded as it is."""
+        """The layer that this one was made of; None for one that was built, or has loaded another weight."""
         return self._float
 
     def _take(self, layer: Any, input_scale: float | None) -> None:
@@ -123,6 +123,8 @@ class QuantizedLayer(nn.Module):
             messages[-1].append(reason)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+        if f"{prefix}weight" in state_dict:
+            self._float = None  # it is not what this layer was made of any more
 
     def _why_not_loadable(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Says why a weight in a state cannot be that of this layer; None if it can, or if there is none."""
