@@ -284,7 +284,7 @@ def fill_quantize(text: str, results: Path) -> str:
         parts += [f"{content['device']}, {threads} threads, torch {content['torch']}, {date}:"]
         parts += ["\n".join(markdown(speed_of_8_bits(content["speed"])))]
         parts += ["\n".join(markdown(accuracy_of_8_bits(content["accuracy"])))]
-    return fill("docs/quantize.md", text, "\n\n".join(["", *parts, ""])) if parts else text
+    return fill("docs/quantize.md", text, "\n" + "\n\n".join(parts) + "\n") if parts else text
 
 
 def speed_of_8_bits(rows: list[dict[str, Any]]) -> list[list[str]]:

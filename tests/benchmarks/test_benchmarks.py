@@ -456,6 +456,49 @@ def test_the_page_of_results_is_what_the_json_says():
     assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(runs)
     readme = tabulate.README.read_text(encoding="utf-8")
     assert tabulate.fill_readme(readme, runs) == readme
+    quantize = tabulate.QUANTIZE.read_text(encoding="utf-8")
+    assert tabulate.fill_quantize(quantize, tabulate.RESULTS) == quantize
+
+
+def test_tables_of_8_bit_layers(tmp_path):
+    page = f"before\n{tabulate.BEGIN}old\n{tabulate.END}after\n"
+    assert tabulate.fill_quantize(page, tmp_path) == page
+    folder = tmp_path / "some-cpu" / "2026-01-02-0304"
+    folder.mkdir(parents=True)
+    content = {
+        "schema": tabulate.QUANTIZATION_SCHEMA,
+        "version": tabulate.QUANTIZATION_VERSION,
+        "device": "Some CPU",
+        "torch": "2.13.0",
+        "threads": 2,
+        "speed": [
+            {"set": None, "batch": 8, "model": "float32", "seconds": [0.2, 0.4, 0.3]},
+            {"set": None, "batch": 8, "model": "int8 dynamic", "seconds": [0.1, 0.15, 0.2]},
+            {"set": "avx2", "batch": 8, "model": "float32", "seconds": [0.5]},
+        ],
+        "accuracy": [
+            {"model": "a", "scheme": "static", "sqnr": 33.14, "bytes": [4000, 1000]},
+            {"model": "b", "scheme": "dynamic", "sqnr": 48.0, "top1": [0.9, 0.875], "top5": [1.0, 1.0]},
+        ],
+    }
+    (folder / "quantization.json").write_text(json.dumps(content))
+    assert tabulate.fill_quantize(page, tmp_path).splitlines()[2:-2] == [
+        "",
+        "Some CPU, 2 threads, torch 2.13.0, 2026-01-02-0304:",
+        "",
+        "| instructions | batch | float32, images/s | int8 dynamic |",
+        "|---|---|---|---|",
+        "| newest | 8 | 26.7 | 2.00 × |",
+        "| `avx2` | 8 | 16 | – |",
+        "",
+        "| model | scheme | logits, dB | top-1 before and after | top-5 before and after | file |",
+        "|---|---|---|---|---|---|",
+        "| a | static | 33.1 | – | – | 0.250 of float32 |",
+        "| b | dynamic | 48.0 | 90.00%, 87.50% | 100.00%, 100.00% | – |",
+        "",
+    ]
+    with pytest.raises(ValueError, match=r"docs/quantize.md: has no <!-- measured"):
+        tabulate.fill_quantize("", tmp_path)
 
 
 def test_tables(tmp_path):
