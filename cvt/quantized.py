@@ -41,7 +41,7 @@ def _why_layer_damaged(layer: str, tensors: Mapping[str, Tensor]) -> str | None:
     limit = LIMITS[weight.dtype]
     if weight.ndim < 2 or not _is_dense(weight):
         return f"{layer}.weight: got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
-    if not (weight.float().abs() <= limit).all():
+    if not _is_within(weight, limit):
         return f"{layer}.weight: has a number that is not from -{limit:g} to {limit:g}"
     if layer + _WEIGHT_SCALE not in tensors:
         return f"{layer}.weight: is of {dtype_name(weight.dtype)}, but there is no {layer}.weight_scale"
@@ -60,12 +60,21 @@ def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
         got = f"{tuple(scale.shape)} of {dtype_name(scale.dtype)}"
         return f"got {got}, expected {tuple(shape)} of float32"
     if not ((scale >= least) & scale.isfinite()).all():
-        return f"has a scale that is not finite and {'positive' if least else 'at least 0'}"
+        return f"has other scales, expected finite ones {'above' if least else 'of at least'} 0"
     return None
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
+    """Says whether all numbers of a tensor are there; a file may repeat one, which then takes any size."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def _is_within(weight: Tensor, limit: float) -> bool:
+    if weight.dtype == torch.int8:
+        return not weight.numel() or weight.min().item() >= -limit
+    return bool((weight.float().abs() <= limit).all())
 
 
 def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

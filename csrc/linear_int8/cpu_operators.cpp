@@ -31,10 +31,10 @@ struct Matrix {
 Matrix rows_of(const Tensor& x) {
   const int64_t columns = channels_of(x), last = x.dim() - 1, rows = x.numel() / columns;
   bool regular = columns == 1 || x.stride(last) == 1;
-  int64_t stride = columns, expected = 0;
+  int64_t stride = columns, expected = -1;  // of the next dimension; a repeated row has the stride 0
   for (int64_t i = last - 1; i >= 0; i--) {
     if (x.size(i) == 1) continue;
-    if (expected == 0) stride = x.stride(i);
+    if (expected < 0) stride = x.stride(i);
     else regular = regular && x.stride(i) == expected;
     expected = x.stride(i) * x.size(i);
   }
@@ -169,7 +169,8 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
   const bool is_quantized = x.scalar_type() == ScalarType::Char;
   STD_TORCH_CHECK(is_quantized == x_scales.has_value(), "x_scales: expected them for x of int8, and none for others");
   const int64_t outputs = weight_scale.numel(), inputs = channels_of(x);
-  STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == kernels().packed_bytes(outputs, inputs),
+  STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous() &&
+                      packed.numel() == kernels().packed_bytes(outputs, inputs),
                   "packed: expected a weight that pack_linear_int8 packed");
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = outputs;

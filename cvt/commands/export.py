@@ -160,16 +160,17 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
         model = with_nodes(model)
     program = torch.export.export(model, (images,), dynamic_shapes=dynamic_shapes)
     if format == "onnx":
-        torch.onnx.export(
+        written: Any = torch.onnx.export(
             program,
-            f=path,
             dynamo=True,
             verbose=False,
-            external_data=False,
             input_names=["images"],
             output_names=["logits"],
             dynamic_shapes=dynamic_shapes,
         )
+        for node in written.model.graph.all_nodes():
+            node.metadata_props.clear()  # where in our source it comes from, at great length
+        written.save(path, external_data=False)
     else:
         with open(path, "wb") as file:  # a name would have to end with .pt2
             torch.export.save(program, file)

@@ -108,6 +108,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if output.suffix != _SUFFIX:
         raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
     check_writable("--output", output, directory=False)
+    _check_files(output, arguments)
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
@@ -162,6 +163,17 @@ def _batches(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[Batche
     return Batches(fitted, arguments.batch_size, **reading), Batches(
         held_out, arguments.batch_size, **reading
     )
+
+
+def _check_files(output: Path, arguments: argparse.Namespace) -> None:
+    """Raises ValueError if the output would take the place of another file of the command."""
+    place, source = output.resolve(), Path(arguments.checkpoint).resolve()
+    if place == source or (source.is_dir() and source in place.parents):
+        raise ValueError(
+            f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
+        )
+    if arguments.json and Path(arguments.json).resolve() == place:
+        raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
 
 
 def _card(loaded: LoadedModel, labels: list[str] | None, folders: list[str]) -> ModelCard:
@@ -302,4 +314,4 @@ def _as_json(report: QuantizationReport, *figures: _Figures) -> dict[str, Any]:
     )
     rows = [row._asdict() for row in report]
     layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
-    return {"images": figures[-1][0].images, "before": before, "after": after, "layers": layers}
+    return {"held_out_images": figures[-1][0].images, "before": before, "after": after, "layers": layers}

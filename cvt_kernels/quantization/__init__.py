@@ -100,12 +100,13 @@ def _check_settings(scheme: object, calibration: object, keep_float: object) -> 
 def _check_state(model: nn.Module) -> None:
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before it is quantized")
-    found = next((path for path, m in model.named_modules() if isinstance(m, QuantizedLayer)), None)
-    if found is not None:
-        raise ValueError(
-            f"model: is quantized already (layer {found}), expected one in floating point; "
-            "cvt_kernels.restore(model) puts the layers back that it was made of"
-        )
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            hint = "; cvt_kernels.restore(model) puts the layers back that it was made of"
+            raise ValueError(
+                f"model: is quantized already (layer {path}), expected one in floating point"
+                + ("" if module.float_layer is None else hint)
+            )
 
 
 def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
@@ -140,9 +141,12 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
         The same object.
 
     Raises:
+        TypeError: ``paths`` is a string.
         ValueError: A name is not that of a quantized layer, or of one that was loaded as it is; the model is
             left as it was.
     """
+    if isinstance(paths, str):
+        raise TypeError(f"paths: got the string {paths!r}, expected names of layers")
     layers = dict(model.named_modules(remove_duplicate=False))
     paths = list(paths)
     for path in paths:

@@ -122,11 +122,14 @@ ONES = torch.ones(96)
         ({"weight_scale": None}, f"is of int8, but there is no {FC1}.weight_scale"),
         ({"weight_scale": ONES[1:]}, r"weight_scale: got \(95,\) of float32, expected \(96,\) of float32"),
         ({"weight_scale": ONES.double()}, r"weight_scale: got \(96,\) of float64"),
-        ({"weight_scale": ONES * math.inf}, "weight_scale: has a scale that is not finite and at least 0"),
-        ({"weight_scale": ONES * math.nan}, "weight_scale: has a scale that is not finite"),
-        ({"weight_scale": -ONES}, "weight_scale: has a scale that is not finite and at least 0"),
+        (
+            {"weight_scale": ONES * math.inf},
+            "weight_scale: has other scales, expected finite ones of at least 0",
+        ),
+        ({"weight_scale": ONES * math.nan}, "weight_scale: has other scales, expected finite ones"),
+        ({"weight_scale": -ONES}, "weight_scale: has other scales, expected finite ones of at least 0"),
         ({"input_scale": ONES}, r"input_scale: got \(96,\) of float32, expected \(\) of float32"),
-        ({"input_scale": torch.tensor(0.0)}, "input_scale: has a scale that is not finite and positive"),
+        ({"input_scale": torch.tensor(0.0)}, "input_scale: has other scales, expected finite ones above 0"),
         (
             {"weight": torch.full((96, 24), -128, dtype=torch.int8)},
             "has a number that is not from -127 to 127",
@@ -215,3 +218,12 @@ def test_what_stays_in_floating_point_is_rounded_where_that_is_accurate():
     assert changed == ["matrix", "zeros"]
     assert all(kept[name].dtype == torch.float16 for name in changed)
     torch.testing.assert_close(kept["matrix"].float(), tensors["matrix"], rtol=2**-11, atol=1e-7)
+
+
+def test_a_number_that_stands_for_many_is_refused_before_it_takes_memory(tmp_path):
+    numbers = torch.zeros(1, 1, dtype=torch.int8).expand(2**30, 2**30)
+    torch.save(
+        {f"{FC1}.weight": numbers, f"{FC1}.weight_scale": torch.ones(1).expand(2**30)}, tmp_path / "q.pth"
+    )
+    with pytest.raises(CheckpointError, match=r"got shape \(1073741824, 1073741824\)"):
+        read_checkpoint(tmp_path / "q.pth")

@@ -177,7 +177,7 @@ def linear_int8(
         check_approximate(approximate)
     if residual is not None:
         _check_residual(residual, values, weight, dtype)
-    _check_no_gradient(values, bias, residual)
+    _check_no_gradient(values, x_scales, weight_scale, bias, residual)
     return dispatch.call("linear_int8", *args, **settings)
 
 
@@ -197,8 +197,8 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 
 def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
     checks.check_float_tensor("x", x, "(..., channels)")
-    if x.ndim == 0:
-        raise ValueError("x: got a scalar, expected (..., channels)")
+    if x.ndim == 0 or not x.shape[-1]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
     if dtype not in LIMITS:
         raise TypeError(f"dtype: got {dtype!r}, expected torch.int8 or torch.float8_e4m3fn")
     check_scale("scale", scale, x)
@@ -409,6 +409,9 @@ def _unrounded(
 ) -> Tensor:
     """Computes the call with the weight in floating point, and without rounding the input."""
     rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    if input_scale is not None and x_scales is None:  # larger numbers are limited all the same
+        limit = LIMITS[weight.dtype] * input_scale.to(x.dtype)
+        rows = torch.minimum(torch.maximum(rows, -limit), limit)
     wide = torch.promote_types(rows.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])

@@ -64,9 +64,10 @@ class QuantizedLayer(nn.Module):
         Raises:
             ValueError: The scale is not positive or not finite.
         """
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ValueError(f"input_scale: got {scale}, expected a positive number")
-        self.input_scale = None if scale is None else torch.tensor(scale, device=self.weight.device)
+        made = None if scale is None else torch.tensor(scale, dtype=torch.float32)
+        if made is not None and not 0 < made < float("inf"):
+            raise ValueError(f"input_scale: got {scale}, expected a positive number of float32")
+        self.input_scale = None if made is None else made.to(self.weight.device)
 
     def product(self, x: Tensor | QuantizedRows, *, approximate: GeluVariant | None = None) -> Tensor:
         """Computes the product with rows (..., inputs) and a GELU behind it, where no gradient is wanted.
@@ -241,7 +242,13 @@ class ConvInt8(QuantizedLayer):
     def from_float(
         cls, conv: nn.Conv2d, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
     ) -> ConvInt8:
-        """Quantizes a dense convolution padded by zeros, as :meth:`LinearInt8.from_float` a linear layer."""
+        """Quantizes a dense convolution padded by zeros, as :meth:`LinearInt8.from_float` a linear layer.
+
+        Raises:
+            ValueError: It is another convolution, or as of :meth:`LinearInt8.from_float`.
+        """
+        if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise ValueError(f"conv: got {conv}, expected a dense one padded by a number of zeros")
         settings: dict[str, Any] = {
             name: getattr(conv, name) for name in ("kernel_size", "stride", "padding", "dilation")
         }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import backends, checks, dispatch, reference
-from ...reference import GeluVariant
+from ...reference import LIMITS, GeluVariant
 from ..packing import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
@@ -253,6 +253,9 @@ def by_dequantized(
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
     # A row with an infinity is one of NaN, as if it had been rounded.
     rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x * x_scales
+    if input_scale is not None and x_scales is None:  # which also limits what is not rounded
+        limit = LIMITS[weight.dtype] * input_scale
+        rows = torch.minimum(torch.maximum(rows, -limit), limit)
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
     return _finished(product, x, None, dtype=dtype, **settings)

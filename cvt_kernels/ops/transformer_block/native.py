@@ -149,7 +149,8 @@ def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock,
     if scale is None:
         scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
     eps = block.norm1.eps, block.norm2.eps
-    packed = packing.packed(block.fc1.weight, "native", lambda: _pack(block), block.tensors())
+    settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
+    packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
     if out.numel():
         _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
         if not out.is_inference():

@@ -46,7 +46,11 @@ def test_files_and_figures(digits):
     content = json.loads((folder / "q.json").read_text())
     before, after = content["before"], content["after"]
     assert before["top1"] - after["top1"] <= 0.003
-    assert (content["images"], content["calibration_images"], content["scheme"]) == (360, 20, "dynamic")
+    assert (content["held_out_images"], content["calibration_images"], content["scheme"]) == (
+        360,
+        20,
+        "dynamic",
+    )
     assert after["bytes"] == (folder / "q.safetensors").stat().st_size
     assert before["bytes"] == sum(t.nbytes for t in create_model(checkpoint="digits").state_dict().values())
     assert len(content["layers"]) == 18
@@ -266,6 +270,7 @@ def test_bad_input(capsys, digits, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
         return line
 
+    path = digits[0] / "q.safetensors"
     assert "none does not exist" in fails(calibrate=tmp_path / "none")
     assert "empty has 0 class folders, expected at least two" in fails(calibrate=tmp_path / "empty")
     assert "has no images besides those that are held out" in fails(calibrate=tmp_path / "one image")
@@ -273,10 +278,13 @@ def test_bad_input(capsys, digits, tmp_path):
     assert "parts has train/ and val/ of different classes" in fails(calibrate=tmp_path / "parts")
     assert "names names 2 classes, expected 10" in fails("--labels", tmp_path / "names")
     assert "none.pth does not exist" in fails(checkpoint=tmp_path / "none.pth")
-    path = digits[0] / "q.safetensors"
     assert f"--checkpoint: {path} is quantized already" in fails(checkpoint=path)
     assert "stage1.blocks.0.mlp.fc1" in fails(checkpoint=tmp_path / "broken")
     assert "--output: got" in fails(output=tmp_path / "q.pth")
+    assert "as --output, expected another file" in fails("--json", good["--output"])
+    part = tmp_path / "broken" / "model.safetensors"
+    assert "expected a file that is no part of --checkpoint" in fails(checkpoint=part.parent, output=part)
+    assert "expected a file that is no part of --checkpoint" in fails(checkpoint=path, output=path)
     assert "cannot be written" in fails(output=tmp_path / "none" / "q.safetensors")
     assert "cannot be written to" in fails("--json", tmp_path / "none" / "q.json")
     assert "'stage9.*' matches none of the 18 layers" in fails("--keep-float", "stage9.*")

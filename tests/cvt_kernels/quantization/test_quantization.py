@@ -109,6 +109,26 @@ def test_the_state_has_integers_scales_and_the_bias(model):
     assert torch.equal(run(same), run(model))
 
 
+def test_errors_are_those_of_rounding_whatever_serves(model):
+    with ck.use_backend("dequantized", "reference"):
+        by_others = ck.quantize(copy.deepcopy(model), images(2, 32, 48))
+    usual = [row.sqnr for row in ck.quantize(model, images(2, 32, 48))]
+    assert [row.sqnr for row in by_others] == pytest.approx(usual, abs=0.1)
+
+
+def test_layers_by_a_string(model):
+    ck.quantize(model)
+    with pytest.raises(TypeError, match="paths: got the string 'stage0', expected names of layers"):
+        quantization.unquantize(model, "stage0")
+
+
+def test_scales_that_float32_has_not():
+    layer = LinearInt8(3, 4)
+    for scale in (0.0, -1.0, 1e-50, 1e300, math.nan):
+        with pytest.raises(ValueError, match=r"input_scale: got .*, expected a positive number of float32"):
+            layer.set_input_scale(scale)
+
+
 def test_embeddings_but_the_first_are_products_too(model):
     expected = run(model)
     report = ck.quantize(model, images(2, 32, 48), embeddings=True)

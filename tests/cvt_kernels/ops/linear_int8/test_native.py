@@ -280,6 +280,18 @@ def test_a_changed_weight_scale_or_bias_is_packed_anew():
         assert not torch.equal(out, before)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 8), (1, 1)])
+def test_rows_that_are_repeated(sizes):
+    x = torch.randn(*sizes, 64).expand(4, 8, 64)
+    weight, scales, _ = layer(40, 64)
+    assert_same_rows(ck.quantize_rows(x), ck.quantize_rows(x.contiguous()))
+    assert torch.equal(ck.linear_int8(x, weight, scales), ck.linear_int8(x.contiguous(), weight, scales))
+    rows = ck.quantize_rows(x.contiguous())
+    values = rows.values[:, :1].expand(4, 8, 64) if sizes == (4, 1) else rows.values
+    repeated = ck.QuantizedRows(values, rows.scales)
+    assert torch.equal(ck.linear_int8(repeated, weight, scales), ck.linear_int8(rows, weight, scales))
+
+
 def test_weights_of_other_strides():
     x, weight, scales, bias, _ = arguments(torch.float32)
     expected = ck.linear_int8(x, weight, scales, bias)

@@ -80,6 +80,22 @@ def test_every_changed_parameter_is_packed_anew():
 
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 @torch.no_grad()
+def test_every_changed_setting_is_packed_anew():
+    x, grid, block = make()
+    convs, heads = block.convs, block.num_heads
+    others = [
+        block._replace(num_heads=1 if heads > 1 else 2),
+        block._replace(convs=tuple(conv._replace(eps=0.5) for conv in convs)),
+        block._replace(convs=(convs[0], *(conv._replace(stride=3) for conv in convs[1:]))),
+    ]
+    with ck.use_backend("native"):
+        for other in (block, *others):
+            expected = reference.transformer_block(x, grid, other)
+            torch.testing.assert_close(ck.transformer_block(x, grid, other), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@torch.no_grad()
 def test_the_memory_that_it_works_in_is_kept_and_released():
     from cvt_kernels import _C
 
