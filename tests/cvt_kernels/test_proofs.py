@@ -626,6 +626,8 @@ def _without_a_row(x, weight, *args, **settings):
 
 def _dequantized(x, weight, scale, bias, *, x_scales, input_scale, approximate, residual, dtype):
     rows = x if x_scales is None else x * x_scales
+    if input_scale is not None:
+        rows = rows.clamp(-127 * input_scale, 127 * input_scale)
     product = nn.functional.linear(rows, weight.float() * scale[:, None], bias)
     return (reference.gelu(product, approximate=approximate) + residual).to(dtype)
 

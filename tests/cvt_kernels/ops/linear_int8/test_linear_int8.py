@@ -169,7 +169,7 @@ META = torch.ones((), device="meta")
 OF_ROWS = {
     "list": ([1.0], {}, TypeError, "x: got list, expected a tensor (..., channels)"),
     "integers": (X.int(), {}, TypeError, "x: got dtype int32, expected one of float16"),
-    "scalar": (X[0, 0, 0], {}, ValueError, "x: got a scalar, expected (..., channels)"),
+    "scalar": (X[0, 0, 0], {}, ValueError, "x: got shape (), expected (..., channels)"),
     "dtype": (X, {"dtype": torch.uint8}, TypeError, "dtype: got torch.uint8, expected torch.int8 or"),
     "number": (X, {"scale": 0.5}, TypeError, "scale: got float, expected a tensor of one scale"),
     "half": (X, {"scale": torch.ones(()).half()}, TypeError, "scale: got dtype float16, expected float32"),
