@@ -170,9 +170,8 @@ def by_onednn(
     pack, linear = library
     values, scales = _rows(x, x_scales, input_scale, weight.dtype)
     ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight.contiguous(), None))
-    unsigned = (
-        values.view(torch.uint8) ^ _ZERO
-    )  # packed weights are for such rows, others take 1000 times as long
+    # Packed weights are for rows without a sign; others take 1000 times as long.
+    unsigned = values.view(torch.uint8) ^ _ZERO
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     product = linear(
         unsigned, 1.0, _ZERO, ready, weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
