@@ -522,6 +522,7 @@ def _fitting(
     difference = _why_quantized_otherwise(tensors, own)
     if difference is not None:
         raise CheckpointError(f"{checkpoint.path}: {difference}")
+    tensors |= _starting_values(tensors, own)
     head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
     if head_replaced:
         tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
@@ -536,6 +537,19 @@ def _split_unused(
     parts = {"norm", "head", *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
     unused = tuple(name for name in tensors if name.split(".")[0] in parts)
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, unused
+
+
+def _starting_values(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors with which parts that the weights do not know leave the model as it is without.
+
+    These are the biases by position, and the dilated convolutions of hybrid mixing.
+    """
+    extra = [name for name in own if name.endswith("attn.position_bias") or ".dilated_" in name]
+    return {
+        name: torch.zeros(own[name].shape) if name.endswith((".position_bias", "bn.weight")) else own[name]
+        for name in extra
+        if name not in tensors
+    }
 
 
 def _why_quantized_otherwise(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:

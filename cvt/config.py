@@ -20,6 +20,10 @@ Scale = Literal["embed_dim", "head_dim"]
 Pool = Literal["cls", "avg"]
 EmbedNorm = Literal["layer_norm", "batch_layer_norm"]
 DropPathSchedule = Literal["stage", "depth", "constant"]
+Mixing = Literal["plain", "hybrid"]
+Head = Literal["classify", "segment"]
+#: How many tokens stay after a block: a fraction, or "entropy" for as many as attention is spread over.
+TokenKeep = float | Literal["entropy"]
 
 #: The GELU of each activation.
 ACTIVATIONS: dict[Activation, GeluVariant] = {"quick_gelu": "quick", "gelu": "none", "gelu_tanh": "tanh"}
@@ -58,6 +62,7 @@ _PER_STAGE = {
     "drop_rate": _Limits(float, 0, 1),
     "attn_drop_rate": _Limits(float, 0, 1),
     "drop_path_rate": _Limits(float, 0, 1),
+    "head_dim": _Limits(int, 1, _MOST),
 }
 
 
@@ -84,6 +89,12 @@ class StageConfig:
     attention_scale: float
     embed_norm: EmbedNorm
     layer_scale: float | None
+    head_dim: int
+    mixing: Mixing
+    position_grid: tuple[int, int] | None
+    token_keep: tuple[TokenKeep, ...]
+    token_keep_bounds: tuple[float, float]
+    pool: Pool
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the grid of the tokens of images or maps of this size; below 1 where they are too small."""
@@ -125,6 +136,20 @@ class CvTConfig:
         embed_norm: ``"layer_norm"`` after the embedding convolution, or ``"batch_layer_norm"`` for a
             BatchNorm before it.
         layer_scale: Initial value of a learned per-channel factor on both residual branches; None for none.
+        head_dim: Channels of an attention head; None for ``embed_dims / num_heads``. Pruned models have fewer
+            heads than fill the width of their stage.
+        mixing: The convolutions of Q, K and V: ``"plain"`` for one of ``kernel_size``, ``"hybrid"`` for the
+            sum of that and a 5×5 convolution of dilation 2, each with a BatchNorm.
+        position_bias: Whether attention adds a learned bias for each head and each offset from key to query.
+        position_bias_size: The pixels of the side of the images that the tables of these are made for; they
+            are interpolated for other images.
+        token_keep: The fraction of the tokens of the last stage that stays after a block, above 0 and at most
+            1, or ``"entropy"``, which keeps as many as the attention of the head's query is spread over. One
+            value for each block of the last stage (1 after the last), or a single one, which applies after a
+            quarter, half and three quarters of the blocks. The other tokens keep the values that they have.
+        token_keep_bounds: The least and the greatest fraction that ``"entropy"`` keeps.
+        head: ``"classify"``, or ``"segment"`` for a class of every pixel.
+        decoder_dim: Channels within the head of ``"segment"``.
         num_classes: Outputs of the head; 0 for no head.
         in_chans: Channels of the images.
 
@@ -156,11 +181,19 @@ class CvTConfig:
     layer_scale: float | None = None
     num_classes: int = 1000
     in_chans: int = 3
+    head_dim: tuple[int, ...] | None = None
+    mixing: Mixing = "plain"
+    position_bias: bool = False
+    position_bias_size: int = 224
+    token_keep: TokenKeep | tuple[TokenKeep, ...] = 1.0
+    token_keep_bounds: tuple[float, float] = (0.5, 0.9)
+    head: Head = "classify"
+    decoder_dim: int = 256
 
     def __post_init__(self) -> None:
         if not isinstance(self.embed_dims, tuple | list) or not self.embed_dims:
             raise TypeError(f"embed_dims: got {self.embed_dims!r}, expected one integer per stage")
-        for name in _PER_STAGE:
+        for name in (name for name in _PER_STAGE if name != "head_dim"):
             object.__setattr__(self, name, _per_stage(name, getattr(self, name), len(self.embed_dims)))
         for name, choices in (
             ("activation", tuple(ACTIVATIONS)),
@@ -168,19 +201,48 @@ class CvTConfig:
             ("pool", get_args(Pool)),
             ("embed_norm", get_args(EmbedNorm)),
             ("drop_path_schedule", get_args(DropPathSchedule)),
+            ("mixing", get_args(Mixing)),
+            ("head", get_args(Head)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
-        for name, least in (("num_classes", 0), ("in_chans", 1)):
+        for name, least in (("num_classes", 0), ("in_chans", 1), ("decoder_dim", 1)):
             check_number(name, getattr(self, name), int, least, 1_000_000_000)
+        check_number("position_bias", self.position_bias, bool, 0, 2)
+        check_number("position_bias_size", self.position_bias_size, int, 1, LARGEST_IMAGE + 1)
         if self.layer_scale is not None:
             layer_scale = check_number("layer_scale", self.layer_scale, float, -_MOST, _MOST)
             object.__setattr__(self, "layer_scale", layer_scale)
+        if self.head_dim is not None:
+            object.__setattr__(self, "head_dim", _per_stage("head_dim", self.head_dim, len(self.embed_dims)))
+        self._check_token_keep()
         self._check_consistency()
+
+    def _check_token_keep(self) -> None:
+        keep, depth = self.token_keep, self.depths[-1]
+        if isinstance(keep, tuple | list):
+            if len(keep) != depth:
+                raise ValueError(
+                    f"token_keep: got {len(keep)} values, expected one, or one for each of {depth} blocks"
+                )
+            object.__setattr__(self, "token_keep", tuple(map(_check_keep, keep)))
+            if keep[-1] != 1:
+                raise ValueError(f"token_keep: got {keep[-1]!r} after the last block, expected 1")
+        else:
+            object.__setattr__(self, "token_keep", _check_keep(keep))
+            if keep != 1 and depth == 1:
+                raise ValueError(f"token_keep: got {keep!r} for a last stage of a single block, expected 1")
+        bounds = self.token_keep_bounds
+        if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+            raise TypeError(f"token_keep_bounds: got {bounds!r}, expected a least and a greatest fraction")
+        least, most = (check_fraction("token_keep_bounds", each) for each in bounds)
+        if least > most:
+            raise ValueError(f"token_keep_bounds: got {least} and {most}, expected the smaller one first")
+        object.__setattr__(self, "token_keep_bounds", (least, most))
 
     def _check_consistency(self) -> None:
         for i, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads, strict=True)):
-            if dim % heads:
+            if self.head_dim is None and dim % heads:
                 raise ValueError(f"num_heads: {heads} heads do not divide embed_dims[{i}] = {dim}")
             if int(dim * self.mlp_ratio[i]) < 1:
                 raise ValueError(f"mlp_ratio: {self.mlp_ratio[i]} leaves stage {i} no hidden channel")
@@ -205,6 +267,7 @@ class CvTConfig:
 
     def _stage(self, i: int) -> StageConfig:
         dim = self.embed_dims[i]
+        head_dim = dim // self.num_heads[i] if self.head_dim is None else self.head_dim[i]
         return StageConfig(
             in_chans=self.embed_dims[i - 1] if i else self.in_chans,
             embed_dim=dim,
@@ -222,10 +285,35 @@ class CvTConfig:
             attn_drop_rate=self.attn_drop_rate[i],
             drop_path_rates=self._drop_path_rates(i),
             approximate=ACTIVATIONS[self.activation],
-            attention_scale=(dim if self.scale == "embed_dim" else dim // self.num_heads[i]) ** -0.5,
+            attention_scale=(dim if self.scale == "embed_dim" else head_dim) ** -0.5,
             embed_norm=self.embed_norm,
             layer_scale=self.layer_scale,
+            head_dim=head_dim,
+            mixing=self.mixing,
+            position_grid=self._position_grid(i) if self.position_bias else None,
+            token_keep=self._token_keep() if i == len(self.depths) - 1 else (1.0,) * self.depths[i],
+            token_keep_bounds=self.token_keep_bounds,
+            pool=self.pool,
         )
+
+    def _position_grid(self, i: int) -> tuple[int, int]:
+        """Returns the grid of a stage for images of ``position_bias_size``."""
+        height = width = self.position_bias_size
+        for size, stride, padding in zip(
+            self.patch_sizes[: i + 1], self.patch_strides, self.patch_paddings, strict=False
+        ):
+            height = width = (height + 2 * padding - size) // stride + 1
+        if height < 1:
+            raise ValueError(f"position_bias_size: got {self.position_bias_size}, too few for stage {i}")
+        return height, width
+
+    def _token_keep(self) -> tuple[TokenKeep, ...]:
+        """Returns how many tokens stay after each block of the last stage."""
+        if isinstance(self.token_keep, tuple):
+            return self.token_keep
+        depth = self.depths[-1]
+        after = {depth * quarter // 4 for quarter in (1, 2, 3)} - {0}
+        return tuple(self.token_keep if block in after else 1.0 for block in range(1, depth + 1))
 
     def _drop_path_rates(self, i: int) -> tuple[float, ...]:
         rate, depth = self.drop_path_rate[i], self.depths[i]
@@ -249,6 +337,28 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
             f"{name}: got {len(values)} values, expected {stages}, one per stage (len(embed_dims))"
         )
     return tuple(check_number(name, v, *_PER_STAGE[name]) for v in values)
+
+
+def check_fraction(name: str, value: Any) -> float:
+    """Returns a number above 0 and at most 1 as a float.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {value!r}, expected a number")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name}: got {value!r}, expected a fraction above 0 and at most 1")
+    return float(value)
+
+
+def _check_keep(value: Any) -> TokenKeep:
+    if isinstance(value, str):
+        if value != "entropy":
+            raise ValueError(f"token_keep: got {value!r}, expected a fraction or 'entropy'")
+        return "entropy"
+    return check_fraction("token_keep", value)
 
 
 def check_number(name: str, value: Any, kind: type, least: float, below: float) -> Any:

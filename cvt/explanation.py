@@ -28,6 +28,7 @@ from .config import CvTConfig
 from .extras import require
 from .images import IMAGENET_MEAN, IMAGENET_STD
 from .model import Attention, Block, CvT, Grid, Stage
+from .token_pruning import interpolation, spread_keys
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright
@@ -101,25 +102,6 @@ def explain(model: CvT, images: Tensor) -> Explanation:
     spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
     rolled = rollout(matrices, spread, start)[:, -tokens:].unflatten(-1, last.grid)
     return Explanation(logits, attention, rolled, tuple(block for block, _ in summaries))
-
-
-def spread_keys(grid: Grid, stride: int, *, class_token: bool) -> Tensor:
-    """Returns (S, T): how what each key receives is shared among the tokens; every row sums to 1.
-
-    Args:
-        grid: (H, W) of the tokens.
-        stride: Of the keys.
-        class_token: Whether there is one, token and key 0. It stands for itself.
-    """
-    down, across = (_interpolation(torch.arange(n) / stride, (n - 1) // stride + 1) for n in grid)
-    spatial = torch.kron(down, across).T
-    spatial = spatial / spatial.sum(1, keepdim=True)
-    return torch.block_diag(torch.ones(1, 1), spatial) if class_token else spatial
-
-
-def _interpolation(places: Tensor, count: int) -> Tensor:
-    """Returns (places, count): weights of linear interpolation between values at 0, 1, …, count − 1."""
-    return (1 - (places.clamp(0, count - 1)[:, None] - torch.arange(count)).abs()).clamp_min(0)
 
 
 def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor) -> Tensor:
@@ -241,7 +223,7 @@ def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int
         step *= stage.patch_stride
     heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
     down, across = (
-        _interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
+        interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
         for pixels, tokens in zip(reversed(size), heat.shape, strict=True)
     )
     return _colored((down @ heat @ across.T).cpu().numpy())

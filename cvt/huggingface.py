@@ -322,6 +322,11 @@ def why_inexpressible(config: CvTConfig) -> str | None:
         f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
         f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
         f"pool={config.pool!r}": config.pool != "cls",
+        "heads that are narrower than the stage": config.head_dim is not None,
+        f"mixing={config.mixing!r}": config.mixing != "plain",
+        "position_bias": config.position_bias,
+        f"token_keep={config.token_keep!r}": any(keep != 1 for keep in config.stages[-1].token_keep),
+        f"head={config.head!r}": config.head != "classify",
         # It makes every class token as wide as the last stage.
         "class token before the last stage": any(config.cls_token[:-1]),
         # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.

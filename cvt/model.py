@@ -7,12 +7,12 @@ are tokens (B, T, C) throughout; a class token, where a stage has one, is token 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cvt_kernels.acceleration.entries import BATCH_NORMS
 from cvt_kernels.acceleration.fused import (
@@ -25,10 +25,15 @@ from cvt_kernels.acceleration.fused import (
 from cvt_kernels.acceleration.matching import why_not_now
 from cvt_kernels.acceleration.ours import ENTRIES
 from cvt_kernels.checks import autocast_enabled
-from cvt_kernels.ops.attention.modules import attend_by_modules, project_and_attend
+from cvt_kernels.ops.attention import attention
+from cvt_kernels.ops.attention.modules import attend_by_modules
+from cvt_kernels.ops.conv_projection.modules import project
+from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from cvt_kernels.reference import PositionBias
 
-from .config import CvTConfig, Pool, StageConfig
+from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
+from .token_pruning import score_tokens, select_tokens
 
 Grid = tuple[int, int]
 
@@ -90,13 +95,24 @@ class ConvEmbed(nn.Module):
 class ConvProjection(nn.Module):
     """One branch of the convolutional projection, from maps (B, C, H, W) to maps; without a class token."""
 
-    def __init__(self, dim: int, kernel_size: int, stride: int):
+    def __init__(self, dim: int, kernel_size: int, stride: int, mixing: Mixing = "plain"):
         super().__init__()
         self.conv = nn.Conv2d(dim, dim, kernel_size, stride, kernel_size // 2, groups=dim, bias=False)
         self.bn = nn.BatchNorm2d(dim)
+        if mixing == "hybrid":
+            self.dilated_conv = nn.Conv2d(dim, dim, 5, stride, padding=4, dilation=2, groups=dim, bias=False)
+            self.dilated_bn = nn.BatchNorm2d(dim)
+            nn.init.zeros_(self.dilated_bn.weight)  # the plain projection, until it has learned something
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x))
+        y = self.bn(self.conv(x))
+        return y if not hasattr(self, "dilated_conv") else y + self.dilated_bn(self.dilated_conv(x))
+
+    def summands(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Returns each convolution with its BatchNorm; the branch is the sum of them."""
+        parts = self._modules  # as attributes they would take far longer to find
+        pairs = [("conv", "bn"), ("dilated_conv", "dilated_bn")][: len(parts) // 2]
+        return [(cast(nn.Module, parts[conv]), cast(nn.Module, parts[bn])) for conv, bn in pairs]
 
 
 class Attention(nn.Module):
@@ -104,40 +120,70 @@ class Attention(nn.Module):
 
     def __init__(self, config: StageConfig):
         super().__init__()
-        dim = config.embed_dim
+        dim, width = config.embed_dim, config.num_heads * config.head_dim
         self.num_heads = config.num_heads
         self.scale = config.attention_scale
-        self.conv_proj_q = ConvProjection(dim, config.kernel_size, stride=1)
-        self.conv_proj_k = ConvProjection(dim, config.kernel_size, config.stride_kv)
-        self.conv_proj_v = ConvProjection(dim, config.kernel_size, config.stride_kv)
-        self.proj_q = nn.Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_k = nn.Linear(dim, dim, bias=config.qkv_bias)
-        self.proj_v = nn.Linear(dim, dim, bias=config.qkv_bias)
+        self.stride_kv = config.stride_kv
+        self.pool = config.pool
+        self.conv_proj_q = ConvProjection(dim, config.kernel_size, 1, config.mixing)
+        self.conv_proj_k = ConvProjection(dim, config.kernel_size, config.stride_kv, config.mixing)
+        self.conv_proj_v = ConvProjection(dim, config.kernel_size, config.stride_kv, config.mixing)
+        self.proj_q = nn.Linear(dim, width, bias=config.qkv_bias)
+        self.proj_k = nn.Linear(dim, width, bias=config.qkv_bias)
+        self.proj_v = nn.Linear(dim, width, bias=config.qkv_bias)
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.proj = nn.Linear(dim, dim)
+        self.proj = nn.Linear(width, dim)
         self.proj_drop = nn.Dropout(config.drop_rate)
+        self.position_bias: nn.Parameter | None = None
+        if config.position_grid is not None:
+            sizes = _table_size(config.position_grid, config.stride_kv)
+            self.position_bias = nn.Parameter(torch.zeros(config.num_heads, *sizes))
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
+    def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
+        """Attends from all tokens, or from those of ``rows`` (B, K), to all keys.
+
+        Returns:
+            (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
+            :func:`cvt.token_pruning.score_tokens`.
+        """
+        fused = why_not_now(self, _ATTENTION) is None
+        projected = self._project(x, grid, fused)
+        if rows is not None:
+            projected[0] = gather_rows(projected[0], rows)
         layers = (self.proj_q, self.proj_k, self.proj_v)
-        linears = [functools.partial(apply_linear, layer) for layer in layers]
-        if why_not_now(self, _ATTENTION) is None:
-            y = project_and_attend(
-                x,
-                grid,
-                [(branch.conv, branch.bn) for branch in branches],
-                linears,
-                num_heads=self.num_heads,
-                scale=self.scale,
-                dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0,
-            )
+        q, k, v = (
+            apply_linear(layer, tokens).unflatten(2, (self.num_heads, -1))
+            for layer, tokens in zip(layers, projected, strict=True)
+        )
+        position = self._position(grid, rows)
+        if fused:
+            dropout_p = self.attn_drop.p if self.attn_drop.training else 0.0
+            y = attention(q, k, v, scale=self.scale, dropout_p=dropout_p, position=position).flatten(2)
         else:
-            q, k, v = (
-                linear(self._project_by_module(branch, x, grid)).unflatten(2, (self.num_heads, -1))
-                for branch, linear in zip(branches, linears, strict=True)
-            )
-            y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale)
-        return self.proj_drop(apply_linear(self.proj, y))
+            y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale, position=position)
+        out = self.proj_drop(apply_linear(self.proj, y))
+        if not with_scores:
+            return out
+        scores = score_tokens(q, k, grid, stride=self.stride_kv, scale=self.scale, pool=self.pool, rows=rows)
+        return out, scores
+
+    def _project(self, x: Tensor, grid: Grid, fused: bool) -> list[Tensor]:
+        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
+        if fused:
+            return list(project(x, grid, [branch.summands() for branch in branches]))
+        return [self._project_by_module(branch, x, grid) for branch in branches]
+
+    def _position(self, grid: Grid, rows: Tensor | None) -> PositionBias | None:
+        """Returns the bias for a grid, its table interpolated if it was made for another one."""
+        if self.position_bias is None:
+            return None
+        table: Tensor = self.position_bias
+        stride = self.stride_kv
+        sizes = _table_size(grid, stride)
+        if table.shape[1:] != sizes:
+            table = F.interpolate(table[None], sizes, mode="bilinear", align_corners=True)[0]
+        height, width = ((n - 1) // stride + 1 for n in grid)
+        return PositionBias(table, grid, (height, width), stride, rows)
 
     @staticmethod
     def _project_by_module(branch: nn.Module, x: Tensor, grid: Grid) -> Tensor:
@@ -165,8 +211,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block with convolutional projections."""
 
-    def __init__(self, config: StageConfig, drop_path_rate: float):
+    def __init__(self, config: StageConfig, drop_path_rate: float, token_keep: TokenKeep = 1.0):
         super().__init__()
+        self.token_keep = token_keep
         self.norm1 = nn.LayerNorm(config.embed_dim)
         self.attn = Attention(config)
         self.ls1 = self._layer_scale(config)
@@ -181,16 +228,42 @@ class Block(nn.Module):
             return nn.Identity()
         return LayerScale(config.embed_dim, config.layer_scale)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
+        """Computes the block on all tokens, or on those of ``rows`` (B, K); the others stay as they are.
+
+        Returns:
+            (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
+        """
         is_fused = why_not_now(self, _BLOCK) is None
         y = normalize_for_layers(self.norm1, x) if is_fused else self.norm1(x)
-        branch = self.drop_path(self.ls1(self.attn(y, grid)))
-        if is_fused:
-            x, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
+        scores = None
+        given = () if rows is None else (rows,)
+        if with_scores:
+            branch, scores = self.attn(y, grid, *given, with_scores=True)
         else:
-            x = branch + x
-            y = self.norm2(x)
-        return x + self.drop_path(self.ls2(self.mlp(y)))
+            branch = self.attn(y, grid, *given)
+        branch = self.drop_path(self.ls1(branch))
+        if rows is not None:
+            out = self._finish_rows(x, rows, branch, is_fused)
+        else:
+            if is_fused:
+                x, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
+            else:
+                x = branch + x
+                y = self.norm2(x)
+            out = x + self.drop_path(self.ls2(self.mlp(y)))
+        return (out, scores) if with_scores else out
+
+    def _finish_rows(self, x: Tensor, rows: Tensor, branch: Tensor, is_fused: bool) -> Tensor:
+        """Returns the tokens after the block, from the branch of attention (B, K, C) of some rows."""
+        if is_fused:
+            h, y = gather_add_layer_norm(
+                x, rows, branch, self.norm2.weight, self.norm2.bias, eps=self.norm2.eps
+            )
+        else:
+            h = gather_rows(x, rows) + branch
+            y = self.norm2(h)
+        return scatter_rows(x, rows, h, self.drop_path(self.ls2(self.mlp(y))))
 
 
 class Stage(nn.Module):
@@ -202,7 +275,9 @@ class Stage(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.cls_token else None
         self.patch_embed = ConvEmbed(config)
         self.pos_drop = nn.Dropout(config.drop_rate)
-        self.blocks = nn.ModuleList(Block(config, rate) for rate in config.drop_path_rates)
+        blocks = zip(config.drop_path_rates, config.token_keep, strict=True)
+        self.blocks = nn.ModuleList(Block(config, rate, keep) for rate, keep in blocks)
+        self.token_keep_bounds = config.token_keep_bounds
 
     def forward(self, image: Tensor) -> tuple[Tensor, Grid]:
         """Turns images or feature maps (B, C, H, W) into tokens (B, T, C) and their grid."""
@@ -211,8 +286,16 @@ class Stage(nn.Module):
             # Not by the size of the batch, which torch.onnx.export(dynamo=False) takes for a constant.
             x = torch.cat([self.cls_token.expand_as(x[:, :1]), x], dim=1)
         x = self.pos_drop(x)
+        rows = None
         for block in self.blocks:
-            x = block(x, grid)
+            keep = getattr(block, "token_keep", 1.0)  # other modules may be in the places of blocks
+            given = () if rows is None else (rows,)
+            if keep == 1:
+                x = block(x, grid, *given)
+                continue
+            x, scores = block(x, grid, *given, with_scores=True)
+            class_token = self.cls_token is not None
+            rows = select_tokens(scores, rows, keep, self.token_keep_bounds, class_token=class_token)
         return x, grid
 
 
@@ -421,6 +504,12 @@ def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
     height, width = grid
     spatial = tokens[:, tokens.shape[1] - height * width :]
     return spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+def _table_size(grid: Grid, stride: int) -> Grid:
+    """Returns the height and width of a table of offsets from the keys to the tokens of a grid."""
+    height, width = (n + stride * ((n - 1) // stride) for n in grid)
+    return height, width
 
 
 def _check_like(images: Tensor, weight: Tensor) -> None:

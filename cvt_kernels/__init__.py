@@ -19,9 +19,18 @@ from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, qu
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.packing import release_memory
+from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
 from .quantization import quantize
-from .reference import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows, TransformerBlock
+from .reference import (
+    ConvBatchNorm,
+    Linear,
+    Norm,
+    PositionBias,
+    QuantizedLinear,
+    QuantizedRows,
+    TransformerBlock,
+)
 
 if TYPE_CHECKING:
     from .acceleration.verify import verify
@@ -36,6 +45,7 @@ __all__ = [
     "Linear",
     "LinearInt8",
     "Norm",
+    "PositionBias",
     "QuantizedLinear",
     "QuantizedRows",
     "TransformerBlock",
@@ -51,6 +61,8 @@ __all__ = [
     "coverage",
     "doctor",
     "fallbacks",
+    "gather_add_layer_norm",
+    "gather_rows",
     "gelu",
     "gelu_quantize",
     "graphed",
@@ -68,6 +80,7 @@ __all__ = [
     "reference",
     "release_memory",
     "restore",
+    "scatter_rows",
     "transformer_block",
     "use_backend",
     "verify",

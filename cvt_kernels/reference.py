@@ -10,6 +10,7 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -94,6 +95,39 @@ class ConvBatchNorm(NamedTuple):
         reach = self.dilation * (self.weight.shape[-1] - 1) + 1
         height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
         return height, width
+
+
+#: A branch of ``conv_projection``: one convolution with its BatchNorm, or several whose results are summed.
+Branch = ConvBatchNorm | tuple[ConvBatchNorm, ...]
+
+
+def summands(branch: Branch) -> tuple[ConvBatchNorm, ...]:
+    """Returns the convolutions of a branch, one or several."""
+    return (branch,) if isinstance(branch, ConvBatchNorm) else branch
+
+
+class PositionBias(NamedTuple):
+    """A learned bias of attention for each head and each offset from key to query (CvT-v2).
+
+    Key (a, b) of the key grid lies at token (s·a, s·b) of the query grid, where the convolution that makes
+    it is centered. An offset is counted in tokens, so in units of 1/s of the key grid: the query at (i, j)
+    has the offset (i − s·a, j − s·b), at index (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A
+    class token, token and key 0, has no place: its scores get no bias.
+
+    Attributes:
+        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite.
+        query_grid: ``(H, W)`` of the tokens.
+        key_grid: ``(Hk, Wk)``.
+        stride: s.
+        rows: ``(B, Nq)`` int64, the tokens that the queries are, as of :func:`gather_rows`; None where there
+            is a query for each token.
+    """
+
+    table: Tensor
+    query_grid: tuple[int, int]
+    key_grid: tuple[int, int]
+    stride: int
+    rows: Tensor | None = None
 
 
 class Norm(NamedTuple):
@@ -226,9 +260,11 @@ def _plain(size: int) -> int:
 
 
 def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:
     """Computes BatchNorm(depthwise_conv(x)) for each of ``convs``; the class token passes through.
+
+    A branch of several convolutions is the sum of theirs.
 
     The convolutional projection of CvT (Wu et al. 2021, section 3.2) before its linear layers; upstream
     ``Attention.forward_conv`` in Microsoft's ``cls_cvt.py``. See ``cvt_kernels.conv_projection``.
@@ -240,9 +276,12 @@ def conv_projection(
     # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).
     image = spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
     outputs = []
-    for conv in convs:
-        y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
-        y = _batch_norm(y, conv, training).permute(0, 2, 3, 1).flatten(1, 2)
+    for branch in convs:
+        maps = []
+        for conv in summands(branch):
+            y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
+            maps.append(_batch_norm(y, conv, training))
+        y = functools.reduce(torch.add, maps).permute(0, 2, 3, 1).flatten(1, 2)
         if tokens > height * width:
             outputs.append(torch.cat([class_token.to(y.dtype), y], dim=1))  # the dtype of autocast for all
         else:
@@ -321,6 +360,7 @@ def attention(
     scale: float | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    position: PositionBias | None = None,
 ) -> Tensor:
     """Computes softmax(scale · q kᵀ + bias) v per head; a row whose bias is −inf throughout gives zeros.
 
@@ -329,6 +369,8 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)  # scaling q first keeps float16 in range
+    if position is not None:
+        scores = scores + position_bias(position, q.shape[1], k.shape[1])
     if bias is None:
         probabilities = scores.softmax(dim=-1)
     else:
@@ -338,6 +380,52 @@ def attention(
     if dropout_p > 0:
         probabilities = F.dropout(probabilities, dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
+
+
+def position_bias(position: PositionBias, queries: int, keys: int) -> Tensor:
+    """Returns the bias of a table, ``(heads, Nq, Nkv)``, or ``(B, heads, Nq, Nkv)`` with rows."""
+    table, (_, width), (key_height, key_width), stride, rows = position
+    token = torch.arange(queries, device=table.device) if rows is None else rows
+    token = token[..., None] - (keys - key_height * key_width)  # as many class tokens as there are of keys
+    key = torch.arange(keys, device=table.device) - (keys - key_height * key_width)
+    has_place = (token >= 0) & (key >= 0)
+    token, key = token.clamp_min(0), key.clamp_min(0)
+    down = token // width - stride * (key // key_width) + stride * (key_height - 1)
+    across = token % width - stride * (key % key_width) + stride * (key_width - 1)
+    bias = table[:, down, across].masked_fill(~has_place, 0.0)
+    return bias if rows is None else bias.transpose(0, 1)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Returns the tokens (B, K, C) of x (B, T, C) at ``rows`` (B, K); zeros where a row is −1."""
+    index = rows.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])
+    return x.gather(1, index).masked_fill((rows < 0)[..., None], 0.0)
+
+
+def gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns (h, layer_norm(h)) with h = gather_rows(x, rows) + branch."""
+    h = gather_rows(x, rows) + branch
+    return h, layer_norm(h, weight, bias, eps=eps, dtype=dtype)
+
+
+def scatter_rows(
+    x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
+) -> Tensor:
+    """Returns x (B, T, C) with values + branch (B, K, C) at ``rows`` (B, K), none of it where a row is −1."""
+    values = values if branch is None else values + branch
+    tokens = x.shape[1]
+    index = torch.where(rows < 0, tokens, rows)[..., None].expand_as(values)
+    out = F.pad(x, (0, 0, 0, 1)).scatter(1, index, values.to(x.dtype))[:, :tokens]
+    return x.copy_(out) if inplace else out
 
 
 def layer_norm(

@@ -41,7 +41,11 @@ for _letter in "qkv":
 def _branches(attention: Any) -> list[tuple[Any, Any]]:
     children = attention._modules  # as attributes they would take far longer to find
     branches = [children[name]._modules for name in ("conv_proj_q", "conv_proj_k", "conv_proj_v")]
-    return [(branch["conv"], branch["bn"]) for branch in branches]
+    return [(branch[f"{kind}conv"], branch[f"{kind}bn"]) for branch in branches for kind in _kinds(branch)]
+
+
+def _kinds(branch: Any) -> list[str]:
+    return ["", "dilated_"] if "dilated_conv" in branch else [""]
 
 
 ENTRIES = by_name(
@@ -122,6 +126,18 @@ def _tokens(result: tuple[Tensor, tuple[int, int]]) -> Tensor:
     return result[0]
 
 
+def _why_stage_unsupported(stage: Any) -> str | None:
+    for block in stage.blocks:
+        if getattr(block, "token_keep", 1) != 1:
+            return "drops tokens"
+        attention = getattr(block, "attn", None)
+        if getattr(attention, "position_bias", None) is not None:
+            return "attention has a bias by position"
+        if hasattr(getattr(attention, "conv_proj_q", None), "dilated_conv"):
+            return "convolutions are summed"
+    return None
+
+
 STAGE = StageEntry(
     block=BlockEntry(
         upstream=UPSTREAM,
@@ -129,6 +145,7 @@ STAGE = StageEntry(
         operators=always(),
         arguments=("image",),
         children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
+        why_unsupported=_why_stage_unsupported,
     ),
     classes=frozenset(f"{MODULE}.{name}" for name in (*ENTRIES, "ConvProjection", "DropPath", "LayerScale")),
     parts=_stage_parts,

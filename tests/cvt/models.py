@@ -19,7 +19,9 @@ def small(seed=0, **overrides):
 
 def two_stages():
     """Returns a configuration with two of the three stages of ``SMALL``, and with exact GELU."""
-    per_stage = {name: value[1:] for name, value in vars(SMALL).items() if isinstance(value, tuple)}
+    stages = len(SMALL.embed_dims)
+    is_per_stage = {name: isinstance(v, tuple) and len(v) == stages for name, v in vars(SMALL).items()}
+    per_stage = {name: value[1:] for name, value in vars(SMALL).items() if is_per_stage[name]}
     return dataclasses.replace(SMALL, activation="gelu", **per_stage)
 
 

@@ -38,6 +38,7 @@ FLOORS = (
     {"cvt.hub", "cvt.quantized"},
     {"cvt.checkpoints"},
     {"cvt.pretrained"},
+    {"cvt.token_pruning"},
     {"cvt.images", "cvt.model"},
     {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
     {"cvt.factory"},

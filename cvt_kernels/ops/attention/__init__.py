@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import backends, checks, dispatch
+from ...reference import PositionBias, position_bias
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
@@ -87,6 +88,7 @@ def attention(
     scale: float | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    position: PositionBias | None = None,
 ) -> Tensor:
     """Computes softmax(scale · q kᵀ + bias) v for each head (Vaswani et al. 2017, section 3.2.1).
 
@@ -98,6 +100,7 @@ def attention(
         bias: Added to the scores; broadcasts to ``(B, h, Nq, Nkv)``. A row that is −inf throughout gives
             zeros.
         dropout_p: Probability of dropping an attention probability, in every call: pass 0 in evaluation.
+        position: A learned bias by the offset from key to query, added too; see :class:`PositionBias`.
 
     Returns:
         ``(B, Nq, h, D)``, contiguous.
@@ -112,6 +115,9 @@ def attention(
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
+    if position is not None:
+        by_offset = position_bias(position, q.shape[1], k.shape[1])
+        bias = by_offset if bias is None else bias + by_offset
     if torch.jit.is_tracing():
         return dispatch.call_recorded("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
     settings = scale, type(scale), dropout_p, type(dropout_p)

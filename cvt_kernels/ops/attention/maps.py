@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import checks
 from . import check_attention
 
 
@@ -73,7 +75,8 @@ def attention_map(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if scale is None:
         scale = head_dim**-0.5
-    with torch.autocast(q.device.type, enabled=False):
+    autocast = checks.autocast_enabled(q)
+    with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, index].to(dtype) * scale, k.to(dtype))
     if bias is not None:
         scores = scores + bias.expand(batch, heads, queries, keys)[:, :, index]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...reference import PositionBias, position_bias
 from ..conv_projection.modules import project
 from . import attention
 
@@ -44,7 +45,15 @@ def project_and_attend(
     return attention(q, k, v, scale=scale, dropout_p=dropout_p).flatten(2)
 
 
-def attend_by_modules(q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, scale: float) -> Tensor:
+def attend_by_modules(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: nn.Module,
+    *,
+    scale: float,
+    position: PositionBias | None = None,
+) -> Tensor:
     """Computes attention in plain PyTorch, with a module called on its probabilities (B, h, Nq, Nkv).
 
     Args:
@@ -53,9 +62,12 @@ def attend_by_modules(q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, sc
         v: Values (B, Nkv, h, D).
         dropout: The module.
         scale: Factor on the scores.
+        position: A bias of the scores by offset.
 
     Returns:
         Tokens (B, Nq, C), the heads side by side.
     """
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
+    if position is not None:
+        scores = scores + position_bias(position, q.shape[1], k.shape[1])
     return torch.einsum("bhqk,bkhd->bqhd", dropout(F.softmax(scores, dim=-1)), v).flatten(2)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import ConvBatchNorm
+from ...reference import Branch, ConvBatchNorm, summands
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, channels)"
@@ -75,7 +77,7 @@ backends.describe("conv_projection", backends.Operator(_signature, shape_class, 
 
 
 def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:
     """Computes BatchNorm(depthwise_conv(x)) for each of ``convs``, on tokens.
 
@@ -86,7 +88,8 @@ def conv_projection(
         x: Tokens ``(B, T, C)``; float16, bfloat16, float32 or float64. ``T`` is ``H·W``, or ``H·W + 1`` if
             token 0 is a class token, which is copied to every output.
         grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
-        convs: One branch per output (Q, K and V in CvT).
+        convs: One branch per output (Q, K and V in CvT). A branch that is a tuple of several convolutions is
+            the sum of their results, which must have the same grid.
         training: Normalize by the statistics of the batch and update the running statistics in place,
             exactly as ``nn.BatchNorm2d`` does (``nn.SyncBatchNorm``, for a branch with a process group;
             every process must then take the same backend); otherwise normalize by the running statistics.
@@ -102,6 +105,14 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
+    if any(type(branch) is tuple for branch in convs):
+        return _sums(x, grid, convs, training)
+    return _one_each(x, grid, cast(tuple[ConvBatchNorm, ...], convs), training)
+
+
+def _one_each(
+    x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool
+) -> tuple[Tensor, ...]:
     if torch.jit.is_tracing():
         return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
     key = _key_of(x, grid, convs, training)
@@ -114,6 +125,18 @@ def conv_projection(
     if known is None:
         dispatch.remember(key, "conv_projection", x, grid, convs, training=training)
     return outputs
+
+
+def _sums(x: Tensor, grid: tuple[int, int], branches: Sequence[Branch], training: bool) -> tuple[Tensor, ...]:
+    parts = [summands(branch) for branch in branches]
+    flat = iter(conv_projection(x, grid, [conv for part in parts for conv in part], training=training))
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    outputs = []
+    for part in parts:
+        first, *others = itertools.islice(flat, len(part))
+        spatial = functools.reduce(torch.add, (y[:, class_tokens:] for y in others), first[:, class_tokens:])
+        outputs.append(torch.cat([first[:, :class_tokens], spatial], 1))
+    return tuple(outputs)
 
 
 def _dispatch(

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from ...reference import ConvBatchNorm
 from . import conv_projection
 
 
-def project(
-    x: Tensor, grid: tuple[int, int], branches: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d | nn.SyncBatchNorm]]
-) -> tuple[Tensor, ...]:
+def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[Tensor, ...]:
     """Computes BatchNorm(convolution(x)) for every branch, each BatchNorm in the mode that it is in.
 
     Args:
         x: Tokens ``(B, T, C)``.
         grid: ``(H, W)`` of the spatial tokens.
-        branches: The depthwise convolution and the BatchNorm of Q, of K and of V.
+        branches: The depthwise convolution and the BatchNorm of Q, of K and of V; or a list of such pairs,
+            whose results are summed.
 
     Returns:
         One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`, which also raises.
     """
-    convs = [ConvBatchNorm.from_modules(conv, bn) for conv, bn in branches]
-    modes = [bn.training for _, bn in branches]
-    if len(set(modes)) == 1:
-        return conv_projection(x, grid, convs, training=modes[0])
-    # Somebody froze only some of the three.
-    return tuple(
-        conv_projection(x, grid, [conv], training=mode)[0] for conv, mode in zip(convs, modes, strict=True)
-    )
+    pairs = [branch if isinstance(branch, list) else [branch] for branch in branches]
+    convs = [tuple(ConvBatchNorm.from_modules(*pair) for pair in branch) for branch in pairs]
+    modes = [[bn.training for _, bn in branch] for branch in pairs]
+    if len({mode for branch in modes for mode in branch}) == 1:
+        whole = [conv[0] if len(conv) == 1 else conv for conv in convs]
+        return conv_projection(x, grid, whole, training=modes[0][0])
+    # Somebody froze only some of them.
+    parts = [
+        [conv_projection(x, grid, [conv], training=mode)[0] for conv, mode in zip(*branch, strict=True)]
+        for branch in zip(convs, modes, strict=True)
+    ]
+    return tuple(functools.reduce(torch.add, part) for part in parts)
