@@ -41,7 +41,7 @@ from tests.processes import Child, run_python
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
 
-#: Runs a command for each line that it reads, in a copy of itself: all of them share what takes time to import.
+#: Runs a command for each line that it reads, in a copy of itself: they share what takes time to import.
 COMMANDS = """
 import json, multiprocessing, os, sys, traceback
 from triton.runtime.cache import triton_key
