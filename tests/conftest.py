@@ -1,5 +1,6 @@
 """Settings and fixtures of every test."""
 
+import importlib.util
 import itertools
 import os
 import signal
@@ -20,8 +21,15 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarni
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
 from cvt_kernels import backends, machine, missing, verdicts
+from cvt_kernels.quantization import calibration
 
 missing._said = True
+if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
+    calibration.use_backend = lambda triton, *others: backends.use_backend(*others)
+if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
+    from tests.interpreter import patch_once_per_launch
+
+    patch_once_per_launch()
 # A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,11 +1,8 @@
 """The kernels compiled for real GPUs, without one: ``cvt compile``."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -39,24 +36,58 @@ from cvt.commands.compile.triton_kernels import TritonKernel, specialize
 from cvt.model import ConvEmbed, tokens_to_map
 from cvt_kernels.machine import Chip, Launch, load_extension
 from cvt_kernels.ops.triton_launch import Budget
-from tests.checks import run_python
+from tests.processes import Child, run_python
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
 
+#: Runs a command for each line that it reads, in a copy of itself: they share what takes time to import.
+COMMANDS = """
+import json, multiprocessing, os, sys, traceback
+from triton.runtime.cache import triton_key
+from cvt import commands as cli
+from cvt.commands.compile import cuda_kernels, launches, report, triton_kernels
+
+triton_key()  # which Triton remembers
+multiprocessing.current_process()._config.pop("daemon")  # else it may not start processes
+for line in sys.stdin:
+    arguments, prelude, printed = json.loads(line)
+    copy = os.fork()
+    if copy == 0:
+        code = 99
+        try:
+            os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(1, 2)
+            exec(prelude)
+            code = cli.main(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def commands():
+    """Starts a process that runs commands: this one has imported the kernels for the interpreter."""
+    child = Child(COMMANDS, TRITON_INTERPRET="0")
+    yield child
+    child.communicate()
+
+
 @pytest.fixture
-def compile_ahead(tmp_path):
-    """Runs the command in a process of its own: the other tests import the kernels for the interpreter."""
+def compile_ahead(commands, tmp_path):
+    """Runs the command, and returns what it prints and the rows of its report."""
 
     def run(*arguments, prelude="pass", code=0, jobs=1):
-        report = tmp_path / "report.json"
-        script = f"import sys; from cvt import commands as cli; {prelude}; sys.exit(cli.main())"
-        result = subprocess.run(
-            [sys.executable, "-c", script, "compile", *arguments, "--jobs", str(jobs), "--json", str(report)],
-            env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert result.returncode == code, result.stdout + result.stderr
-        return result.stdout, json.loads(report.read_text())["kernels"]
+        report, printed = tmp_path / "report.json", tmp_path / "printed"
+        command = ["compile", *arguments, "--jobs", str(jobs), "--json", str(report)]
+        print(json.dumps([command, prelude, str(printed)]), file=commands.stdin, flush=True)
+        returned, out = int(commands.stdout.readline()), printed.read_text(encoding="utf-8")
+        assert returned == code, out
+        return out, json.loads(report.read_text())["kernels"]
 
     return run
 

@@ -1,6 +1,7 @@
 """Accelerated models under autocast, torch.compile, export, ONNX, DDP, SyncBatchNorm, FSDP2, CUDA graphs."""
 
 import copy
+import functools
 import gc
 import warnings
 
@@ -181,7 +182,7 @@ def kernels_in(program):
 
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_exports(make):
-    own, fused = pair(make)
+    own, fused = pair(functools.partial(one_stage, make))
     batch = torch.export.Dim("batch", min=2, max=64)
     for dynamic_shapes in (None, ({0: batch},)):
         program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
@@ -193,7 +194,7 @@ def test_exports(make):
 @pytest.mark.usefixtures("proving")
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_exports_under_auto_hold_pytorchs_own(make):
-    own, fused = pair(make)
+    own, fused = pair(functools.partial(one_stage, make))
     with ck.use_backend("auto"), torch.no_grad():
         fused(images())  # after which there are verdicts
         program = torch.export.export(fused, (images(),))

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 import cvt_kernels as ck
-from cvt_kernels import quantization
+from cvt import create_model
+from cvt_kernels import backends, machine, quantization
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
+from cvt_kernels.quantization import calibration
 from tests.checks import Terminal
-from tests.upstream import huggingface, images, logits, microsoft, ours
+from tests.upstream import ONE_STAGE, huggingface, images, logits, microsoft, ours
 
 MAKERS = [ours, huggingface, microsoft]
 FC2 = "stage2.blocks.1.mlp.fc2"
@@ -285,6 +287,25 @@ def test_sqnr_is_that_of_the_layers_output_for_the_float_models_input(model):
     assert text.endswith("24 of 24 layers quantized")
 
 
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_tritons_kernels_calibrate_as_the_others(monkeypatch, scheme):
+    """Without a GPU in the interpreter, which the other tests do without (see conftest.py)."""
+    model, launched = create_model(ONE_STAGE).eval(), []
+
+    def take(launch):
+        launched.append(launch.kernel.__name__)
+        launch.start()
+
+    with machine.intercepted_launches(take):
+        reports = [ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme)]
+        assert bool(launched) == torch.cuda.is_available()
+        monkeypatch.setattr(calibration, "use_backend", backends.use_backend)
+        reports.append(ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme))
+        assert launched
+    for native, triton in zip(*reports, strict=True):
+        assert triton == native._replace(sqnr=pytest.approx(native.sqnr, abs=1e-3))
+
+
 def test_batches_come_in_every_form(original):
     x = images(4, 32, 32)
     forms = [
@@ -511,8 +532,6 @@ def test_gradients_of_inputs_and_biases_pass(model):
 
 
 def test_the_digits_model_and_its_logits():
-    from cvt import create_model
-
     model = create_model(checkpoint="digits").eval()
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     expected = run(model, x)

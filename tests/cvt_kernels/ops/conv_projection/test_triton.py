@@ -148,10 +148,12 @@ def reorder(made, grid):
     return x, grid, convs
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "training"), [(torch.float16, False), (torch.bfloat16, True), (torch.float64, False)]
+)
 def test_dtypes(dtype, training):
-    assert_backends_agree(*reorder(make(2, (5, 6), 24, 1, dtype=dtype), (5, 6)), training)
+    """Training in the others is compared in test_walk.py."""
+    assert_backends_agree(*reorder(make(2, (3, 4), 24, 1, dtype=dtype), (3, 4)), training)
 
 
 @settings(max_examples=5, deadline=None)
@@ -172,13 +174,13 @@ def test_odd_sizes(data):
 def test_strides_whose_taps_are_not_known_ahead(strides):
     """The gradient of x for a stride above 2, alone and beside one whose taps are known."""
     branches = [{"stride": stride, "padding": 1} for stride in strides]
-    x, convs = make(2, (7, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
-    assert_backends_agree(x, (7, 5), convs, True)
+    x, convs = make(1, (6, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
+    assert_backends_agree(x, (6, 5), convs, True)
 
 
 def test_seven_by_seven():
-    x, convs = make(1, (5, 6), 3, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
-    assert_backends_agree(x, (5, 6), convs, True)
+    x, convs = make(1, (4, 3), 3, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
+    assert_backends_agree(x, (4, 3), convs, True)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -198,10 +200,10 @@ def test_gradcheck(training):
     assert gradcheck(function, (x.requires_grad_(), *parameters), fast_mode=True)
 
 
-def test_equal_bits_over_five_runs():
+def test_equal_bits_over_three_runs():
     x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
     first = run("triton", x, (4, 3), convs, True)
-    for _ in range(4):
+    for _ in range(2):
         again = run("triton", x, (4, 3), convs, True)
         assert all(
             torch.equal(a, b) for p, q in zip(first, again, strict=True) for a, b in zip(p, q, strict=True)
@@ -210,11 +212,11 @@ def test_equal_bits_over_five_runs():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_beside_float32_batch_norm(dtype):
-    x, convs = make(2, (6, 6), 8, 1, dtype=torch.float32)
+    x, convs = make(2, (4, 3), 8, 1, dtype=torch.float32)
     pairs = [modules(conv, 8).to(DEVICE) for conv in convs]
     for conv2d, _ in pairs:
         conv2d.to(dtype)
-    outs = assert_trains_as_modules(x.to(dtype), (6, 6), pairs)
+    outs = assert_trains_as_modules(x.to(dtype), (4, 3), pairs)
     assert all(out.dtype == dtype for out in outs)
 
 
@@ -268,9 +270,9 @@ def test_a_huge_mean_beside_a_small_deviation():
 
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_running_statistics(momentum):
-    x, convs = make(3, (4, 4), 5, 0)
+    x, convs = make(3, (2, 3), 5, 0, branches=CVT[:2], kernel_sizes=(3, 3))
     convs = [conv._replace(momentum=momentum) for conv in convs]
-    assert_backends_agree(x, (4, 4), convs, True)
+    assert_backends_agree(x, (2, 3), convs, True)
 
 
 def test_without_affine_or_statistics():
@@ -337,10 +339,10 @@ def test_cuda_graph(training):
 
 
 def test_double_backward_raises():
-    x, convs = make(2, (3, 3), 2, 0)
+    x, convs = make(2, (2, 2), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
     x.requires_grad_()
     with ck.use_backend("triton"):
-        (out, *_) = ck.conv_projection(x, (3, 3), convs, training=True)
+        (out,) = ck.conv_projection(x, (2, 2), convs, training=True)
     (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
@@ -490,14 +492,14 @@ def test_compiles_without_graph_breaks_as_a_block(training):
     twin = Block(stage, 0.0).double().to(DEVICE).train(training)
     twin.load_state_dict(eager.state_dict())
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 17, 8, dtype=torch.float64, device=DEVICE)
+    x = torch.randn(2, 7, 8, dtype=torch.float64, device=DEVICE)
     for operator in set(backends.OPERATORS) - {"conv_projection"}:
         backends.register(operator, "triton", backends.Implementation(getattr(ck.reference, operator)))
     with ck.use_backend("triton"):
-        out = compiled(x, (4, 4))
+        out = compiled(x, (2, 3))
         out.sin().sum().backward()
     with ck.use_backend("reference"):
-        expected = eager(x, (4, 4))
+        expected = eager(x, (2, 3))
         expected.sin().sum().backward()
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(twin.parameters(), eager.parameters(), strict=True):
