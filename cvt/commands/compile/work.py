@@ -410,17 +410,23 @@ def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:
     return Work(programs=_programs(launch), outputs=sum(t.numel() for t in moved[1:]), bytes=size, trips=())
 
 
+def _inverted_index(launch: machine.Launch) -> Work:
+    """Describes the kernel whose loops go over the tokens and over the index of an image."""
+    rows, places = launch.arguments["rows_ptr"], launch.arguments["places_ptr"]
+    trips = tuple(-(-tensor.shape[1] // launch.arguments["CHUNK"]) for tensor in (places, rows))
+    size = _bytes(rows, places)
+    return Work(programs=_programs(launch), outputs=places.numel(), bytes=size, trips=trips)
+
+
 def _scattered_rows(launch: machine.Launch) -> Work:
-    """Describes the kernel whose loop goes over the index of an image."""
     arguments = launch.arguments
-    x, rows, values, branch, out = (
-        arguments[f"{name}_ptr"] for name in ("x", "rows", "values", "branch", "out")
+    x, places, values, branch, out = (
+        arguments[f"{name}_ptr"] for name in ("x", "places", "values", "branch", "out")
     )
-    size = _bytes(rows, out, *(tensor for tensor in (values, branch) if tensor is not None))
-    if x is not None:
-        size += _bytes(x) - rows.numel() * x.shape[2] * x.element_size()
-    trips = (-(-arguments["count"] // CHUNK.value),)
-    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=trips)
+    size = _bytes(places, out, *(tensor for tensor in (values, branch) if tensor is not None))
+    if x is not None:  # but for the tokens of the index
+        size += (x.shape[1] - arguments["count"]) * _bytes(x) // x.shape[1]
+    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=())
 
 
 def _scattered_rows_in_place(launch: machine.Launch) -> Work:
@@ -523,6 +529,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_gather_add_layer_norm_kernel": _gathered_and_normalized_rows,
     "_gather_add_layer_norm_backward_kernel": _normalized_rows_backward,
     "_scatter_rows_kernel": _scattered_rows,
+    "_scatter_rows_places_kernel": _inverted_index,
     "_scatter_rows_inplace_kernel": _scattered_rows_in_place,
     "_linear_add_layer_norm_kernel": functools.partial(_linear, results=("h", "y")),
 }

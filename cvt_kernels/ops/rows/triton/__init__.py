@@ -8,8 +8,8 @@ Layout: x (B, T, C) with any strides but between channels, rows (B, K), all othe
 A program holds some short rows in registers, of one image, from one read to one write. Sums are in float32
 (float64 for float64). An index that x does not have counts as −1: nothing outside of x is read or written.
 
-A scatter goes over the T tokens of x once and takes each from x or from the values: a program compares its
-tokens with the index of their image, K comparisons for the C channels of a token. In place it writes K rows.
+A scatter goes over the T tokens of x once and takes each from x or from the values, as the inverse of the
+index says: a small kernel writes that before, of one program for each image. In place a scatter writes K rows.
 
 The backward saves rows, h and γ. It computes mean and variance again, h being read anyhow:
 ``g = dy · γ``, ``dh += (g − mean(g) − x̂ · mean(g · x̂)) / √(variance + ε)``; each program sums dγ and dβ of its
@@ -19,7 +19,8 @@ scatter a gather, and a scatter of zeros. No atomics: the same bits every time.
 Bytes per launch, with e per element and the index's 8·B·K apart:
 
 - gather: 2·B·K·C·e; with the sum and LayerNorm 4·B·K·C·e
-- scatter: B·(T − K)·C·e of x, B·K·C·e of the values, as many of the branch, and B·T·C·e written
+- inverse of the index: 4·B·T
+- scatter: B·(T − K)·C·e of x, B·K·C·e of the values, as many of the branch, 4·B·T, and B·T·C·e written
 - scatter in place: B·K·C·e of the values, as many of the branch, and as many written
 - backward of LayerNorm: B·K·C·e of each of dy, dh and h, and as many written
 """

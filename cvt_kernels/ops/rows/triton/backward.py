@@ -59,12 +59,13 @@ def _gather_add_layer_norm_backward_kernel(
     """Writes the gradient of h (M, C) for some tiles, and the sums of dy · x̂ and of dy over them."""
     COUNT: tl.constexpr = SPEC.parts.count
     C: tl.constexpr = SPEC.parts.channels
+    ROWS: tl.constexpr = SPEC.rows
     WIDTH: tl.constexpr = SPEC.parts.width
     gamma = vector_of(gamma_ptr, SPEC)
     dgamma, dbeta = (), ()
     for _ in tl.static_range(COUNT):
-        dgamma = dgamma + (tl.zeros([1, SPEC.rows, WIDTH], SPEC.parts.accumulator),)
-        dbeta = dbeta + (tl.zeros([1, SPEC.rows, WIDTH], SPEC.parts.accumulator),)
+        dgamma = dgamma + (tl.zeros([1, ROWS, WIDTH], SPEC.parts.accumulator),)
+        dbeta = dbeta + (tl.zeros([1, ROWS, WIDTH], SPEC.parts.accumulator),)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = rows_of_tile(tile, SPEC)
         offset, mask = row.to(tl.int64) * C, row < rows

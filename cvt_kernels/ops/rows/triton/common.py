@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ...conv_embedding.triton.common import Parts
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Budget
 
 #: The most channels of a token: a row is held in the registers of a program.
 MAX_CHANNELS = 4096
@@ -53,28 +52,21 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     },
     # Its gradients of γ and β are in registers too.
     "backward": (
-        LaunchConfig(elements=2048, num_warps=4, channels=1024, resident_programs=4),
+        LaunchConfig(elements=2048, num_warps=4, channels=1024, resident_programs=3),
         LaunchConfig(elements=4096, num_warps=8, channels=MAX_CHANNELS, resident_programs=2),
     ),
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {90: {}}
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS)
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
-
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "gather_rows": Budget(instructions_per_output=6, registers=48),
+        "gather_add_layer_norm": Budget(instructions_per_output=11, registers=80),
+        "backward": Budget(instructions_per_output=28, registers=180),
+        "scatter_rows": Budget(instructions_per_output=11, registers=64),
+        "inplace": Budget(instructions_per_output=7, registers=48),
+    },
+}
 
 # Specification of a kernel --------------------------------------------------------------------------------
 
@@ -96,8 +88,7 @@ class RowSpec(NamedTuple):
     def of(cls, kernel: str, x: Tensor) -> tuple[RowSpec, LaunchConfig]:
         """Returns the specification of a kernel for rows of tensors like x, and its configuration."""
         channels = x.shape[-1]
-        shipped = next(config for config in CONFIGS[kernel] if channels <= config.channels)
-        config = _overrides.get(kernel) or shipped
+        config = next(config for config in CONFIGS[kernel] if channels <= config.channels)
         parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
         vector = 16 // x.element_size()
         rows = max(32 * config.num_warps * vector // parts.width, 1)

@@ -11,7 +11,8 @@ from .... import machine
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from .common import RowSpec
 
-CHUNK = tl.constexpr(64)  # rows of the index that a scatter compares its tokens with at once
+#: Tokens, or rows of an index, that a program which inverts it takes at once.
+CHUNK = 512
 
 # Device functions -----------------------------------------------------------------------------------------
 
@@ -97,18 +98,6 @@ def _tokens_at(rows_ptr, row, tokens, count):
     return token.to(tl.int32), (token >= 0) & (token < tokens)
 
 
-@triton.jit
-def _places_of(token, rows_ptr, tokens, count, SPEC: tl.constexpr):
-    """Returns the place of some tokens of an image in its index, −1 for those that it does not have."""
-    place = tl.full([SPEC.repeats, SPEC.rows, 1], -1, tl.int32)
-    for first in range(0, count, CHUNK):
-        k = first + tl.arange(0, CHUNK)[None, None, :]
-        index, is_token = _tokens_at(rows_ptr, k, tokens, count)
-        found = tl.where(is_token & (index == token), k, -1)
-        place = tl.maximum(place, tl.max(found, axis=-1, keep_dims=True))
-    return place
-
-
 # Kernels and launchers ------------------------------------------------------------------------------------
 
 
@@ -178,17 +167,34 @@ def gather_add_layer_norm_forward(
     return h, y
 
 
+@triton.jit(do_not_specialize=["tokens", "count"])
+def _scatter_rows_places_kernel(rows_ptr, places_ptr, tokens, count, CHUNK: tl.constexpr):
+    """Writes the place of each token of an image in its index, −1 for those that it does not have."""
+    image = tl.program_id(0).to(tl.int64)
+    rows_ptr += image * count
+    places_ptr += image * tokens
+    for first in range(0, tokens, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        tl.store(places_ptr + token, tl.full([CHUNK], -1, tl.int32), mask=token < tokens)
+    tl.debug_barrier()  # other threads write to the same tokens
+    for first in range(0, count, CHUNK):
+        row = first + tl.arange(0, CHUNK)
+        token, is_token = _tokens_at(rows_ptr, row, tokens, count)
+        tl.store(places_ptr + token, row, mask=is_token)
+
+
 @triton.jit(do_not_specialize=["tokens", "count", "tiles"])
 def _scatter_rows_kernel(
-    x_ptr, rows_ptr, values_ptr, branch_ptr, out_ptr, image_stride, token_stride, tokens, count, tiles,
+    x_ptr, places_ptr, values_ptr, branch_ptr, out_ptr, image_stride, token_stride, tokens, count, tiles,
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of the tokens of an image: those of the index from the values, or zeros, others from x."""
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     token = rows_of_tile(tl.program_id(0) % tiles, SPEC)
-    place = _places_of(token, rows_ptr + image * count, tokens, count, SPEC)
-    is_token, is_written = token < tokens, place >= 0
+    is_token = token < tokens
+    place = tl.load(places_ptr + image * tokens + token, mask=is_token, other=-1)
+    is_written = place >= 0
     first = image * count * C
     if values_ptr is not None:
         ys = load_rows(values_ptr + first, place * C, is_written, SPEC)
@@ -216,9 +222,14 @@ def scatter_rows_forward(
     spec, config = RowSpec.of("scatter", out)
     tiles = spec.tiles(tokens)
     image_stride, token_stride = (0, 0) if x is None else x.stride()[:2]
+    places = rows.new_empty(batch, tokens, dtype=torch.int32)
+    machine.launch(
+        _scatter_rows_places_kernel, (batch,), on=like, options=config.options,
+        rows_ptr=rows, places_ptr=places, tokens=tokens, count=count, CHUNK=CHUNK,
+    )  # fmt: skip
     machine.launch(
         _scatter_rows_kernel, (batch * tiles,), on=like, options=config.options,
-        x_ptr=x, rows_ptr=rows, values_ptr=values, branch_ptr=branch, out_ptr=out, image_stride=image_stride,
+        x_ptr=x, places_ptr=places, values_ptr=values, branch_ptr=branch, out_ptr=out, image_stride=image_stride,
         token_stride=token_stride, tokens=tokens, count=count, tiles=tiles, SPEC=spec,
     )  # fmt: skip
     return out
