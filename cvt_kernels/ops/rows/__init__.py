@@ -187,14 +187,14 @@ def _signature(
     given = tuple(tensor is not None for tensor in tensors)
     named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
     mixed = any(tensor is not None and tensor.ndim == 3 and tensor.dtype != x.dtype for tensor in tensors)
-    return gradient, x.shape, rows.shape[1], x.is_contiguous(), given, mixed, named, inplace
+    return gradient, x.shape, rows.shape[1], x.stride(2) == 1, given, mixed, named, inplace
 
 
 def _shape_class(
     gradient: bool,
     shape: Sequence[int],
     count: int,
-    contiguous: bool,
+    adjacent: bool,
     given: Sequence[bool],
     mixed: bool,
     named: torch.dtype | None,
@@ -207,7 +207,7 @@ def _shape_class(
         words += ", without a branch" if len(given) == 2 else ", without weight or bias"
     words += ", mixed dtypes" if mixed else ""
     words += "" if named is None else f", to {checks.dtype_name(named)}"
-    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
+    return words + (", in place" if inplace else "") + ("" if adjacent else ", strided")
 
 
 def _sample(factor: int, x: Tensor, *others: Tensor | None, **settings: Any) -> Any:
