@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .... import machine
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ..autograd import sum_dtype
 from .common import RowSpec
 
 #: Tokens, or rows of an index, that a program which inverts it takes at once.
@@ -155,7 +156,7 @@ def gather_add_layer_norm_forward(
     """Returns h (B, K, C) and its LayerNorm in ``dtype``; x is as above, the others are contiguous."""
     batch, tokens, channels = x.shape
     count = rows.shape[1]
-    h = torch.empty_like(branch, dtype=torch.promote_types(x.dtype, branch.dtype))
+    h = torch.empty_like(branch, dtype=sum_dtype(x, branch))
     y = torch.empty_like(branch, dtype=dtype)
     spec, config = RowSpec.of("normalize", h)
     tiles = spec.tiles(count)
