@@ -136,7 +136,7 @@ def gather_add_layer_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend; y has the dtype ``dtype``."""
+    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend, y in ``dtype``."""
     if checks.wants_gradient(x, branch, weight, bias):
         return _GatherAddLayerNorm.apply(backend, x, rows, branch, weight, bias, eps, dtype)
     run = KERNELS[backend].gather_add_layer_norm

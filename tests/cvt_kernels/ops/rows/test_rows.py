@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, reference, verdicts
+from cvt_kernels import backends, reference, verdicts
 from tests.checks import not_built, record_all_calls, remember_verdict
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
@@ -78,9 +78,7 @@ def test_single_outputs_and_absent_parameters_have_gradients(backend):
         for output, norm in ((0, weight), (1, None), (1, weight)):
             out = ck.gather_add_layer_norm(x, ROWS, branch, norm)[output].sin().sum()
             leaves = [x, branch, weight]
-            found += [
-                g for g in torch.autograd.grad(out, leaves, allow_unused=True, materialize_grads=True)
-            ]
+            found += [g for g in torch.autograd.grad(out, leaves, allow_unused=True, materialize_grads=True)]
         only_values = ck.scatter_rows(x.detach(), ROWS, branch).sin().sum()
         return [*found, *torch.autograd.grad(only_values, [branch])]
 
@@ -175,17 +173,6 @@ def test_bad_arguments(name):
     with pytest.raises(error) as caught:
         function(*args, **options)
     assert str(caught.value).startswith(message)
-
-
-def test_what_earlier_calls_have_checked_is_checked_again_where_it_differs():
-    with torch.no_grad():
-        ck.scatter_rows(X.clone(), ROWS, ADDED, inplace=True)
-        assert dispatch.known(dispatch.key_of("scatter_rows", (True, bool), X, ROWS, ADDED, None))
-    with pytest.raises(TypeError, match="rows: got dtype int32"):
-        ck.scatter_rows(X, ROWS.int(), ADDED)
-    ck.scatter_rows(X.clone(), ROWS, ADDED, inplace=True)
-    with pytest.raises(ValueError, match="inplace"):
-        ck.scatter_rows(X.clone().requires_grad_(), ROWS, ADDED, inplace=True)
 
 
 @every_backend

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cvt_kernels as ck
 from cvt_kernels import accuracy, machine, proofs, reference
@@ -160,7 +161,10 @@ def test_calls_that_are_not_served():
         wide = torch.randn(1, 2, 5000, device=DEVICE)
         with pytest.raises(ck.BackendUnavailable, match="tokens have 5000 channels, more than 4096"):
             ck.gather_rows(wide, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE))
-        with torch.autograd.forward_ad.dual_level(), pytest.raises(ck.BackendUnavailable, match="forward-mode"):
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(ck.BackendUnavailable, match="forward-mode"),
+        ):
             ck.scatter_rows(x, rows, values)
 
 
