@@ -131,9 +131,10 @@ class _Row(NamedTuple):
 
 def _rows_of(model: nn.Module) -> list[_Row]:
     """Returns the rows of a model in its order; stages are among them where they are frozen."""
+    blocks = list(find_blocks(model))  # which says so if it is no module
     on_rows = ours.blocks_on_rows(model)
     rows = {}
-    for path, block, entry in find_blocks(model):
+    for path, block, entry in blocks:
         operators_of = functools.partial(_operators_of, block, entry, block in on_rows)
         rows[path] = _Row(path, block, _why_not_fused(block, entry), operators_of)
     for path, stage, stage_entry in find_stages(model):
