@@ -220,7 +220,9 @@ def test_scores_are_attention_maps(pool, with_rows):
     )
     for image, of_image in enumerate(rows):
         kept = of_image[of_image > 0]
-        query = q[image : image + 1, :1] if pool == "cls" else q[image : image + 1, kept].mean(1, keepdim=True)
+        query = (
+            q[image : image + 1, :1] if pool == "cls" else q[image : image + 1, kept].mean(1, keepdim=True)
+        )
         expected = ck.attention_map(query, k[image : image + 1]).probabilities[0, :, 0].sum(0)
         for backend in ("reference", *(() if not_built() else ("native",))):
             _, received = call(backend, arguments, rows=rows if with_rows else None, scores=pool)
@@ -282,7 +284,9 @@ def test_recorded():
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "onednn"])  # which serves none
 def test_an_empty_batch(backend):
     x, grid, block = make()
-    out, received = call(backend, (x[:0], grid, block), rows=torch.zeros(0, 3, dtype=torch.int64), scores="avg")
+    out, received = call(
+        backend, (x[:0], grid, block), rows=torch.zeros(0, 3, dtype=torch.int64), scores="avg"
+    )
     assert out.shape == (0, *x.shape[1:])
     assert received.shape == (0, 6)
 
@@ -345,8 +349,16 @@ def test_kinds_of_calls():
         ({"rows": [[0]]}, TypeError, "rows: got list, expected a tensor"),
         ({"rows": torch.zeros(2, 3)}, TypeError, "rows: got dtype float32, expected int64"),
         ({"rows": torch.zeros(3, dtype=torch.int64)}, ValueError, r"rows: got shape \(3,\), expected 2 dim"),
-        ({"rows": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, r"rows: got shape \(1, 3\), expected \(2"),
-        ({"rows": torch.zeros(2, 0, dtype=torch.int64)}, ValueError, r"rows: got shape \(2, 0\), expected \(2"),
+        (
+            {"rows": torch.zeros(1, 3, dtype=torch.int64)},
+            ValueError,
+            r"rows: got shape \(1, 3\), expected \(2",
+        ),
+        (
+            {"rows": torch.zeros(2, 0, dtype=torch.int64)},
+            ValueError,
+            r"rows: got shape \(2, 0\), expected \(2",
+        ),
         ({"rows": torch.zeros(2, 21, dtype=torch.int64)}, ValueError, r"expected \(2, 1 to 20\)"),
         ({"rows": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError, "rows: is on meta"),
         ({"scores": "max"}, ValueError, "scores: got 'max', expected 'cls', 'avg' or None"),
