@@ -401,9 +401,7 @@ def _rounding(launch: machine.Launch) -> Work:
 def _gathered_rows(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     rows, out = arguments["rows_ptr"], arguments["out_ptr"]
-    return Work(
-        programs=_programs(launch), outputs=out.numel(), bytes=_bytes(rows) + 2 * _bytes(out), trips=()
-    )
+    return Work(programs=_programs(launch), outputs=out.numel(), bytes=_bytes(rows) + 2 * _bytes(out), trips=())
 
 
 def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:

@@ -158,6 +158,8 @@ def gather_add_layer_norm(
     return autograd.gather_add_layer_norm("native", *args, eps=eps, dtype=result)
 
 
-def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+def scatter_rows(
+    x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
+) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows``."""
     return autograd.scatter_rows("native", x, rows, values, branch, inplace=inplace)

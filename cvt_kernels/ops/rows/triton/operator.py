@@ -186,6 +186,8 @@ def gather_add_layer_norm(
     return autograd.gather_add_layer_norm("triton", *args, eps=eps, dtype=result)
 
 
-def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+def scatter_rows(
+    x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
+) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows``, whose checks it relies on."""
     return autograd.scatter_rows("triton", x, rows, values, branch, inplace=inplace)
