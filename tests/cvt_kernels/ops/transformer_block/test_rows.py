@@ -230,11 +230,14 @@ def test_scores_are_attention_maps(pool, with_rows):
 
 
 def test_tokens_get_what_their_keys_receive():
-    scores = token_selection.scores_of_tokens(torch.tensor([[9.0, 1, 2, 3, 4]]), (3, 3), 2)
+    received = torch.tensor([[9.0, 1, 2, 3, 4]])
+    scores = token_selection.scores_of_tokens(received, (3, 3), 2)
     assert scores.shape == (1, 9)
     assert scores.sum() == pytest.approx(10.0)
     assert scores[0, [0, 2, 6, 8]].argsort().tolist() == [0, 1, 2, 3]
     assert scores[0, 4] == pytest.approx(float(scores[0, [1, 3, 5, 7]].mean()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(token_selection.scores_of_tokens(received, (3, 3), 2), scores)
 
 
 # Elsewhere ------------------------------------------------------------------------------------------------
