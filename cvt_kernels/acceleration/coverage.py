@@ -143,9 +143,7 @@ def _rows_of(model: nn.Module) -> list[_Row]:
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 
 
-def _operators_of(
-    block: nn.Module, entry: BlockEntry, on_rows: bool, device_type: str
-) -> tuple[str, ...]:
+def _operators_of(block: nn.Module, entry: BlockEntry, on_rows: bool, device_type: str) -> tuple[str, ...]:
     """Returns the public operators, but ``linear``, that a block calls on a type of device."""
     names = entry.operators(block, device_type)
     names = ours.operators_on_rows(names) if on_rows else names
