@@ -113,7 +113,7 @@ class CvTConfig:
     Attributes:
         embed_dims: Channels.
         depths: Number of blocks.
-        num_heads: Attention heads; each must divide the stage's ``embed_dims``.
+        num_heads: Attention heads; without ``head_dim`` each must divide the stage's ``embed_dims``.
         patch_sizes: Kernel of the convolutional token embedding.
         patch_strides: Its stride.
         patch_paddings: Its zero padding.

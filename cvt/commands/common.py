@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
 from ..model import CvT
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:
@@ -102,6 +107,17 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds ``--calibrate``, for :func:`open_calibration`."""
+    parser.add_argument(
+        "--calibrate",
+        required=required,
+        metavar="DATA",
+        help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
+        "a folder with CLASS/IMAGE only, every fifth image tells it",
+    )
+
+
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--device``, for :func:`resolve_device`."""
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
@@ -165,7 +181,8 @@ class LoadedModel(NamedTuple):
         if len(classes) != self.model.num_classes:
             raise ValueError(f"{data}: has {len(classes)} classes, the model {self.model.num_classes}")
         card = self.checkpoint.card
-        if card is not None and (card.folders or card.labels) != classes:
+        known = None if card is None else card.folders or self.checkpoint.labels
+        if known is not None and known != classes:
             raise ValueError(f"{data}: its classes have other names than those of {self.checkpoint.path}")
 
 
@@ -219,7 +236,35 @@ def build_model(
     return built, remarks
 
 
+def open_calibration(
+    arguments: argparse.Namespace, loaded: LoadedModel, images: int
+) -> tuple[Batches, Batches]:
+    """Opens the images of ``--calibrate``: so many, drawn by ``--seed``, and those that are held out."""
+    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
+
+    source = arguments.calibrate
+    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
+    loaded.check_classes(fitted.classes, f"--calibrate {source}")
+    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
+    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
+    fitted = fitted.part(sorted(drawn))
+    return Batches(fitted, arguments.batch_size, **reading), Batches(
+        held_out, arguments.batch_size, **reading
+    )
+
+
 # Output ---------------------------------------------------------------------------------------------------
+
+
+def check_output(output: Path, arguments: argparse.Namespace) -> None:
+    """Raises ValueError if ``--output`` would take the place of another file of the command."""
+    place, source = output.resolve(), Path(arguments.checkpoint).resolve()
+    if place == source or (source.is_dir() and source in place.parents):
+        raise ValueError(
+            f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
+        )
+    if arguments.json and Path(arguments.json).resolve() == place:
+        raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
 
 
 @contextlib.contextmanager
