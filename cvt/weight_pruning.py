@@ -27,6 +27,7 @@ _UNITS = 8  # hidden units that kernels like to have a multiple of
 _ROUNDING = 1e-9  # of products such as 0.29 · 100
 
 
+@torch.inference_mode(False)  # whose tensors would have no gradients, here or later
 def prune_weights(
     model: CvT,
     *,
@@ -136,7 +137,7 @@ def hidden_units(config: CvTConfig) -> tuple[int, ...]:
 
 def _units_left(units: int, fraction: float) -> int:
     left = units * (1 - fraction)
-    multiple = _UNITS * round(left / _UNITS)
+    multiple = _UNITS * math.floor(left / _UNITS + 0.5)  # of two that are as near the larger
     return multiple if 0 < multiple < units else round(left)
 
 
@@ -192,7 +193,6 @@ def _magnitudes(block: _Block) -> _Saliency:
     return _Saliency(rows.flatten(1).norm(dim=1), torch.cat(parts, 1).double().norm(dim=1))
 
 
-@torch.inference_mode(False)
 @torch.enable_grad()
 def _taylor(model: CvT, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, _Saliency]:
     """Returns how much the loss of an image changes with each head and unit, summed over the images."""
