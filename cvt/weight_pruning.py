@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +18,37 @@ from torch.nn import functional as F
 
 from .config import CvTConfig, check_number
 from .factory import create_model
-from .model import Attention, CvT, Mlp
+from .model import Attention, Block, Mlp
+from .pretrained import PretrainedModel
 from .quantized import quantized_layers
 
 Saliency = Literal["magnitude", "taylor"]
 
+_Model = TypeVar("_Model", bound=PretrainedModel)
+
+_IGNORED = 255  # the label of pixels that do not count
 _UNITS = 8  # hidden units that kernels like to have a multiple of
 _ROUNDING = 1e-9  # of products such as 0.29 · 100
 
 
 @torch.inference_mode(False)  # whose tensors would have no gradients, here or later
 def prune_weights(
-    model: CvT,
+    model: _Model,
     *,
     mlp: float = 0.0,
     heads: float = 0.0,
     batches: Iterable[tuple[Tensor, Tensor]] | None = None,
     saliency: Saliency | None = None,
-) -> CvT:
+) -> _Model:
     """Returns a smaller model without the hidden units and the heads that matter least in each block.
 
     Args:
-        model: A ``CvT`` in floating point, which is left as it is. Whether it is accelerated does not matter;
-            the new one is not.
+        model: A model of this package in floating point, which is left as it is. It may be accelerated; the
+            new one is not.
         mlp: The fraction of the hidden units of every MLP that is removed; see :func:`pruned_config`.
         heads: The fraction of the heads of every block that is removed.
-        batches: Images (B, …) with labels (B,), for ``"taylor"``.
+        batches: Images (B, …) with labels, for ``"taylor"``: (B,), or (B, H, W) for a model that gives every
+            pixel a class, where those of 255 do not count.
         saliency: How much a unit or head matters. ``"magnitude"``: the norm of all its weights. ``"taylor"``:
             by how much, to first order, the loss would change without it: the absolute sum of gradient ·
             activation over the tokens of an image, summed over the images (Molchanov et al. 2017 and 2019).
@@ -58,29 +63,30 @@ def prune_weights(
             is quantized, or has other modules than its configuration says; ``"taylor"`` without images,
             labels or a head.
     """
-    if not isinstance(model, CvT):
-        raise TypeError(f"model: got {type(model).__name__}, expected a CvT")
+    whole_config = getattr(model, "config", None)
+    if not isinstance(model, PretrainedModel) or not isinstance(whole_config, CvTConfig):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvT with its head")
     why_not = why_unprunable(model)
     if why_not is not None:
         raise ValueError(f"model: {why_not}")
-    config = pruned_config(model.config, mlp=mlp, heads=heads)
+    config = pruned_config(whole_config, mlp=mlp, heads=heads)
     chosen = saliency or ("magnitude" if batches is None else "taylor")
     if chosen not in get_args(Saliency):
         raise ValueError(f"saliency: got {saliency!r}, expected one of {', '.join(get_args(Saliency))}")
-    whole = _copy_of(model)
+    whole = _copy_of(model, whole_config)
     if chosen == "magnitude":
         saliencies = {path: _magnitudes(block) for path, block in _blocks(whole).items()}
     elif batches is None:
         raise ValueError("batches: got None, expected images with labels for saliency='taylor'")
     else:
-        saliencies = _taylor(whole, batches)
-    smaller = create_model(config).to(next(model.parameters()))
+        saliencies = _taylor(whole, whole_config, batches)
+    smaller = cast(_Model, create_model(config).to(next(model.parameters())))
     smaller.load_state_dict(_what_is_left(whole, saliencies, config))
     smaller.labels, smaller.preprocessing = model.labels, model.preprocessing
     return smaller.train(model.training)
 
 
-def why_unprunable(model: CvT) -> str | None:
+def why_unprunable(model: nn.Module) -> str | None:
     """Says why units cannot be removed from a model, or returns None."""
     layers = quantized_layers(model.state_dict())
     if layers:
@@ -88,9 +94,9 @@ def why_unprunable(model: CvT) -> str | None:
     return None
 
 
-def _copy_of(model: CvT) -> CvT:
+def _copy_of(model: nn.Module, config: CvTConfig) -> nn.Module:
     """Returns a model of the same weights, without hooks and in evaluation mode."""
-    copy = create_model(model.config).to(next(model.parameters()))
+    copy = create_model(config).to(next(model.parameters()))
     try:
         copy.load_state_dict(model.state_dict())
     except RuntimeError as error:
@@ -173,12 +179,12 @@ class _Saliency(NamedTuple):
     units: Tensor
 
 
-def _blocks(model: CvT) -> dict[str, _Block]:
+def _blocks(model: nn.Module) -> dict[str, _Block]:
     """Returns the blocks of a model, by the names of their modules."""
     return {
-        f"stage{i}.blocks.{j}": _Block(block.attn, block.mlp)
-        for i in range(len(model.config.embed_dims))
-        for j, block in enumerate(cast(Any, model.get_submodule(f"stage{i}")).blocks)
+        path: _Block(block.attn, block.mlp)
+        for path, block in model.named_modules()
+        if isinstance(block, Block)
     }
 
 
@@ -194,9 +200,11 @@ def _magnitudes(block: _Block) -> _Saliency:
 
 
 @torch.enable_grad()
-def _taylor(model: CvT, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, _Saliency]:
+def _taylor(
+    model: nn.Module, config: CvTConfig, batches: Iterable[tuple[Tensor, Tensor]]
+) -> dict[str, _Saliency]:
     """Returns how much the loss of an image changes with each head and unit, summed over the images."""
-    if not model.config.num_classes:
+    if not config.num_classes:
         raise ValueError("model: has no head whose loss could tell, expected one or saliency='magnitude'")
     device = next(model.parameters()).device
     blocks, inputs, sums = _blocks(model), _inputs_of_last_layers(model), {}
@@ -220,7 +228,7 @@ def _taylor(model: CvT, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, _
     return sums
 
 
-def _inputs_of_last_layers(model: CvT) -> dict[nn.Module, Tensor]:
+def _inputs_of_last_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Returns a dictionary that has, after each forward, the inputs of every ``proj`` and ``fc2``."""
     inputs: dict[nn.Module, Tensor] = {}
 
@@ -245,16 +253,20 @@ def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
     if labels.shape != expected or labels.dtype != torch.int64:
         got = f"{tuple(labels.shape)} of {labels.dtype}"
         raise ValueError(f"{name}: got labels {got}, expected {tuple(expected)} of torch.int64")
-    wrong = labels[(labels < 0) | (labels >= logits.shape[1])]
+    is_map = logits.ndim > 2
+    wrong = labels[((labels < 0) | (labels >= logits.shape[1])) & ((labels != _IGNORED) | (not is_map))]
     if len(wrong):
         raise ValueError(f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}")
-    return F.cross_entropy(logits.float(), labels, reduction="sum")
+    ignored = _IGNORED if is_map else -100
+    return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignored)
 
 
 # Weights --------------------------------------------------------------------------------------------------
 
 
-def _what_is_left(model: CvT, saliencies: Mapping[str, _Saliency], config: CvTConfig) -> dict[str, Tensor]:
+def _what_is_left(
+    model: nn.Module, saliencies: Mapping[str, _Saliency], config: CvTConfig
+) -> dict[str, Tensor]:
     """Returns the weights of a model with the most salient heads and units only, for a smaller one."""
     tensors = model.state_dict()
     for path, saliency in saliencies.items():
