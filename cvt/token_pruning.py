@@ -107,8 +107,10 @@ def select_tokens(
     else:
         spatial = rows[:, int(class_token) :] - int(class_token)
         before = spatial.shape[1]
-        present = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=scores.device)
-        present = present.scatter(1, torch.where(spatial < 0, tokens, spatial), True)[:, :tokens]
+        # Not of bool, which torch.jit.trace and ONNX do not know a scatter of.
+        marks = scores.new_zeros(batch, tokens + 1)
+        marks = marks.scatter(1, torch.where(spatial < 0, tokens, spatial), scores.new_ones(spatial.shape))
+        present = marks[:, :tokens] > 0
     ranked = scores.masked_fill(~present, -1.0).argsort(stable=True, dim=1, descending=True)
     count = present.sum(1)
     if keep == "entropy":
