@@ -163,7 +163,16 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
 
 
 #: The numbers and names that the work of the stage or of a module depends on, besides those of convolutions.
-_SETTINGS = ("eps", "num_heads", "scale", "approximate", "token_keep", "token_keep_bounds", "pool", "stride_kv")
+_SETTINGS = (
+    "eps",
+    "num_heads",
+    "scale",
+    "approximate",
+    "token_keep",
+    "token_keep_bounds",
+    "pool",
+    "stride_kv",
+)
 
 
 class _Watch:

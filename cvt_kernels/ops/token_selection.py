@@ -18,6 +18,10 @@ from ..reference import Pool, attended_keys
 Grid = tuple[int, int]
 
 _ROUNDING = 1e-6  # 0.55 of 100 tokens are 55, though the product is a little more in binary
+_PREFERENCE, _SMALLEST = (
+    1e-3,
+    1e-12,
+)  # how much less the last token counts than the first; added to scores of 0
 
 #: How many tokens stay: a fraction, or "entropy" for as many as attention is spread over.
 TokenKeep = float | Literal["entropy"]
@@ -107,7 +111,7 @@ def select_tokens(
         marks = scores.new_zeros(batch, tokens + 1)
         marks = marks.scatter(1, torch.where(spatial < 0, tokens, spatial), scores.new_ones(spatial.shape))
         present = marks[:, :tokens] > 0
-    ranked = _ranked(scores.masked_fill(~present, -1.0))
+    ranked = _ranked(scores, present)
     count = present.sum(1)
     if keep == "entropy":
         budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before - _ROUNDING)
@@ -133,11 +137,16 @@ def _part(count: Tensor, fraction: float) -> Tensor:
     return (count.double() * fraction - _ROUNDING).ceil()
 
 
-def _ranked(scores: Tensor) -> Tensor:
-    """Returns the tokens (B, H·W), best first; of equals the first one first."""
-    if torch.compiler.is_exporting():  # ONNX has no stable sort, and its TopK does the same
-        return scores.topk(scores.shape[1]).indices
-    return scores.argsort(stable=True, dim=1, descending=True)
+def _ranked(scores: Tensor, present: Tensor) -> Tensor:
+    """Returns the tokens (B, H·W), best first, those that are not present last.
+
+    Tokens that share their key alone have equal scores, but for rounding. So that rounding, which differs
+    from batch to batch, does not choose among them, those further back count a little less.
+    """
+    tokens = scores.shape[1]
+    factors = 1 - _PREFERENCE * torch.arange(tokens, device=scores.device) / tokens
+    scores = ((scores + _SMALLEST) * factors).masked_fill(~present, -1.0)
+    return scores.topk(tokens).indices  # ONNX has no stable sort
 
 
 def _needs_known_shapes(x: Tensor) -> bool:

@@ -269,9 +269,7 @@ def _check_rows(rows: object, x: Tensor) -> None:
     checks.check_rank("rows", rows, 2, meaning)
     batch, tokens = x.shape[:2]
     if rows.shape[0] != batch or not 1 <= rows.shape[1] <= tokens:
-        raise ValueError(
-            f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}"
-        )
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}")
     if rows.device != x.device:
         raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
 

@@ -136,9 +136,7 @@ def _prepare(
     scores: Pool | None = None,
     inplace: bool = False,
 ) -> Callable[..., Any]:
-    return lambda x, block, rows: transformer_block(
-        x, grid, block, rows=rows, scores=scores, inplace=inplace
-    )
+    return lambda x, block, rows: transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
 
 
 @dispatch.prepared_by(_prepare)
