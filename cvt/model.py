@@ -454,6 +454,9 @@ class CvT(_Stages, PretrainedModel):
         self.head = self._build_head(num_classes).to(next(self.parameters()))
         self.head.apply(_init_weights)
         self.labels = None
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.pool = self.config.pool
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""

@@ -94,6 +94,7 @@ def _stage_parts(self: Any) -> StageParts:
         norm=self.patch_embed.norm,
         class_token=class_token,
         blocks=[_block_parts(block) for block in self.blocks],
+        token_keep_bounds=getattr(self, "token_keep_bounds", (0.0, 1.0)),
     )
 
 
@@ -111,6 +112,8 @@ def _block_parts(self: Any) -> BlockParts:
         approximate=self.mlp.approximate,
         fc2=self.mlp.fc2,
         layer_scales=(_layer_scale(self.ls1), _layer_scale(self.ls2)),
+        token_keep=getattr(self, "token_keep", 1.0),
+        pool=getattr(attn, "pool", "cls"),
     )
 
 
@@ -127,9 +130,10 @@ def _tokens(result: tuple[Tensor, tuple[int, int]]) -> Tensor:
 
 
 def _why_stage_unsupported(stage: Any) -> str | None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
     for block in stage.blocks:
-        if getattr(block, "token_keep", 1) != 1:
-            return "drops tokens"
+        if getattr(block, "token_keep", 1) != 1 and not on_cpu:
+            return "drops tokens, which frozen stages do on a CPU only"
         attention = getattr(block, "attn", None)
         if getattr(attention, "position_bias", None) is not None:
             return "attention has a bias by position"
