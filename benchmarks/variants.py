@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt import create_model
+from cvt import PRESETS, create_model, prune_weights
 from cvt.datasets import Batches, RandomCrop, open_dataset
 from cvt.evaluation import cost, evaluate
 from cvt.factory import randomize
@@ -30,6 +30,7 @@ from cvt.files import replacing, write_json
 from cvt.model import CvT
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
 from cvt.training.trainer import Trainer
+from cvt.weight_pruning import pruned_config
 from cvt_kernels import measure
 
 from . import suites
@@ -181,12 +182,72 @@ def accuracy(model: CvT) -> float:
     return 100 * evaluate(model.to(suites.DEVICE), Batches(held_out, 120)).top1
 
 
-# Sections -------------------------------------------------------------------------------------------------
+# Weight pruning -------------------------------------------------------------------------------------------
+
+#: The fractions of hidden units and of heads that are removed, first none.
+REMOVED = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.0), (0.25, 0.34))
 
 
 def weight_pruning(tiny: bool) -> list[Row]:
-    """Returns nothing yet."""
-    return []
+    """Returns the cost and speed of CvT-13 for fractions that are removed, and the accuracy of digits."""
+    rows = []
+    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+        rows += speeds_by_removed(random_images(batch, tiny), tiny)
+    return [*rows, *(pruned_digits(*removed, 1 if tiny else 10) for removed in ((0.25, 0.0), (0.25, 0.5)))]
+
+
+def speeds_by_removed(images: Tensor, tiny: bool) -> list[Row]:
+    """Returns a row for each pair of fractions, of the model as it is and frozen for serving."""
+    batch, size = images.shape[0], images.shape[2]
+    calls, costs = {}, {}
+    for removed in REMOVED:
+        config = PRESETS["cvt_13"]
+        if any(removed):
+            config = pruned_config(config, mlp=removed[0], heads=removed[1])
+        model = create_model(config).eval()
+        randomize(model)
+        costs[removed] = cost(config, size)
+        frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
+        calls[f"plain {removed}"] = serving(model.to(suites.DEVICE), images)
+        calls[f"frozen {removed}"] = serving(frozen, images)
+    rate = speeds(calls, batch, tiny)
+    whole = REMOVED[0]
+    return [
+        {
+            "batch": batch,
+            "hidden units removed": f"{removed[0]:.0%}",
+            "heads removed": f"{removed[1]:.0%}",
+            "parameters, M": costs[removed].parameters / 1e6,
+            "multiply-adds, G": costs[removed].multiply_adds / 1e9,
+            "plain, images/s": rate[f"plain {removed}"],
+            "plain, × as fast": rate[f"plain {removed}"] / rate[f"plain {whole}"],
+            "frozen, images/s": rate[f"frozen {removed}"],
+            "frozen, × as fast": rate[f"frozen {removed}"] / rate[f"frozen {whole}"],
+        }
+        for removed in REMOVED
+    ]
+
+
+def pruned_digits(mlp: float, heads: float, epochs: int) -> Row:
+    """Returns the accuracy of the model of digits whole, pruned, and pruned and trained for some epochs."""
+    whole = create_model(checkpoint="digits")
+    data = Batches(open_dataset("digits", "train", PIXELS), 64)
+    smaller = prune_weights(whole, mlp=mlp, heads=heads, batches=data)
+    pruned = accuracy(smaller)
+    train_on_digits(smaller, epochs, lr=5e-4)
+    costs = [cost(model.config, PIXELS).multiply_adds for model in (smaller, whole)]
+    return {
+        "model": "digits (cvt_nano)",
+        "hidden units removed": f"{mlp:.0%}",
+        "heads removed": f"{heads:.0%}",
+        "multiply-adds": f"{costs[0] / costs[1]:.1%}",
+        "whole, top-1, %": accuracy(whole),
+        "pruned, top-1, %": pruned,
+        f"after {epochs} epochs, top-1, %": accuracy(smaller),
+    }
+
+
+# Sections -------------------------------------------------------------------------------------------------
 
 
 def hybrid(tiny: bool) -> list[Row]:
