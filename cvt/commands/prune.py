@@ -20,7 +20,6 @@ from ..config import CvTConfig
 from ..evaluation import Cost, Evaluation, cost, evaluate
 from ..files import check_writable, replacing, write_json
 from ..huggingface import BEST, WEIGHTS, made_up_labels
-from ..model import CvT
 from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from .common import (
     LoadedModel,
@@ -90,6 +89,11 @@ def _prune(arguments: argparse.Namespace) -> None:
     if why_not is not None:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} {why_not}")
     pruned_config(loaded.model.config, mlp=arguments.mlp, heads=arguments.heads)  # before the long run
+    if arguments.calibrate and loaded.model.config.head != "classify":
+        raise ValueError(
+            f"--calibrate: is for classifiers, and {loaded.checkpoint.path} gives every pixel a class; leave "
+            "it out, or use cvt.prune_weights"
+        )
     labels, data = loaded.labels(arguments.labels), None
     if arguments.calibrate:
         data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
@@ -99,17 +103,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         remarks = stack.enter_context(recorded_warnings())
         smaller = _pruned(loaded.model, arguments, data)
         figures = _measure(loaded, smaller, data, arguments.batch_size)
-        names = _ClassNames.of(loaded, labels, data)
-        if file is not None:
-            _write_file(file, smaller, loaded, names)
-        else:
-            smaller.save_pretrained(
-                output,
-                labels=names.labels,
-                image_size=loaded.image_size,
-                crop_fraction=loaded.crop_fraction,
-            )
-        size = (file or output / WEIGHTS[0]).stat().st_size
+        size = _write(file or output, smaller, loaded, _ClassNames.of(loaded, labels, data))
         figures = figures[0], figures[1]._replace(size=size)
         if json_file is not None:
             setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
@@ -145,7 +139,7 @@ def _check(output: Path, arguments: argparse.Namespace) -> None:
         raise ValueError("--saliency: taylor needs images with labels, expected --calibrate with it")
 
 
-def _pruned(model: CvT, arguments: argparse.Namespace, data: tuple[Batches, Batches] | None) -> CvT:
+def _pruned(model: Any, arguments: argparse.Namespace, data: tuple[Batches, Batches] | None) -> Any:
     batches = None
     if data is not None and arguments.saliency != "magnitude":
         batches = tqdm(data[0], desc="saliency", unit="batch", leave=False, disable=None)
@@ -174,10 +168,16 @@ class _ClassNames(NamedTuple):
         return cls(labels, None if labels == folders else folders)
 
 
-def _write_file(path: Path, model: CvT, loaded: LoadedModel, names: _ClassNames) -> None:
-    card = ModelCard(model.config, names.labels, loaded.image_size, loaded.crop_fraction, names.folders)
-    tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    save_safetensors(Checkpoint(str(path), tensors, card=card), path)
+def _write(path: Path, model: Any, loaded: LoadedModel, names: _ClassNames) -> int:
+    """Writes a model as a file or a directory, and returns the bytes of its weights."""
+    size, crop_fraction = loaded.image_size, loaded.crop_fraction
+    if path.suffix == _SUFFIX:
+        card = ModelCard(model.config, names.labels, size, crop_fraction, names.folders)
+        tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        save_safetensors(Checkpoint(str(path), tensors, card=card), path)
+        return path.stat().st_size
+    model.save_pretrained(path, labels=names.labels, image_size=size, crop_fraction=crop_fraction)
+    return (path / WEIGHTS[0]).stat().st_size
 
 
 # Figures --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class _Figures(NamedTuple):
 
 
 def _measure(
-    loaded: LoadedModel, smaller: CvT, data: tuple[Batches, Batches] | None, batch_size: int
+    loaded: LoadedModel, smaller: Any, data: tuple[Batches, Batches] | None, batch_size: int
 ) -> tuple[_Figures, _Figures]:
     """Returns the figures of the model as it was and of the smaller one, whose speed is measured by turns."""
     models, size = {"before": loaded.model, "after": smaller}, loaded.image_size
@@ -215,7 +215,7 @@ def _measure(
     return before, after
 
 
-def _evaluate(model: CvT, batches: Batches, title: str) -> Evaluation:
+def _evaluate(model: Any, batches: Batches, title: str) -> Evaluation:
     return evaluate(model, tqdm(batches, desc=title, unit="batch", leave=False, disable=None))
 
 
