@@ -173,7 +173,7 @@ class _Block(NamedTuple):
 
 
 class _Saliency(NamedTuple):
-    """How much each head and each hidden unit of a block matters, in float64."""
+    """Numbers, in float64, that tell how much each head and each hidden unit of a block matters."""
 
     heads: Tensor
     units: Tensor
