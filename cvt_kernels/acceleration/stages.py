@@ -254,6 +254,8 @@ def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
         names += ["linear_add_layer_norm", "linear_gelu"]
     if any(quantized):
         names += ["conv_projection", "layer_norm_quantize", "linear_int8"]
+    if any(block.token_keep != 1 for block in blocks):
+        names += ["conv_projection", "gather_rows", "scatter_rows"]
     return names
 
 
