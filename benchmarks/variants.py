@@ -154,7 +154,7 @@ def fine_tuned(name: str, model: CvT, epochs: int) -> Row:
     before = accuracy(model)
     model.set_token_keep(FINE_TUNED)
     dropped = accuracy(model)
-    train_on_digits(model, epochs, lr=5e-4)
+    train_on_digits(model, epochs, lr=1e-4)
     return {
         "model": name,
         "keep": str(FINE_TUNED),

@@ -265,7 +265,7 @@ class TokenCounter:
         self._hooks.close()
 
     @staticmethod
-    def _count(calls: list[Any], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(calls: list[Any], block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, grid, *given = args
         rows = given[0] if given else kwargs.get("rows")
         keys = math.prod((tokens - 1) // block.attn.stride_kv + 1 for tokens in grid)

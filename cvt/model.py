@@ -355,7 +355,7 @@ class _Stages(nn.Module):
         for stage, built in zip(config.stages, self._built_stages(), strict=False):
             built.token_keep_bounds = config.token_keep_bounds
             for block, value in zip(built.blocks, stage.token_keep, strict=True):
-                block.token_keep = value
+                cast(Block, block).token_keep = value
 
     def _check_images(self, images: Tensor) -> None:
         if torch.jit.is_tracing():  # sizes are tensors then, and what is compared becomes part of the record

@@ -749,7 +749,7 @@ def attended_keys(
     """Returns how much a query attends to each key (B, Nkv), summed over the heads; without a gradient.
 
     With ``"cls"`` it is the first query, with ``"avg"`` the mean of all that are of no class token, and of
-    no row that is -1. Of float32, or float64 for float64.
+    no row that is -1; zero if there are none. Of float32, or float64 for float64.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if pool == "cls":
@@ -758,7 +758,7 @@ def attended_keys(
         query = q[:, class_tokens:].mean(1, keepdim=True, dtype=dtype)
     else:
         present = (rows >= class_tokens)[..., None, None]
-        query = (q * present).sum(1, keepdim=True, dtype=dtype) / present.sum(1, keepdim=True)
+        query = (q * present).sum(1, keepdim=True, dtype=dtype) / present.sum(1, keepdim=True).clamp_min(1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     products = (query * scale * k.to(dtype)).sum(-1)  # no product of matrices, which autocast would round
     return products.softmax(1).sum(2)

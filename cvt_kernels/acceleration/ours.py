@@ -6,7 +6,7 @@ their modules one by one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -157,6 +157,28 @@ STAGE = StageEntry(
     result=_tokens_and_grid,
     tokens=_tokens,
 )
+
+
+def blocks_on_rows(model: nn.Module) -> set[nn.Module]:
+    """Returns the blocks, with their attention, that compute on some of the tokens: others dropped before."""
+    found: set[nn.Module] = set()
+    for stage in model.modules():
+        cls = own_class(type(stage))
+        if cls is None or cls.__name__ != "Stage":
+            continue
+        has_dropped = False
+        for block in cast(Any, stage).blocks:
+            if has_dropped:
+                found |= {block, block._modules.get("attn", block)}
+            has_dropped = has_dropped or getattr(block, "token_keep", 1) != 1
+    return found
+
+
+def operators_on_rows(operators: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the operators that a block calls on some of the tokens, from those that it calls on all."""
+    if "conv_projection" in operators:
+        return (*operators, "gather_rows")
+    return ("layer_norm", "gather_add_layer_norm", "scatter_rows")
 
 
 def recognize(module: nn.Module) -> BlockEntry | None:

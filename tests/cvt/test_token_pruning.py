@@ -1,13 +1,15 @@
-"""Token pruning in the model: which tokens stay, what they cost, gradients, and every way to run such a model."""
+"""Token pruning in the model: which tokens stay, what they cost, gradients, and ways to run such a model."""
 
 import copy
 import dataclasses
+import functools
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +24,7 @@ from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.token_pruning import select_tokens, spread_keys
 from cvt.training.recipe import MODELS
-from tests.checks import bad
+from tests.checks import bad, python_blocks, run_blocks
 
 DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,
                  patch_sizes=(7, 3), patch_strides=(4, 2), patch_paddings=(2, 1), cls_token=(False, True),
@@ -62,16 +64,15 @@ def by_masks(model, images, keep_count):
     for block in stage.blocks:
         masks.append(kept[:, 1:].clone())
         seen = {}
-        hooks = [
-            layer.register_forward_hook(lambda module, inputs, out: seen.__setitem__(module, out))
-            for layer in (block.attn.proj_q, block.attn.proj_k)
-        ]
+        layers = (block.attn.proj_q, block.attn.proj_k)
+        keep_result = functools.partial(lambda kept, module, inputs, out: kept.update({module: out}), seen)
+        hooks = [layer.register_forward_hook(keep_result) for layer in layers]
         x = torch.where(kept[..., None], block(x, grid), x)
         for hook in hooks:
             hook.remove()
         if block.token_keep == 1:
             continue
-        q, k = (seen[layer].unflatten(2, (2, -1)) for layer in (block.attn.proj_q, block.attn.proj_k))
+        q, k = (seen[layer].unflatten(2, (2, -1)) for layer in layers)
         if model.config.pool == "cls":
             query = q[:, :1]
         else:
@@ -206,13 +207,19 @@ def test_settings_that_are_refused(overrides, message):
 # Cost -----------------------------------------------------------------------------------------------------
 
 
-def test_multiply_adds_of_cvt_13():
-    dense, pruned, bound = (
-        cost(dataclasses.replace(PRESETS["cvt_13"], token_keep=keep), 224).multiply_adds
-        for keep in (1.0, 0.7, "entropy")
+def test_multiply_adds_of_cvt_13_are_those_of_the_page():
+    page = Path(__file__).parents[2].joinpath("docs", "token_pruning.md").read_text(encoding="utf-8")
+    keeps = (1.0, 0.9, 0.7, 0.5, "entropy")
+    dense, *others = (
+        cost(dataclasses.replace(PRESETS["cvt_13"], token_keep=keep), 224).multiply_adds for keep in keeps
     )
-    assert pruned <= 0.82 * dense
-    assert dense > bound > pruned  # at most 0.9 of the tokens, before there are images
+    for keep, multiply_adds in zip(keeps[1:4], others, strict=False):
+        figures = f"| {multiply_adds / 1e9:.2f} | {100 * multiply_adds / dense:.1f} % |"
+        assert re.search(rf"^\| {keep} \| .* {re.escape(figures)}$", page, re.MULTILINE)
+    assert others[1] <= 0.82 * dense
+    assert others[3] == others[0]  # as many as may stay, before there are images
+    names = run_blocks(python_blocks(page))
+    assert names["model"].config.stages[-1].token_keep[3:7] == (0.8, 1.0, 1.0, 0.6)
 
 
 def test_multiply_adds_of_the_tokens_that_images_kept():
@@ -344,7 +351,7 @@ def test_evaluate_sets_fractions_side_by_side(capsys, tmp_path):
     options = ["evaluate", "--data", "digits", "--checkpoint", "digits", "--batch-size", "180"]
     assert main([*options, "--token-keep", "0.5", "entropy", "--json", str(file)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    table = lines[lines.index([*"tokens kept computed top-1 multiply-adds of the first images/s".split()]) :]
+    table = lines[next(i for i, words in enumerate(lines) if words[:2] == ["tokens", "kept"]) :]
     assert [row[0] for row in table[1:4]] == ["1", "0.5", "entropy"]
     assert table[2][1] == f"{(1 + 9 / 17) / 2:.1%}"
     plain, half, entropy = json.loads(file.read_text())["token_keep"]
