@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,14 +114,14 @@ def test_a_directory_without_data(capsys, tmp_path):
     assert made[2].config.mlp_ratio == (2.0, 2.5, 56 / 24)
 
 
-def test_magnitude_with_data_and_bars(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    for saliency in ("magnitude", "taylor"):
-        output = str(tmp_path / saliency)
-        assert main(["prune", *DIGITS, "--saliency", saliency, "--heads", "0.5", "--output", output]) == 0
+def test_magnitude_with_data_and_bars(capsys, tmp_path):
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        for saliency in ("magnitude", "taylor"):
+            output = str(tmp_path / saliency)
+            assert main(["prune", *DIGITS, "--saliency", saliency, "--heads", "0.5", "--output", output]) == 0
     assert "pruned by the magnitude of its weights, measured on 360 held-out" in capsys.readouterr().out
     for title in ("saliency", "before", "after"):
-        assert f"{title}: " in sys.stderr.getvalue()
+        assert f"{title}: " in terminal.getvalue()
     first, second = (create_model(checkpoint=tmp_path / name) for name in ("magnitude", "taylor"))
     assert not equal(first.state_dict(), second.state_dict())
 
