@@ -7,6 +7,7 @@ from .config import PRESETS, CvTConfig
 from .factory import create_model, list_models
 from .huggingface import CheckpointError, save_huggingface
 from .model import CvT, CvTFeatures
+from .weight_pruning import prune_weights
 
 __all__ = [
     "PRESETS",
@@ -18,6 +19,7 @@ __all__ = [
     "create_model",
     "list_models",
     "load_checkpoint",
+    "prune_weights",
     "read_checkpoint",
     "save_huggingface",
 ]

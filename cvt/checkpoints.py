@@ -132,7 +132,9 @@ class Checkpoint(NamedTuple):
         Those that transformers makes up, ``LABEL_0`` and so on, are none.
         """
         if self.card is not None:
-            return self.card.labels
+            return (
+                None if self.card.labels == made_up_labels(self.card.config.num_classes) else self.card.labels
+            )
         id2label = (self.hf_config or {}).get("id2label")
         if self.num_classes is None or not isinstance(id2label, dict):
             return None

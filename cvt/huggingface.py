@@ -322,7 +322,9 @@ def why_inexpressible(config: CvTConfig) -> str | None:
         f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
         f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
         f"pool={config.pool!r}": config.pool != "cls",
-        "heads that are narrower than the stage": config.head_dim is not None,
+        "heads that do not fill the width of their stage": any(
+            stage.num_heads * stage.head_dim != stage.embed_dim for stage in config.stages
+        ),
         f"mixing={config.mixing!r}": config.mixing != "plain",
         "position_bias": config.position_bias,
         f"token_keep={config.token_keep!r}": any(keep != 1 for keep in config.stages[-1].token_keep),

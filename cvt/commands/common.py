@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +18,14 @@ from torch import Tensor
 from cvt_kernels import BackendUnavailable
 
 from ..checkpoints import Checkpoint, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, CvTConfig, default_image_size
+from ..config import ACTIVATIONS, PRESETS, CvTConfig, TokenKeep, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
 from ..model import CvT
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:
@@ -93,12 +98,45 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
     )
 
 
+def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--token-keep``, for :func:`load_model`."""
+    parser.add_argument(
+        "--token-keep",
+        type=token_keep,
+        metavar="KEEP",
+        help="the fraction of the last stage's tokens that stays after a block, or entropy; one for a few "
+        "places, or one for each block with commas between (default: the checkpoint's, or else 1)",
+    )
+
+
+def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
+    """Parses an argument of argparse for the field ``token_keep`` of :class:`CvTConfig`, which checks it."""
+    try:
+        values = tuple("entropy" if part == "entropy" else float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a fraction, entropy, or several with commas between"
+        ) from error
+    return cast(tuple[TokenKeep, ...], values) if len(values) > 1 else cast(TokenKeep, values[0])
+
+
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.datasets.Batches`."""
     parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images (default: none)")
     parser.add_argument(
         "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
+    )
+
+
+def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds ``--calibrate``, for :func:`open_calibration`."""
+    parser.add_argument(
+        "--calibrate",
+        required=required,
+        metavar="DATA",
+        help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
+        "a folder with CLASS/IMAGE only, every fifth image tells it",
     )
 
 
@@ -165,12 +203,13 @@ class LoadedModel(NamedTuple):
         if len(classes) != self.model.num_classes:
             raise ValueError(f"{data}: has {len(classes)} classes, the model {self.model.num_classes}")
         card = self.checkpoint.card
-        if card is not None and (card.folders or card.labels) != classes:
+        known = None if card is None else card.folders or self.checkpoint.labels
+        if known is not None and known != classes:
             raise ValueError(f"{data}: its classes have other names than those of {self.checkpoint.path}")
 
 
 def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
-    """Loads the model that the arguments of :func:`add_model_arguments` ask for.
+    """Loads the model that the arguments of :func:`add_model_arguments` ask for, and ``--token-keep``.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
@@ -179,7 +218,9 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
     with recorded_warnings() as remarks:
         given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
         checkpoint = read_checkpoint(given)
-    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation)
+    keep = getattr(arguments, "token_keep", None)
+    overrides = {} if keep is None else {"token_keep": keep}
+    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
     remarks += [*more, *preprocessing.remarks]
     default_size = preprocessing.image_size or default_image_size(
@@ -219,7 +260,35 @@ def build_model(
     return built, remarks
 
 
+def open_calibration(
+    arguments: argparse.Namespace, loaded: LoadedModel, images: int
+) -> tuple[Batches, Batches]:
+    """Opens the images of ``--calibrate``: so many, drawn by ``--seed``, and those that are held out."""
+    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
+
+    source = arguments.calibrate
+    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
+    loaded.check_classes(fitted.classes, f"--calibrate {source}")
+    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
+    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
+    fitted = fitted.part(sorted(drawn))
+    return Batches(fitted, arguments.batch_size, **reading), Batches(
+        held_out, arguments.batch_size, **reading
+    )
+
+
 # Output ---------------------------------------------------------------------------------------------------
+
+
+def check_output(output: Path, arguments: argparse.Namespace) -> None:
+    """Raises ValueError if ``--output`` would take the place of another file of the command."""
+    place, source = output.resolve(), Path(arguments.checkpoint).resolve()
+    if place == source or (source.is_dir() and source in place.parents):
+        raise ValueError(
+            f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
+        )
+    if arguments.json and Path(arguments.json).resolve() == place:
+        raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import copy
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,13 @@ from ..quantized import compact
 from .common import (
     LoadedModel,
     add_batch_arguments,
+    add_calibrate_argument,
     add_device_argument,
     add_labels_argument,
     add_model_arguments,
+    check_output,
     load_model,
+    open_calibration,
     positive_int,
     print_result,
     recorded_warnings,
@@ -51,13 +53,7 @@ def add_parser(commands: Any) -> None:
         "quantize", help="turn a model's linear layers into 8-bit numbers, and say what accuracy that costs"
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--calibrate",
-        required=True,
-        metavar="DATA",
-        help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
-        "a folder with CLASS/IMAGE only, every fifth image tells it",
-    )
+    add_calibrate_argument(parser, required=True)
     parser.add_argument("--output", required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}")
     parser.add_argument(
         "--scheme",
@@ -108,12 +104,12 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if output.suffix != _SUFFIX:
         raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
     check_writable("--output", output, directory=False)
-    _check_files(output, arguments)
+    check_output(output, arguments)
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
-    images, answers = _batches(arguments, loaded)
+    images, answers = open_calibration(arguments, loaded, arguments.images)
     card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
     with contextlib.ExitStack() as stack:
         json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
@@ -148,32 +144,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
     )
     lines = [heading, "", str(report), rest, "", *_table(*figures)]
     print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
-
-
-def _batches(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[Batches, Batches]:
-    """Opens the images that calibrate, and those that are held out."""
-    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
-
-    source = arguments.calibrate
-    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
-    loaded.check_classes(fitted.classes, f"--calibrate {source}")
-    drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(arguments.images, len(fitted)))
-    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
-    fitted = fitted.part(sorted(drawn))
-    return Batches(fitted, arguments.batch_size, **reading), Batches(
-        held_out, arguments.batch_size, **reading
-    )
-
-
-def _check_files(output: Path, arguments: argparse.Namespace) -> None:
-    """Raises ValueError if the output would take the place of another file of the command."""
-    place, source = output.resolve(), Path(arguments.checkpoint).resolve()
-    if place == source or (source.is_dir() and source in place.parents):
-        raise ValueError(
-            f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
-        )
-    if arguments.json and Path(arguments.json).resolve() == place:
-        raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
 
 
 def _card(loaded: LoadedModel, labels: list[str] | None, folders: list[str]) -> ModelCard:

@@ -19,6 +19,12 @@ from ..reference import Pool, attended_keys
 
 Grid = tuple[int, int]
 
+_ROUNDING = 1e-6  # 0.55 of 100 tokens are 55, though the product is a little more in binary
+_PREFERENCE, _SMALLEST = (
+    1e-3,
+    1e-12,
+)  # how much less the last token counts than the first; added to scores of 0
+
 #: How many tokens stay: a fraction, or "entropy" for as many as attention is spread over.
 TokenKeep = float | Literal["entropy"]
 
@@ -107,15 +113,17 @@ def select_tokens(
     else:
         spatial = rows[:, int(class_token) :] - int(class_token)
         before = spatial.shape[1]
-        present = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=scores.device)
-        present = present.scatter(1, torch.where(spatial < 0, tokens, spatial), True)[:, :tokens]
-    ranked = scores.masked_fill(~present, -1.0).argsort(stable=True, dim=1, descending=True)
+        # Not of bool, which torch.jit.trace and ONNX do not know a scatter of.
+        marks = scores.new_zeros(batch, tokens + 1)
+        marks = marks.scatter(1, torch.where(spatial < 0, tokens, spatial), scores.new_ones(spatial.shape))
+        present = marks[:, :tokens] > 0
+    ranked = _ranked(scores, present)
     count = present.sum(1)
     if keep == "entropy":
-        budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before)
+        budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before - _ROUNDING)
         kept = most if _needs_known_shapes(scores) else int(budget.max())
     else:
-        budget, kept = (count * keep).ceil(), math.ceil(keep * before)
+        budget, kept = _part(count, keep), math.ceil(keep * before - _ROUNDING)
     beyond = torch.arange(kept, device=scores.device) >= budget[:, None]
     chosen = ranked[:, :kept].masked_fill(beyond, tokens)
     chosen = chosen.sort(1).values
@@ -127,8 +135,24 @@ def _budgets(scores: Tensor, count: Tensor, bounds: tuple[float, float]) -> Tens
     """Returns how many of ``count`` tokens (B,) stay, those that the scores (B, H·W) are spread over."""
     shares = scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     spread = torch.special.entr(shares).sum(1).exp()
-    least, most = bounds
-    return torch.minimum(torch.maximum(spread, least * count), most * count).ceil().clamp_min(1)
+    least, most = (_part(count, bound) for bound in bounds)
+    return torch.minimum(torch.maximum(spread.ceil(), least), most)
+
+
+def _part(count: Tensor, fraction: float) -> Tensor:
+    return (count.double() * fraction - _ROUNDING).ceil()
+
+
+def _ranked(scores: Tensor, present: Tensor) -> Tensor:
+    """Returns the tokens (B, H·W), best first, those that are not present last.
+
+    Tokens that share their key alone have equal scores, but for rounding. So that rounding, which differs
+    from batch to batch, does not choose among them, those further back count a little less.
+    """
+    tokens = scores.shape[1]
+    factors = 1 - _PREFERENCE * torch.arange(tokens, device=scores.device) / tokens
+    scores = ((scores + _SMALLEST) * factors).masked_fill(~present, -1.0)
+    return scores.topk(tokens).indices  # ONNX has no stable sort
 
 
 def _needs_known_shapes(x: Tensor) -> bool:

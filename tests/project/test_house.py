@@ -42,6 +42,7 @@ FLOORS = (
     {"cvt.images", "cvt.model"},
     {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
     {"cvt.factory"},
+    {"cvt.weight_pruning"},
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},

@@ -246,10 +246,11 @@ def work(config: CvTConfig, image_size: int, batch_size: int, itemsize: int) -> 
 
         part, taps, hidden = f"block {i}", stage.kernel_size**2, int(dim * stage.mlp_ratio)
         q, kv = grid + stage.cls_token, keys + stage.cls_token
-        products = q * (2 * dim**2 + 2 * dim * hidden) + kv * 2 * dim**2
-        moved = q * (6 * dim + 2 * hidden) + kv * 4 * dim
-        add(part, "linear", stage.depth, 2 * products, moved, 4 * dim**2 + 2 * dim * hidden)
-        add(part, "attention", stage.depth, 4 * q * kv * dim, (2 * q + 2 * kv) * dim)
+        width = stage.num_heads * stage.head_dim
+        products = q * (2 * dim * width + 2 * dim * hidden) + kv * 2 * dim * width
+        moved = q * (4 * dim + 2 * width + 2 * hidden) + kv * 2 * (dim + width)
+        add(part, "linear", stage.depth, 2 * products, moved, 4 * dim * width + 2 * dim * hidden)
+        add(part, "attention", stage.depth, 4 * q * kv * width, (2 * q + 2 * kv) * width)
         # Three branches, each with a scale and a shift for BatchNorm.
         convolved = (2 * taps + 2) * (grid + 2 * keys) * dim
         add(part, "convolution", stage.depth, convolved, (2 * q + 2 * kv) * dim)

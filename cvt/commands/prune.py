@@ -1,0 +1,270 @@
+"""``cvt prune``: a model without the hidden units and heads that matter least, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import torch
+from tqdm import tqdm
+
+from cvt_kernels import measure
+from cvt_kernels.tables import aligned
+
+from ..checkpoints import Checkpoint, ModelCard, save_safetensors
+from ..config import CvTConfig
+from ..evaluation import Cost, Evaluation, cost, evaluate
+from ..files import check_writable, replacing, write_json
+from ..huggingface import BEST, WEIGHTS, made_up_labels
+from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
+from .common import (
+    LoadedModel,
+    add_batch_arguments,
+    add_calibrate_argument,
+    add_device_argument,
+    add_labels_argument,
+    add_model_arguments,
+    check_output,
+    load_model,
+    open_calibration,
+    positive_int,
+    print_result,
+    recorded_warnings,
+    resolve_device,
+)
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
+
+_SUFFIX = ".safetensors"
+_OTHER_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+_ROUNDS = 5  # of the measurement of speed
+_UNTOLD = ("command", "run", "json")  # arguments that are no settings
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of ``cvt``."""
+    parser = commands.add_parser(
+        "prune",
+        help="remove the hidden units and heads of a model that matter least, and say what that costs",
+    )
+    add_model_arguments(parser)
+    for option, what in (
+        ("--mlp", "hidden units of every MLP"),
+        ("--heads", "attention heads of every block"),
+    ):
+        text = f"the fraction of the {what} that is removed (default: none)"
+        parser.add_argument(option, type=float, default=0.0, metavar="FRACTION", help=text)
+    parser.add_argument(
+        "--output", required=True, metavar="PATH", help=f"a name that ends with {_SUFFIX}, or a directory"
+    )
+    add_calibrate_argument(parser, required=False)
+    parser.add_argument(
+        "--saliency",
+        choices=get_args(Saliency),
+        help="what matters: large weights (magnitude), or what changes the loss (taylor); default: taylor "
+        "with --calibrate, else magnitude",
+    )
+    parser.add_argument(
+        "--batches", type=positive_int, default=8, help="as many calibrate at most (default: 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses their images (default: 0)")
+    add_labels_argument(parser)
+    add_batch_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    add_device_argument(parser)
+    parser.set_defaults(run=_prune)
+
+
+def _prune(arguments: argparse.Namespace) -> None:
+    output = Path(arguments.output)
+    _check(output, arguments)
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    why_not = why_unprunable(loaded.model)
+    if why_not is not None:
+        raise ValueError(f"--checkpoint: {loaded.checkpoint.path} {why_not}")
+    pruned_config(loaded.model.config, mlp=arguments.mlp, heads=arguments.heads)  # before the long run
+    if arguments.calibrate and loaded.model.config.head != "classify":
+        raise ValueError(
+            f"--calibrate: is for classifiers, and {loaded.checkpoint.path} gives every pixel a class; leave "
+            "it out, or use cvt.prune_weights"
+        )
+    labels, data = loaded.labels(arguments.labels), None
+    if arguments.calibrate:
+        data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
+    with contextlib.ExitStack() as stack:
+        json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
+        file = stack.enter_context(replacing(output)) if output.suffix == _SUFFIX else None
+        remarks = stack.enter_context(recorded_warnings())
+        smaller = _pruned(loaded.model, arguments, data)
+        figures = _measure(loaded, smaller, data, arguments.batch_size)
+        size = _write(file or output, smaller, loaded, _ClassNames.of(loaded, labels, data))
+        figures = figures[0], figures[1]._replace(size=size)
+        if json_file is not None:
+            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
+            setting |= {"image_size": loaded.image_size, "device": str(device)}
+            write_json(json_file, setting | _as_json(loaded.model.config, smaller.config, *figures))
+    lines = [
+        _heading(arguments, data),
+        "",
+        *_stages(loaded.model.config, smaller.config),
+        "",
+        *_table(*figures),
+    ]
+    print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
+
+
+def _check(output: Path, arguments: argparse.Namespace) -> None:
+    """Raises ValueError or OSError for arguments that cannot be, before anything is read."""
+    if output.suffix in _OTHER_SUFFIXES:
+        raise ValueError(
+            f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}, or a directory"
+        )
+    is_directory = output.suffix != _SUFFIX
+    if is_directory and (output.is_file() or (output / BEST).exists()):
+        what = "a file" if output.is_file() else f"the directory of a training, which has {BEST}"
+        raise ValueError(f"--output: {arguments.output} is {what}, expected a directory for the new model")
+    check_writable("--output", output, directory=is_directory)
+    check_output(output, arguments)
+    if is_directory and output.resolve() == Path(arguments.checkpoint).resolve().parent:
+        raise ValueError(
+            f"--output: got {arguments.output!r}, which has --checkpoint, expected another place"
+        )
+    if arguments.saliency == "taylor" and not arguments.calibrate:
+        raise ValueError("--saliency: taylor needs images with labels, expected --calibrate with it")
+
+
+def _pruned(model: Any, arguments: argparse.Namespace, data: tuple[Batches, Batches] | None) -> Any:
+    batches = None
+    if data is not None and arguments.saliency != "magnitude":
+        batches = tqdm(data[0], desc="saliency", unit="batch", leave=False, disable=None)
+    fractions = {"mlp": arguments.mlp, "heads": arguments.heads}
+    return prune_weights(model, **fractions, batches=batches, saliency=arguments.saliency)
+
+
+# Files ----------------------------------------------------------------------------------------------------
+
+
+class _ClassNames(NamedTuple):
+    """The names of the classes for people, and those that data sets have if they are others."""
+
+    labels: list[str]
+    folders: list[str] | None
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, labels: list[str] | None, data: tuple[Batches, Batches] | None
+    ) -> _ClassNames:
+        card = loaded.checkpoint.card
+        folders = None if card is None else card.folders or loaded.checkpoint.labels
+        if data is not None:
+            folders = data[0].dataset.classes
+        labels = labels or folders or made_up_labels(loaded.model.num_classes)
+        return cls(labels, None if labels == folders else folders)
+
+
+def _write(path: Path, model: Any, loaded: LoadedModel, names: _ClassNames) -> int:
+    """Writes a model as a file or a directory, and returns the bytes of its weights."""
+    size, crop_fraction = loaded.image_size, loaded.crop_fraction
+    if path.suffix == _SUFFIX:
+        card = ModelCard(model.config, names.labels, size, crop_fraction, names.folders)
+        tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        save_safetensors(Checkpoint(str(path), tensors, card=card), path)
+        return path.stat().st_size
+    model.save_pretrained(path, labels=names.labels, image_size=size, crop_fraction=crop_fraction)
+    return (path / WEIGHTS[0]).stat().st_size
+
+
+# Figures --------------------------------------------------------------------------------------------------
+
+
+class _Figures(NamedTuple):
+    """The figures of a model; the evaluation is None without images, the size is in bytes."""
+
+    evaluation: Evaluation | None
+    cost: Cost
+    size: int
+    images_per_second: float
+
+
+def _measure(
+    loaded: LoadedModel, smaller: Any, data: tuple[Batches, Batches] | None, batch_size: int
+) -> tuple[_Figures, _Figures]:
+    """Returns the figures of the model as it was and of the smaller one, whose speed is measured by turns."""
+    models, size = {"before": loaded.model, "after": smaller}, loaded.image_size
+    device = next(smaller.parameters()).device
+    images = torch.randn(batch_size, smaller.config.in_chans, size, size, device=device)
+    with torch.inference_mode():
+        seconds = measure.seconds_in_turns(
+            [partial(model, images) for model in models.values()], _ROUNDS, device
+        )
+    before, after = (
+        _Figures(
+            None if data is None else _evaluate(model, data[1], title),
+            cost(model.config, size),
+            sum(tensor.nbytes for tensor in model.state_dict().values()),
+            batch_size / statistics.median(times),
+        )
+        for (title, model), times in zip(models.items(), seconds, strict=True)
+    )
+    return before, after
+
+
+def _evaluate(model: Any, batches: Batches, title: str) -> Evaluation:
+    return evaluate(model, tqdm(batches, desc=title, unit="batch", leave=False, disable=None))
+
+
+# Output ---------------------------------------------------------------------------------------------------
+
+
+def _heading(arguments: argparse.Namespace, data: tuple[Batches, Batches] | None) -> str:
+    text = f"{arguments.output}: {arguments.checkpoint}, pruned by the "
+    if data is None or arguments.saliency == "magnitude":
+        text += "magnitude of its weights"
+    else:
+        text += f"loss of {len(data[0].dataset)} images"
+    if data is None:
+        return text
+    return f"{text}, measured on {len(data[1].dataset)} held-out images of {arguments.calibrate}"
+
+
+def _stages(before: CvTConfig, after: CvTConfig) -> list[str]:
+    """Returns the lines of how many hidden units and heads each block has."""
+    rows = [("stage", "hidden units", "heads")]
+    counts = hidden_units(before), hidden_units(after), before.num_heads, after.num_heads
+    for i, (units, units_left, heads, heads_left) in enumerate(zip(*counts, strict=True)):
+        rows.append((f"{i}", f"{units} → {units_left}", f"{heads} → {heads_left}"))
+    return aligned(rows, right=(1, 2))
+
+
+def _table(before: _Figures, after: _Figures) -> list[str]:
+    """Returns the lines of the figures side by side."""
+    rows: list[tuple[str, ...]] = [("", "before", "after")]
+    both = before, after
+    if before.evaluation is not None and after.evaluation is not None:
+        evaluations = before.evaluation, after.evaluation
+        rows.append(("top-1", *(f"{each.top1:.2%}" for each in evaluations)))
+        rows.append(("top-5", *(f"{each.top5:.2%}" for each in evaluations)))
+        rows.append(("loss", *(f"{each.loss:.4f}" for each in evaluations)))
+    rows.append(("parameters", *(f"{each.cost.parameters / 1e6:.2f} M" for each in both)))
+    rows.append(("multiply-adds", *(f"{each.cost.multiply_adds / 1e6:.2f} M" for each in both)))
+    rows.append(("size", *(f"{each.size / 1e6:.2f} MB" for each in both)))
+    rows.append(("images/s", *(f"{each.images_per_second:.1f}" for each in both)))
+    return aligned(rows, right=(1, 2))
+
+
+def _as_json(before: CvTConfig, after: CvTConfig, *figures: _Figures) -> dict[str, Any]:
+    """Returns the figures as numbers; the accuracy is null without images."""
+    told = []
+    for config, each in zip((before, after), figures, strict=True):
+        accuracy = {name: getattr(each.evaluation, name, None) for name in ("top1", "top5", "loss")}
+        speed = {"bytes": each.size, "images_per_second": each.images_per_second}
+        sizes = {"hidden_units": hidden_units(config), "heads": config.num_heads}
+        told.append(accuracy | each.cost._asdict() | speed | sizes)
+    images = None if figures[0].evaluation is None else figures[0].evaluation.images
+    return {"held_out_images": images, "before": told[0], "after": told[1]}

@@ -1,0 +1,162 @@
+"""``cvt prune``: its files and figures, what takes the files, and what it rejects."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt import create_model, read_checkpoint
+from cvt.commands import main
+from cvt.datasets import save_digits
+from cvt.evaluation import cost
+from tests.checks import Terminal, bad, python_blocks, run_blocks
+from tests.cvt.models import equal, quantized, small
+
+PAGE = (Path(__file__).parents[3] / "docs" / "prune_weights.md").read_text(encoding="utf-8")
+DIGITS = ["--checkpoint", "digits", "--calibrate", "digits"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Prunes the model of digits; returns the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("pruned")
+    printed = io.StringIO(), io.StringIO()
+    files = ["--output", str(folder / "p.safetensors"), "--json", str(folder / "p.json")]
+    with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]):
+        assert main(["prune", *DIGITS, "--mlp", "0.25", *files]) == 0
+    return folder, *(stream.getvalue() for stream in printed)
+
+
+def test_files_and_figures(digits):
+    folder, out, err = digits
+    assert err == ""
+    assert sorted(file.name for file in folder.iterdir()) == ["p.json", "p.safetensors"]
+    content = json.loads((folder / "p.json").read_text())
+    before, after = content["before"], content["after"]
+    assert (content["held_out_images"], content["mlp"], content["heads"]) == (360, 0.25, 0.0)
+    assert (before["hidden_units"], before["heads"]) == ([64, 128], [1, 2])
+    assert (after["hidden_units"], after["heads"]) == ([48, 96], [1, 2])
+    assert before["top1"] - after["top1"] <= 0.003
+    assert before["bytes"] > after["bytes"] == (folder / "p.safetensors").stat().st_size
+    models = create_model(checkpoint="digits"), create_model(checkpoint=folder / "p.safetensors")
+    for figures, model in zip((before, after), models, strict=True):
+        assert (figures["parameters"], figures["multiply_adds"]) == cost(model.config, 16)
+        assert figures["images_per_second"] > 0
+    lines = out.splitlines()
+    transcript = PAGE.partition("$ cvt prune ")[2].partition("```")[0].splitlines()[1:]
+    assert lines[0] == f"{folder}/{transcript[0]}"
+    assert lines[1:-1] == transcript[1:-1]
+    assert [lines[-1].split()[0], transcript[-1].split()[0]] == ["images/s"] * 2
+
+
+def test_the_file_says_all(digits):
+    checkpoint, original = read_checkpoint(digits[0] / "p.safetensors"), read_checkpoint("digits")
+    assert checkpoint.card == original.card._replace(config=checkpoint.config)
+    assert checkpoint.config.mlp_ratio == (1.5, 1.5)
+
+
+def test_the_python_of_the_page():
+    smaller = run_blocks(python_blocks(PAGE))["smaller"]
+    assert smaller(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+
+
+def test_the_other_commands_take_the_file(capsys, tmp_path):
+    path = str(tmp_path / "p.safetensors")
+    files = ["--output", path, "--json", str(tmp_path / "p.json")]
+    assert main(["prune", *DIGITS, "--mlp", "0.25", "--heads", "0.5", *files]) == 0
+    capsys.readouterr()
+    seven = str(save_digits(tmp_path / "digits")[7])
+    assert main(["classify", seven, "--checkpoint", path, "--top", "1"]) == 0
+    assert capsys.readouterr().out.split()[-1] == "7"
+    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
+    after = json.loads((tmp_path / "p.json").read_text())["after"]
+    assert after["heads"] == [1, 1]
+    assert ["top-1", f"{after['top1']:.2%}"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    options = ["--calibrate", "digits", "--images", "4", "--output", str(tmp_path / "q.safetensors")]
+    assert main(["quantize", "--checkpoint", path, *options]) == 0
+    assert "18 of 18 layers quantized" in capsys.readouterr().out
+    line = bad(
+        capsys, main, "prune", "--checkpoint", tmp_path / "q.safetensors", "--mlp", "0.5", "--output", "o"
+    )
+    assert line.endswith("expected floating point: prune first, then quantize")
+    options = ["--epochs", "1", "--lr", "1e-3", "--output", str(tmp_path / "run")]
+    assert main(["train", "--checkpoint", path, "--data", "digits", *options]) == 0
+    assert create_model(checkpoint=tmp_path / "run").config.head_dim == (32, 32)
+    again = ["--mlp", "0.5", "--output", str(tmp_path / "again")]
+    assert main(["prune", "--checkpoint", path, *again, "--batch-size", "1"]) == 0
+    assert create_model(checkpoint=tmp_path / "again").config.mlp_ratio == (0.75, 0.75)
+
+
+def test_a_directory_without_data(capsys, tmp_path):
+    model = small()
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    options = ["--mlp", "0.25", "--image-size", "32", "--batch-size", "1", "--output"]
+    for checkpoint, output in (
+        ("model", "directory"),
+        ("model", "file.safetensors"),
+        ("file.safetensors", "2"),
+    ):
+        output = str(tmp_path / output)
+        assert main(["prune", "--checkpoint", str(tmp_path / checkpoint), *options, output]) == 0
+        out = capsys.readouterr().out
+        assert f"{output}: {tmp_path / checkpoint}, pruned by the magnitude of its weights\n" in out
+        assert "top-1" not in out
+        assert read_checkpoint(output).labels is None
+        assert read_checkpoint(output).preprocessing.image_size == 32
+    made = [create_model(checkpoint=tmp_path / name) for name in ("directory", "file.safetensors", "2")]
+    assert equal(made[0].state_dict(), made[1].state_dict())
+    assert made[2].config.mlp_ratio == (2.0, 2.5, 56 / 24)
+
+
+def test_magnitude_with_data_and_bars(capsys, tmp_path):
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        for saliency in ("magnitude", "taylor"):
+            output = str(tmp_path / saliency)
+            assert main(["prune", *DIGITS, "--saliency", saliency, "--heads", "0.5", "--output", output]) == 0
+    assert "pruned by the magnitude of its weights, measured on 360 held-out" in capsys.readouterr().out
+    for title in ("saliency", "before", "after"):
+        assert f"{title}: " in terminal.getvalue()
+    first, second = (create_model(checkpoint=tmp_path / name) for name in ("magnitude", "taylor"))
+    assert not equal(first.state_dict(), second.state_dict())
+
+
+def test_bad_input(capsys, tmp_path):
+    model = small(num_classes=2)
+    model.save_pretrained(tmp_path / "model")
+    quantized(model).save_pretrained(tmp_path / "quantized")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pth").touch()
+    before = sorted(tmp_path.rglob("*"))
+    good = {"--checkpoint": tmp_path / "model", "--mlp": "0.5", "--output": tmp_path / "p.safetensors"}
+
+    def fails(*more, **changes):
+        options = good | {f"--{name}": value for name, value in changes.items()}
+        line = bad(capsys, main, "prune", *(each for pair in options.items() for each in pair), *more)
+        assert sorted(tmp_path.rglob("*")) == before
+        return line
+
+    assert "mlp: got 1.0, expected at least 0 and below 1" in fails(mlp=1)
+    assert "heads: got 1.0, expected at least 0 and below 1" in fails(heads=1)
+    assert "mlp: 0.99 removes all 32 hidden units of stage 0" in fails(mlp=0.99)
+    assert "mlp, heads: got 0 for both" in fails(mlp=0)
+    assert "heads: 0.1 removes none of the 1, 2, 3 heads of the stages" in fails(heads=0.1)
+    assert "argument --mlp: invalid float value: 'half'" in fails(mlp="half")
+    assert "--saliency: taylor needs images with labels" in fails(saliency="taylor")
+    assert "none does not exist" in fails(calibrate=tmp_path / "none")
+    assert "--calibrate digits: has 10 classes, the model 2" in fails(calibrate="digits")
+    assert "quantized is quantized (stage0." in fails(checkpoint=tmp_path / "quantized")
+    assert "--output: got" in fails(output=tmp_path / "p.pth")
+    assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
+    assert "config.json is a file, expected a directory" in fails(output=tmp_path / "model" / "config.json")
+    assert "no part of --checkpoint" in fails(output=tmp_path / "model")
+    assert "no part of --checkpoint" in fails(output=tmp_path / "model" / "model.safetensors")
+    line = fails(checkpoint=tmp_path / "model" / "model.safetensors", output=tmp_path / "model")
+    assert "which has --checkpoint, expected another place" in line
+    assert "as --output, expected another file" in fails("--json", good["--output"])
+    assert "cannot be written" in fails(output=tmp_path / "none" / "p.safetensors")
