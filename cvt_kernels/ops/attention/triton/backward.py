@@ -35,6 +35,7 @@ from .common import (
     LaunchArguments,
     Place,
     PositionSpec,
+    biased_scores,
     configuration_for,
     contiguous_rows,
     dot,
@@ -337,6 +338,14 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
 # dtable ---------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _table_rows(bias_ptrs, line, across, mask, SPEC: tl.constexpr):
+    """Returns biases of one line of the table of all heads."""
+    _, table_ptr, _ = bias_ptrs
+    table_ptr += line * SPEC.position.table_width
+    return tl.load(table_ptr + across, mask=mask, other=0.0).to(SPEC.accumulator)
+
+
 @triton.jit(do_not_specialize=["splits", "images"])
 def _attention_bwd_table_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptrs, dout_ptr, stats_ptr, delta_ptr, slots_ptr, dtiles_ptr,
@@ -360,6 +369,9 @@ def _attention_bwd_table_kernel(
     key_rows = tl.minimum((PLACES.height - 1 - down) // STRIDE + 1, PLACES.key_height)
     pairs = tl.maximum(key_rows - first_key_row, 0)
     share = tl.cdiv(images, splits)
+    mask = (column < PLACES.width)[:, None] & (key_column < PLACES.key_width)[None, :]
+    across = column[:, None] + STRIDE * (PLACES.key_width - 1 - key_column)[None, :]
+    biases = _table_rows(bias_ptrs, line % (heads * PLACES.table_height), across, mask, SPEC)
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], SPEC.accumulator)
     for part in range(0, tl.minimum(images - split * share, share) * pairs):
         image = (split * share + part // pairs).to(tl.int64)
@@ -375,7 +387,7 @@ def _attention_bwd_table_kernel(
         head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
         q = load_rows(head.q, row, True, SPEC)
         k = load_rows(head.k, key, True, SPEC)
-        scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
+        scores, factor = biased_scores(q, tl.trans(k), biases, row[:, None], key[None, :], head, SPEC)
         stats = _load_stats(stats_ptr + place.plane * 2 * queries, row, queries)
         p = _probabilities(scores, factor, stats, 1)
         v = load_rows(head.v, key, True, SPEC)
@@ -383,7 +395,6 @@ def _attention_bwd_table_kernel(
         delta = tl.load(delta_ptr + place.plane * queries + row, mask=row < queries, other=0.0)
         acc += p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
     dtiles_ptr += line.to(tl.int64) * (PLACES.width * PLACES.key_width)
-    mask = (column < PLACES.width)[:, None] & (key_column < PLACES.key_width)[None, :]
     tl.store(dtiles_ptr + column[:, None] * PLACES.key_width + key_column[None, :], acc, mask=mask)
 
 
@@ -393,6 +404,7 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
     places = arguments["SPEC"].position
     config = configuration_for("bwd_table", q)
     block_q, block_kv = min(padded(places.width), config.block_q), min(padded(places.key_width), config.block_kv)
+    options = config.options | {"num_warps": min(config.num_warps, block_q // 16)}
     tiles = heads * places.table_height * -(-places.width // block_q) * -(-places.key_width // block_kv)
     splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), batch)
     dtiles = q.new_empty(
@@ -400,7 +412,7 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
     )
     slots = q if position.rows is None else _slots(position.rows, places)
     machine.launch(
-        _attention_bwd_table_kernel, (splits * tiles,), on=q, options=config.options,
+        _attention_bwd_table_kernel, (splits * tiles,), on=q, options=options,
         **arguments, slots_ptr=slots, dtiles_ptr=dtiles, splits=splits, images=batch,
         BLOCK_Q=block_q, BLOCK_KV=block_kv,
     )  # fmt: skip

@@ -522,20 +522,32 @@ def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
 
     Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
-    Biases by position are divided by it before they are added, so that zeros leave the scores as they are.
     ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
+    """
+    by_position = 0.0
+    if SPEC.position is not None:
+        by_position = _bias_by_position(query, key, head, SPEC)
+    scores, factor = biased_scores(a, b, by_position, query, key, head, SPEC)
+    if MASKED:
+        scores = tl.where(key < head.k.count, scores, float("-inf"))
+    return scores, factor
+
+
+@triton.jit
+def biased_scores(a, b, by_position, query, key, head, SPEC: tl.constexpr):
+    """Returns what ``scores_of`` does, unmasked, with biases by position that are there already.
+
+    They are divided by the factor before they are added, so that zeros leave the scores as they are.
     """
     scores = dot(a, b, SPEC)
     if SPEC.is_negative:
         scores = -scores
     if SPEC.position is not None:
-        scores += _bias_by_position(query, key, head, SPEC) * (_LOG2E / head.log2_scale)
+        scores += by_position * (_LOG2E / head.log2_scale)
     if SPEC.has_bias:
         offset = query * head.bias_query_stride + key * head.bias_key_stride
         mask = (query < head.q.count) & (key < head.k.count)
         bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
         scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
-    if MASKED:
-        scores = tl.where(key < head.k.count, scores, float("-inf"))
     # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
     return scores, 1.0 if SPEC.has_bias else head.log2_scale
