@@ -21,6 +21,8 @@ from .config import Pool, TokenKeep
 
 Grid = tuple[int, int]
 
+_ROUNDING = 1e-6  # 0.55 of 100 tokens are 55, though the product is a little more in binary
+
 
 def spread_keys(grid: Grid, stride: int, *, class_token: bool, device: torch.device | None = None) -> Tensor:
     """Returns (S, T): how what each key receives is shared among the tokens; every row sums to 1.
@@ -110,10 +112,10 @@ def select_tokens(
     ranked = scores.masked_fill(~present, -1.0).argsort(stable=True, dim=1, descending=True)
     count = present.sum(1)
     if keep == "entropy":
-        budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before)
+        budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before - _ROUNDING)
         kept = most if _needs_known_shapes(scores) else int(budget.max())
     else:
-        budget, kept = (count * keep).ceil(), math.ceil(keep * before)
+        budget, kept = _part(count, keep), math.ceil(keep * before - _ROUNDING)
     beyond = torch.arange(kept, device=scores.device) >= budget[:, None]
     chosen = ranked[:, :kept].masked_fill(beyond, tokens)
     chosen = chosen.sort(1).values
@@ -125,8 +127,12 @@ def _budgets(scores: Tensor, count: Tensor, bounds: tuple[float, float]) -> Tens
     """Returns how many of ``count`` tokens (B,) stay, those that the scores (B, H·W) are spread over."""
     shares = scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     spread = torch.special.entr(shares).sum(1).exp()
-    least, most = bounds
-    return torch.minimum(torch.maximum(spread, least * count), most * count).ceil().clamp_min(1)
+    least, most = (_part(count, bound) for bound in bounds)
+    return torch.minimum(torch.maximum(spread.ceil(), least), most)
+
+
+def _part(count: Tensor, fraction: float) -> Tensor:
+    return (count.double() * fraction - _ROUNDING).ceil()
 
 
 def _needs_known_shapes(x: Tensor) -> bool:

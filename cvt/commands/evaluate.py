@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
 
-from ..evaluation import Cost, Evaluation, cost, evaluate
+from ..evaluation import Cost, Evaluation, TokenCounter, cost, evaluate
 from ..files import replacing, write_json
+from ..model import CvT
 from ..training.recipe import PRECISIONS
 from .common import (
     add_batch_arguments,
@@ -23,7 +26,11 @@ from .common import (
     print_result,
     recorded_warnings,
     resolve_device,
+    token_keep,
 )
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
 
 _WORST = 10  # classes of a report
 
@@ -40,6 +47,15 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_labels_argument(parser)
     add_batch_arguments(parser)
+    parser.add_argument(
+        "--token-keep",
+        dest="token_keeps",
+        nargs="+",
+        default=[],
+        type=token_keep,
+        metavar="KEEP",
+        help="the same weights too, with these fractions of the last stage's tokens staying, or entropy",
+    )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
     parser.add_argument("--json", metavar="FILE", help="write the figures and the whole confusion matrix")
     add_device_argument(parser)
@@ -55,13 +71,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
+    for keep in arguments.token_keeps:
+        dataclasses.replace(model.config, token_keep=keep)  # which fails before the long run
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         remarks = stack.enter_context(recorded_warnings())
-        progress = tqdm(batches, unit="batch", leave=False, disable=None)
-        evaluation = evaluate(model, progress, autocast=PRECISIONS[arguments.precision])
-        costs = cost(model.config, size)
+        runs = [
+            _measure(model, keep, batches, size, PRECISIONS[arguments.precision])
+            for keep in (model.config.token_keep, *arguments.token_keeps)
+        ]
+        evaluation, costs = runs[0].evaluation, runs[0].cost
         if file is not None:
             setting = {
                 "checkpoint": arguments.checkpoint,
@@ -71,10 +91,66 @@ def _evaluate(arguments: argparse.Namespace) -> None:
                 "precision": arguments.precision,
                 "device": str(device),
             }
-            write_json(file, setting | as_json(evaluation, costs, labels))
+            content = setting | as_json(evaluation, costs, labels)
+            content["token_keep"] = [run.as_json() for run in runs]
+            write_json(file, content)
     heading = f"{arguments.checkpoint} on {data}, {size}×{size} pixels, {arguments.precision} on {device}"
     result = [heading, "", report(evaluation, costs, labels)]
+    if len(runs) > 1:
+        result += ["", *token_table(runs)]
     print_result(arguments, result, [*loaded.remarks, *remarks])
+
+
+class Measured(NamedTuple):
+    """The figures of a model for one ``token_keep``; ``tokens`` are the means of :class:`TokenCounter`."""
+
+    token_keep: Any
+    evaluation: Evaluation
+    cost: Cost
+    tokens: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures that depend on how many tokens stay; ``tokens`` counts class tokens too."""
+        figures = {
+            name: getattr(self.evaluation, name) for name in ("top1", "top5", "loss", "images_per_second")
+        }
+        return {
+            "token_keep": self.token_keep,
+            **figures,
+            "multiply_adds": self.cost.multiply_adds,
+            "tokens": self.tokens,
+        }
+
+
+def _measure(model: CvT, keep: Any, batches: Batches, size: int, autocast: torch.dtype | None) -> Measured:
+    """Evaluates a model in which ``keep`` is then set."""
+    model.set_token_keep(keep)
+    progress = tqdm(batches, unit="batch", leave=False, disable=None)
+    with TokenCounter(model) as counter:
+        evaluation = evaluate(model, progress, autocast=autocast)
+    tokens = counter.means()
+    return Measured(keep, evaluation, cost(model.config, size, tokens), tokens)
+
+
+def token_table(runs: Sequence[Measured]) -> list[str]:
+    """Returns a table of models that differ in how many tokens stay, the model as it was loaded first."""
+    rows = [("tokens kept", "computed", "top-1", "multiply-adds", "of the first", "images/s")]
+    first = runs[0]
+    for run in runs:
+        keep = run.token_keep if isinstance(run.token_keep, tuple) else (run.token_keep,)
+        rows.append(
+            (
+                ",".join(each if isinstance(each, str) else f"{each:g}" for each in keep),
+                f"{sum(run.tokens) / (len(run.tokens) * run.tokens[0]):.1%}",
+                f"{run.evaluation.top1:.2%}",
+                _scaled(run.cost.multiply_adds),
+                f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
+                f"{run.evaluation.images_per_second:.1f}",
+            )
+        )
+    lines = aligned(rows, right=[1, 2, 3, 4, 5])
+    note = "computed: the part of the tokens that blocks of the last stage compute, mean of blocks and images"
+    return [*lines, "", note]
 
 
 def report(evaluation: Evaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
