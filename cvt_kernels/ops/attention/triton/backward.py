@@ -203,7 +203,7 @@ def _attention_bwd_dkdv_kernel(
 
 def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
     batch, keys, heads, _ = dk.shape
-    config = configuration_for("bwd_dkdv", dk)
+    config = configuration_for("bwd_dkdv", dk, arguments["SPEC"])
     blocks = -(-keys // config.block_kv)
     machine.launch(
         _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options,
@@ -404,7 +404,8 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
     places = arguments["SPEC"].position
     config = configuration_for("bwd_table", q)
     block_q, block_kv = min(padded(places.width), config.block_q), min(padded(places.key_width), config.block_kv)
-    options = config.options | {"num_warps": min(config.num_warps, block_q // 16)}
+    warps = block_q // 16 if q.element_size() == 2 else block_q * block_kv // 256  # small tiles need few
+    options = config.options | {"num_warps": min(config.num_warps, warps)}
     tiles = heads * places.table_height * -(-places.width // block_q) * -(-places.key_width // block_kv)
     splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), batch)
     dtiles = q.new_empty(

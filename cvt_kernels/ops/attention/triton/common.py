@@ -118,6 +118,15 @@ CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
     "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
 }
 
+# Where a bias by position takes registers that are not there: the same work for a warp, so that zeros leave every
+# bit, or fewer queries in a step.
+BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
+    (80, 2, 64): {
+        "fwd": LaunchConfig(block_q=128, block_kv=128, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=16, block_kv=64, num_warps=4, num_stages=2),
+    },
+}
+
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
 #: Triton 3.6 needs a tenth more than 3.7 in the backward.
 BUDGETS: dict[int, dict[str, Budget]] = {
@@ -132,12 +141,19 @@ BUDGETS: dict[int, dict[str, Budget]] = {
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 
-def configuration(kernel: str, head_dim: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
+def configuration(
+    kernel: str, head_dim: int, element_size: int, capability: int, *, by_position: bool = False
+) -> LaunchConfig:
+    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90).
+
+    With ``by_position`` it is for calls with a bias by position.
+    """
     if (override := _overrides.get(kernel)) is not None:
         return override
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
+    key = generation, min(element_size, 4), 64 if head_dim <= 64 else 128
+    special = BY_POSITION.get(key, {}) if by_position else {}
+    return special.get(kernel) or CONFIGS[key][kernel]
 
 
 @contextlib.contextmanager
@@ -159,9 +175,11 @@ def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
         backends.forget()
 
 
-def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
+def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
-    return configuration(kernel, q.shape[3], q.element_size(), machine.chip(q.device).capability)
+    by_position = spec is not None and spec.position is not None
+    capability = machine.chip(q.device).capability
+    return configuration(kernel, q.shape[3], q.element_size(), capability, by_position=by_position)
 
 
 def padded(size: int) -> int:

@@ -170,7 +170,7 @@ def _attention_fwd_kernel(
 
 def _plan_on_chip(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
     batch, queries, heads, _ = out.shape
-    config = configuration_for("fwd", out)
+    config = configuration_for("fwd", out, arguments.SPEC)
     tiles = -(-queries // config.block_q)
     programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
     rows = -(-tiles // programs) * config.block_q
