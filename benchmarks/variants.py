@@ -130,7 +130,11 @@ def digits_by_keep(tiny: bool) -> list[Row]:
 
 # Position bias --------------------------------------------------------------------------------------------
 
-_STAGES = ((56, 0, 1), (28, 0, 3), (14, 1, 6))  # side of the grid, class tokens and heads of CvT-13 at 224×224
+_STAGES = (
+    (56, 0, 1),
+    (28, 0, 3),
+    (14, 1, 6),
+)  # side of the grid, class tokens and heads of CvT-13 at 224×224
 
 
 def position_bias(tiny: bool) -> list[Row]:
@@ -159,7 +163,8 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
     key_side = -(-side // 2)
     queries, keys = (n * n + class_tokens for n in (side, key_side))
     q, k, v = (
-        suites.randn(batch, n, heads, 64, dtype=torch.float32, seed=i) for i, n in enumerate((queries, keys, keys))
+        suites.randn(batch, n, heads, 64, dtype=torch.float32, seed=i)
+        for i, n in enumerate((queries, keys, keys))
     )
     offsets = side + 2 * (key_side - 1)
     table = suites.randn(heads, offsets, offsets, dtype=torch.float32, seed=3)
@@ -175,8 +180,8 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
 
     ours = "triton" if suites.CUDA else "native"
     rate = speeds(
-        {"plain": call(None, ours), "with the table": call(bias, ours), "sdpa with a mask": call(bias, "sdpa")},
-        batch, tiny,
+        {"plain": call(None, ours), "with the table": call(bias, ours),
+         "sdpa with a mask": call(bias, "sdpa")}, batch, tiny,
     )  # fmt: skip
     return {"stage": stage, **{f"{name}, images/s": value for name, value in rate.items()}}
 

@@ -556,9 +556,15 @@ def _resized_tables(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     """Returns the tables of biases by position that were made for images of another size, interpolated."""
     tables = {name: tensor for name, tensor in tensors.items() if name.endswith("attn.position_bias")}
     return {
-        name: resize_table(table.to(torch.promote_types(table.dtype, torch.float32)), (own[name].shape[1], own[name].shape[2]))
+        name: resize_table(
+            table.to(torch.promote_types(table.dtype, torch.float32)),
+            (own[name].shape[1], own[name].shape[2]),
+        )
         for name, table in tables.items()
-        if name in own and table.ndim == 3 and table.is_floating_point() and table.shape[1:] != own[name].shape[1:]
+        if name in own
+        and table.ndim == 3
+        and table.is_floating_point()
+        and table.shape[1:] != own[name].shape[1:]
     }
 
 

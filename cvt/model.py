@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cvt_kernels.acceleration.entries import BATCH_NORMS
 from cvt_kernels.acceleration.fused import (
@@ -174,7 +173,7 @@ class Attention(nn.Module):
         return [self._project_by_module(branch, x, grid) for branch in branches]
 
     def position_for(self, grid: Grid, rows: Tensor | None = None) -> PositionBias | None:
-        """Returns the bias for a grid, its table interpolated if it was made for another one; None without."""
+        """Returns the bias for a grid, its table interpolated if made for another one; None without."""
         if self.position_bias is None:
             return None
         stride = self.stride_kv

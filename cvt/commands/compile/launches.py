@@ -160,9 +160,7 @@ def attention_launches(
         offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
         position = PositionBias(meta(heads, *offsets), grid, key_grid, stride=2)
     with machine.recorded_launches(chip) as launches:
-        out, stats = forward.attention_forward(
-            q, k, v, matrix, scale, need_stats=training, position=position
-        )
+        out, stats = forward.attention_forward(q, k, v, matrix, scale, need_stats=training, position=position)
         if stats is not None:
             backward.attention_backward(
                 q, k, v, matrix, out, stats, out, scale,

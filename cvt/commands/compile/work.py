@@ -305,7 +305,7 @@ def _attention_backward_bias(launch: machine.Launch) -> Work:
 
 
 def _attention_backward_table(launch: machine.Launch) -> Work:
-    """Describes the gradient of a bias by position, whose loop goes over a split's images and pairs of rows."""
+    """Describes the gradient of a bias by position; its loop goes over a split's images and pairs of rows."""
     arguments = launch.arguments
     places = arguments["SPEC"].position
     images = _mean_trips(arguments["images"], arguments["splits"], 1)

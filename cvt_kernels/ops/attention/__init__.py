@@ -38,8 +38,8 @@ def sdpa(
     if position is not None:
         mask = position_bias(position, q.shape[1], k.shape[1]).to(checks.autocast_dtype(q) or q.dtype)
         mask = mask if mask.ndim == 4 else mask[None]
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).contiguous()
 
 
@@ -245,7 +245,9 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     for name, size in (("query_grid", height), ("query_grid", width), ("key_grid", key_height),
                        ("key_grid", key_width), ("stride", stride)):  # fmt: skip
         if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"position.{name}: got {getattr(position, name)}, expected integers of at least 1")
+            raise ValueError(
+                f"position.{name}: got {getattr(position, name)}, expected integers of at least 1"
+            )
     class_tokens = keys - key_height * key_width
     if class_tokens < 0 or class_tokens > 1:
         raise ValueError(

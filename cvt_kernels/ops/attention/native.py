@@ -3,9 +3,11 @@
 K and V of a head are packed once into the panels that the products read; tiles of up to 32 queries then
 pass through up to 224 keys at a time with a running maximum, so that a tile's scores never leave the first
 level of cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16
-where the CPU multiplies pairs of it. A bias by position is read from its table, which is packed first so that
-the biases of a query's keys are neighbors (``csrc/attention/position.h``). Whichever thread takes a tile, the computation is the same: the same
+where the CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same
 bits always.
+
+A bias by position is read from its table, which is packed first so that the biases of a query's keys are
+neighbors (``csrc/attention/position.h``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @torch.library.register_fake("cvt_kernels::attention_by_position")
-def _(q, k, v, scale, table, rows, key_height, key_width, stride):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    table: Tensor,
+    rows: Tensor | None,
+    key_height: int,
+    key_width: int,
+    stride: int,
+) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -74,6 +86,4 @@ def attention(
     if position is None:
         return _op.default(q, k, v, scale)
     table = position.table.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return _op_by_position.default(
-        q, k, v, scale, table, position.rows, *position.key_grid, position.stride
-    )
+    return _op_by_position.default(q, k, v, scale, table, position.rows, *position.key_grid, position.stride)

@@ -16,15 +16,17 @@ from torch.autograd.function import once_differentiable
 from .... import checks, dispatch
 from ....reference import PositionBias
 from ...triton_launch import accumulator_dtype
-from .backward import attention_backward
 from .. import why_scale_too_small
+from .backward import attention_backward
 from .common import MAX_HEAD_DIM
 from .forward import attention_forward, planned_forward
 
 # Autograd and torch.compile -------------------------------------------------------------------------------
 
 
-def _position_of(table: Tensor | None, rows: Tensor | None, places: Sequence[int] | None) -> PositionBias | None:
+def _position_of(
+    table: Tensor | None, rows: Tensor | None, places: Sequence[int] | None
+) -> PositionBias | None:
     """Returns the bias by position of a call, whose numbers ``places`` has; None without one."""
     if table is None or places is None:
         return None
@@ -98,7 +100,9 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(q, k, v, bias, out, stats, dout, scale, need_bias, table=None, rows=None, places=None, need_table=False):
+def _(
+    q, k, v, bias, out, stats, dout, scale, need_bias, table=None, rows=None, places=None, need_table=False
+):
     needed = (q, k, v, *([bias] if need_bias else []), *([table] if need_table else []))
     return [t.new_empty(t.shape) for t in needed]
 
@@ -166,7 +170,11 @@ def _prepare(
     position: PositionBias | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Returns what serves calls like one without a bias, whose tensors the kernel reads as they lie."""
-    if bias is not None or position is not None or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}:
+    if (
+        bias is not None
+        or position is not None
+        or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}
+    ):
         return None
     launch = planned_forward(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
     if launch is None:

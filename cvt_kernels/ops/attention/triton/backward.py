@@ -13,9 +13,9 @@ With δ = Σ_j p_j dp_j:
   vᵀ once more.
 - dtable, of a bias by position: a program owns one offset down and walks over the images and the pairs of a
   row of queries and a row of keys that lie so; it sums ds over them, a tile (queries across, keys across),
-  whose diagonals are summed last. What is written, (h, H + s·(Hk − 1), W, Wk) in float32 for each split of the
-  batch, is 1/14 of a matrix (h, Nq, Nkv) at the first stage of CvT-13. Chosen queries are found by ``slots``,
-  the query that each token is.
+  whose diagonals are summed last. What is written, (h, H + s·(Hk − 1), W, Wk) in float32 for each split of
+  the batch, is 1/14 of a matrix (h, Nq, Nkv) at the first stage of CvT-13. Chosen queries are found by
+  ``slots``, the query that each token is.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _attention_bwd_table_kernel(
     strides, dout_strides, scale, log2_scale, heads, queries, keys, splits, images,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Sums ds over one offset down and a split's images, a tile of dtiles (splits, h, table_height, W, Wk)."""
+    """Sums ds over one offset down and a split's images: part of dtiles (splits, h, offsets down, W, Wk)."""
     PLACES: tl.constexpr = SPEC.position
     STRIDE: tl.constexpr = PLACES.stride
     BLOCKS: tl.constexpr = (PLACES.width + BLOCK_Q - 1) // BLOCK_Q
@@ -373,7 +373,7 @@ def _attention_bwd_table_kernel(
     across = column[:, None] + STRIDE * (PLACES.key_width - 1 - key_column)[None, :]
     biases = _table_rows(bias_ptrs, line % (heads * PLACES.table_height), across, mask, SPEC)
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], SPEC.accumulator)
-    for part in range(0, tl.minimum(images - split * share, share) * pairs):
+    for part in range(tl.minimum(images - split * share, share) * pairs):
         image = (split * share + part // pairs).to(tl.int64)
         key_row = first_key_row + part % pairs
         place = Place(image, index, plane=image * heads + index, block=0)
@@ -400,10 +400,13 @@ def _attention_bwd_table_kernel(
 
 def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) -> Tensor:
     """Returns the gradient of the table of a bias by position."""
-    batch, queries, heads, _ = q.shape
+    batch, _, heads, _ = q.shape
     places = arguments["SPEC"].position
     config = configuration_for("bwd_table", q)
-    block_q, block_kv = min(padded(places.width), config.block_q), min(padded(places.key_width), config.block_kv)
+    block_q, block_kv = (
+        min(padded(places.width), config.block_q),
+        min(padded(places.key_width), config.block_kv),
+    )
     warps = block_q // 16 if q.element_size() == 2 else block_q * block_kv // 256  # small tiles need few
     options = config.options | {"num_warps": min(config.num_warps, warps)}
     tiles = heads * places.table_height * -(-places.width // block_q) * -(-places.key_width // block_kv)
@@ -425,7 +428,9 @@ def _slots(rows: Tensor, places: PositionSpec) -> Tensor:
     batch, queries = rows.shape
     tokens = places.class_tokens + places.height * places.width
     slots = rows.new_full((batch, tokens + 1), queries)
-    slots.scatter_(1, torch.where(rows < 0, tokens, rows), torch.arange(queries, device=rows.device).expand_as(rows))
+    slots.scatter_(
+        1, torch.where(rows < 0, tokens, rows), torch.arange(queries, device=rows.device).expand_as(rows)
+    )
     return slots[:, :tokens].contiguous()
 
 

@@ -118,8 +118,8 @@ CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
     "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
 }
 
-# Where a bias by position takes registers that are not there: the same work for a warp, so that zeros leave every
-# bit, or fewer queries in a step.
+# Where a bias by position takes registers that are not there: the same work for a warp, so that zeros leave
+# every bit, or fewer queries in a step.
 BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     (80, 2, 64): {
         "fwd": LaunchConfig(block_q=128, block_kv=128, num_warps=8, num_stages=2),
@@ -360,7 +360,11 @@ class LaunchArguments(NamedTuple):
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
-            bias_ptrs=(q if bias is None else bias, q if table is None else table, q if rows is None else rows),
+            bias_ptrs=(
+                q if bias is None else bias,
+                q if table is None else table,
+                q if rows is None else rows,
+            ),
             strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
             scale=scale,
             log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
