@@ -115,7 +115,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    _, _, _, need_bias, _, _, need_table, *_ = ctx.needs_input_grad
+    _, _, _, need_bias, *others = ctx.needs_input_grad  # PyTorch leaves out last ones that have defaults
+    need_table = len(others) > 2 and others[2]
     *saved, table, rows = ctx.saved_tensors
     dq, dk, dv, *others = _backward_op(
         *saved, dout, ctx.scale, need_bias, table, rows, ctx.places, need_table
