@@ -358,7 +358,7 @@ def linear_float8_launches(
     ]
 
 
-#: Operators with Triton kernels, by name. CvT's attention has no bias, unless it is asked for.
+#: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
     "conv_embedding": conv_embedding_launches,

@@ -118,11 +118,9 @@ def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]
     _, _, _, need_bias, *others = ctx.needs_input_grad  # PyTorch leaves out last ones that have defaults
     need_table = len(others) > 2 and others[2]
     *saved, table, rows = ctx.saved_tensors
-    dq, dk, dv, *others = _backward_op(
-        *saved, dout, ctx.scale, need_bias, table, rows, ctx.places, need_table
-    )
-    dbias = others.pop(0) if need_bias else None
-    dtable = others.pop(0) if need_table else None
+    dq, dk, dv, *rest = _backward_op(*saved, dout, ctx.scale, need_bias, table, rows, ctx.places, need_table)
+    dbias = rest.pop(0) if need_bias else None
+    dtable = rest.pop(0) if need_table else None
     return dq, dk, dv, dbias, None, None, dtable, None, None
 
 
