@@ -1,5 +1,7 @@
 """The bias of attention by position: every backend against the explicit matrix, and the table's gradient."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -7,7 +9,14 @@ from torch.autograd import gradcheck
 import cvt_kernels as ck
 from cvt_kernels import verdicts
 from cvt_kernels.reference import PositionBias, gather_rows
-from tests.checks import assert_accurate, not_built, recorded_operators, remember_verdict
+from tests.checks import (
+    assert_accurate,
+    not_built,
+    python_blocks,
+    recorded_operators,
+    remember_verdict,
+    run_blocks,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -364,3 +373,9 @@ def test_map_has_the_probabilities_of_attention(with_rows):
     torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", seen, v), out[:, [0, 3, -1]])
     with pytest.raises(ValueError, match=r"position\.stride"):
         ck.attention_map(q, k, position=position._replace(stride=0))
+
+
+def test_the_page_about_attention_runs():
+    page = Path(__file__).parents[4] / "docs" / "attention.md"
+    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert names["out"].shape == names["queries"].shape
