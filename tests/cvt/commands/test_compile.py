@@ -262,6 +262,15 @@ def test_attention(compile_ahead, arch):
     assert_documented(rows)
 
 
+def test_attention_with_a_bias_by_position(compile_ahead):
+    _, rows = compile_ahead(
+        "--operator", "attention_by_position", "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"
+    )  # fmt: skip
+    assert {row["kernel"] for row in rows} == {"attention_fwd", "attention_bwd", "attention_bwd_table"}
+    assert_flawless(rows)
+    assert_documented(rows)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_conv_embedding(compile_ahead, arch):
     """CvT-13's three stages at 224²: one kernel, then two with PyTorch's convolution before each."""
