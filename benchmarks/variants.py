@@ -32,6 +32,7 @@ from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
 from cvt.training.trainer import Trainer
 from cvt.weight_pruning import pruned_config
 from cvt_kernels import measure
+from cvt_kernels.reference import PositionBias
 
 from . import suites
 
@@ -182,6 +183,64 @@ def accuracy(model: CvT) -> float:
     return 100 * evaluate(model.to(suites.DEVICE), Batches(held_out, 120)).top1
 
 
+# Position bias --------------------------------------------------------------------------------------------
+
+_STAGES = (
+    (56, 0, 1),
+    (28, 0, 3),
+    (14, 1, 6),
+)  # side of the grid, class tokens and heads of CvT-13 at 224×224
+
+
+def position_bias(tiny: bool) -> list[Row]:
+    """Returns the speed of CvT-13 with and without the bias, and of its attention alone."""
+    rows = []
+    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+        images = random_images(batch, tiny)
+        models = [create_model("cvt_13", position_bias=has_bias).eval() for has_bias in (False, True)]
+        for model in models:
+            randomize(model)
+        rate = speeds(
+            {name: serving(model.to(suites.DEVICE), images)
+             for name, model in zip(("plain", "with bias"), models, strict=True)}, batch, tiny,
+        )  # fmt: skip
+        rows.append(
+            {"batch": batch, **{f"{name}, images/s": value for name, value in rate.items()},
+             "with bias, × as fast": rate["with bias"] / rate["plain"]}
+        )  # fmt: skip
+    return [*rows, *(attention_by_position(stage, tiny) for stage in range(1, len(_STAGES) + 1))]
+
+
+def attention_by_position(stage: int, tiny: bool) -> Row:
+    """Returns the time of one stage's attention: plain, with the table, and by PyTorch with a mask of it."""
+    side, class_tokens, heads = _STAGES[stage - 1]
+    batch = 1 if tiny else 8
+    key_side = -(-side // 2)
+    queries, keys = (n * n + class_tokens for n in (side, key_side))
+    q, k, v = (
+        suites.randn(batch, n, heads, 64, dtype=torch.float32, seed=i)
+        for i, n in enumerate((queries, keys, keys))
+    )
+    offsets = side + 2 * (key_side - 1)
+    table = suites.randn(heads, offsets, offsets, dtype=torch.float32, seed=3)
+    bias = PositionBias(table, (side, side), (key_side, key_side), stride=2)
+
+    def call(position: PositionBias | None, *backends: str) -> Callable[[], Tensor]:
+        def attend() -> Tensor:
+            with torch.inference_mode(), ck.use_backend(*backends):
+                return ck.attention(q, k, v, scale=(64 * heads) ** -0.5, position=position)
+
+        attend()
+        return attend
+
+    ours = "triton" if suites.CUDA else "native"
+    rate = speeds(
+        {"plain": call(None, ours), "with the table": call(bias, ours),
+         "sdpa with a mask": call(bias, "sdpa")}, batch, tiny,
+    )  # fmt: skip
+    return {"stage": stage, **{f"{name}, images/s": value for name, value in rate.items()}}
+
+
 # Weight pruning -------------------------------------------------------------------------------------------
 
 #: The fractions of hidden units and of heads that are removed, first none.
@@ -254,11 +313,6 @@ def pruned_digits(mlp: float, heads: float, epochs: int, lr: float) -> Row:
 
 
 def hybrid(tiny: bool) -> list[Row]:
-    """Returns nothing yet."""
-    return []
-
-
-def position_bias(tiny: bool) -> list[Row]:
     """Returns nothing yet."""
     return []
 

@@ -55,6 +55,12 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
 
+  // The same with the biases of a table (heads, H + s (Hk - 1), W + s (Wk - 1)) for the offsets from keys to queries, in
+  // accumulators; `rows` (B, Nq) are the tokens of the queries where there is not one for each (reference.py).
+  m.def(
+      "attention_by_position(Tensor q, Tensor k, Tensor v, float scale, Tensor table, Tensor? rows, int key_height, "
+      "int key_width, int stride) -> Tensor");
+
   // conv_projection/, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
   // tokens, of a height × width grid after a class token or none; `norms` are the scale, shift, mean and variance of
   // each branch, `geometry` its stride, padding and dilation.

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from cvt_kernels.reference import LIMITS
+from cvt_kernels.reference import LIMITS, resize_table
 
 from . import hub
 from .config import PRESETS, CvTConfig, check_images, preset_of, resolve_config
@@ -524,7 +524,7 @@ def _fitting(
     difference = _why_quantized_otherwise(tensors, own)
     if difference is not None:
         raise CheckpointError(f"{checkpoint.path}: {difference}")
-    tensors |= _starting_values(tensors, own)
+    tensors |= _starting_values(tensors, own) | _resized_tables(tensors, own)
     head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
     if head_replaced:
         tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
@@ -551,6 +551,22 @@ def _starting_values(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -
         name: torch.zeros(own[name].shape) if name.endswith((".position_bias", "bn.weight")) else own[name]
         for name in extra
         if name not in tensors
+    }
+
+
+def _resized_tables(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tables of biases by position that were made for images of another size, interpolated."""
+    tables = {name: tensor for name, tensor in tensors.items() if name.endswith("attn.position_bias")}
+    return {
+        name: resize_table(
+            table.to(torch.promote_types(table.dtype, torch.float32)),
+            (own[name].shape[1], own[name].shape[2]),
+        )
+        for name, table in tables.items()
+        if name in own
+        and table.ndim == 3
+        and table.is_floating_point()
+        and table.shape[1:] != own[name].shape[1:]
     }
 
 

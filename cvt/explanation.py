@@ -102,7 +102,9 @@ def explain(model: CvT, images: Tensor) -> Explanation:
     rows = [0] if model.config.pool == "cls" else list(range(queries - tokens, queries))
     start = torch.zeros(queries).to(matrices[0])
     start[rows] = 1 / len(rows)
-    probabilities = ck.attention_map(last.q, last.k, rows=rows, scale=last.attention.scale).probabilities
+    probabilities = ck.attention_map(
+        last.q, last.k, rows=rows, scale=last.attention.scale, position=last.attention.position_for(last.grid)
+    ).probabilities
     seen = _mean(probabilities, last.kept[:, None, rows, None], 2)
     attention = seen[..., -math.prod(last.key_grid) :].unflatten(-1, last.key_grid)
     spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
@@ -216,6 +218,7 @@ def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor
             scale=call.attention.scale,
             grid=call.key_grid,
             query_grid=call.grid,
+            position=call.attention.position_for(call.grid),
         )
         entropy.append(part.entropy)
         distance.append(cast(Tensor, part.distance))  # there is a grid

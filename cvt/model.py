@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cvt_kernels.acceleration.entries import BATCH_NORMS
 from cvt_kernels.acceleration.fused import (
@@ -29,7 +28,7 @@ from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.conv_projection.modules import project
 from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
-from cvt_kernels.reference import PositionBias
+from cvt_kernels.reference import PositionBias, resize_table
 
 from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
@@ -155,7 +154,7 @@ class Attention(nn.Module):
             apply_linear(layer, tokens).unflatten(2, (self.num_heads, -1))
             for layer, tokens in zip(layers, projected, strict=True)
         )
-        position = self._position(grid, rows)
+        position = self.position_for(grid, rows)
         if fused:
             dropout_p = self.attn_drop.p if self.attn_drop.training else 0.0
             y = attention(q, k, v, scale=self.scale, dropout_p=dropout_p, position=position).flatten(2)
@@ -173,15 +172,12 @@ class Attention(nn.Module):
             return list(project(x, grid, [branch.summands() for branch in branches]))
         return [self._project_by_module(branch, x, grid) for branch in branches]
 
-    def _position(self, grid: Grid, rows: Tensor | None) -> PositionBias | None:
-        """Returns the bias for a grid, its table interpolated if it was made for another one."""
+    def position_for(self, grid: Grid, rows: Tensor | None = None) -> PositionBias | None:
+        """Returns the bias for a grid, its table interpolated if made for another one; None without."""
         if self.position_bias is None:
             return None
-        table: Tensor = self.position_bias
         stride = self.stride_kv
-        sizes = _table_size(grid, stride)
-        if table.shape[1:] != sizes:
-            table = F.interpolate(table[None], sizes, mode="bilinear", align_corners=True)[0]
+        table = resize_table(self.position_bias, _table_size(grid, stride))
         height, width = ((n - 1) // stride + 1 for n in grid)
         return PositionBias(table, grid, (height, width), stride, rows)
 
@@ -394,7 +390,7 @@ class _Stages(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Returns the names of parameters that weight decay should leave alone, besides biases and norms."""
-        return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
+        return {name for name, _ in self.named_parameters() if name.endswith(("cls_token", "position_bias"))}
 
 
 class CvT(_Stages, PretrainedModel):

@@ -118,12 +118,13 @@ class PositionBias(NamedTuple):
     class token, token and key 0, has no place: its scores get no bias.
 
     Attributes:
-        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite.
+        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite; of the dtype of q, but under autocast it
+            may have another.
         query_grid: ``(H, W)`` of the tokens.
         key_grid: ``(Hk, Wk)``.
         stride: s.
-        rows: ``(B, Nq)`` int64, the tokens that the queries are, as of :func:`gather_rows`; None where there
-            is a query for each token.
+        rows: ``(B, Nq)`` int64, the tokens that the queries are, as of :func:`gather_rows`, each at most
+            once; None where there is a query for each token. The result of a row of −1 means nothing.
     """
 
     table: Tensor
@@ -397,6 +398,13 @@ def position_bias(position: PositionBias, queries: int, keys: int) -> Tensor:
     across = token % width - stride * (key % key_width) + stride * (key_width - 1)
     bias = table[:, down, across].masked_fill(~has_place, 0.0)
     return bias if rows is None else bias.transpose(0, 1)
+
+
+def resize_table(table: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Returns the table (heads, …) of a bias by position for other grids: bilinear, corner to corner."""
+    if not torch.jit.is_tracing() and table.shape[1:] == sizes:  # sizes that are recorded are not compared
+        return table
+    return F.interpolate(table[None], sizes, mode="bilinear", align_corners=True)[0]
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:

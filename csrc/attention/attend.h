@@ -110,9 +110,32 @@ VECTOR_INLINE A soften(const A* scores, Factor<T>* probabilities, int64_t keys, 
   return factor;
 }
 
+// The biases by position of a tile of queries; `packed` is null where there are none.
+template <class A>
+struct TileBias {
+  const A* packed = nullptr;  // of the head
+  const PositionGrids* grids = nullptr;
+  const int64_t* rows = nullptr;  // the tokens of the queries; null where they are those from `first` on
+  int64_t first = 0;
+
+  // Adds those of one query to its scores with the keys from `first_key` on, and something to scores after them.
+  VECTOR_INLINE void add(int64_t query, int64_t first_key, int64_t keys, A* scores) const {
+    const int64_t token = (rows == nullptr ? first + query : rows[query]) - grids->class_tokens;
+    if (token < 0 || token >= grids->height * grids->width) return;
+    const int64_t skipped = first_key == 0 ? grids->class_tokens : 0;
+    const A* biases = packed + grids->start_of(token / grids->width, token % grids->width) + first_key + skipped -
+                      grids->class_tokens;
+    for (int64_t c = 0; c < keys - skipped; c += Vector<A>::lanes) {
+      A* to = scores + skipped + c;
+      store(to, load(to, Whole{}) + load(biases + c, Whole{}), Whole{});
+    }
+  }
+};
+
 // Takes the queries of a tile, at most kTile, through all keys of their head; the rows of out lie out_stride apart.
 template <class T, class A = Accumulator<T>>
-void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scratch, T* out, int64_t out_stride) {
+void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scratch, T* out, int64_t out_stride,
+            const TileBias<A>& bias = {}) {
   using F = Vector<A>;
   const int64_t depth = ceil_div(call.head_dim, kDepth<T>), value_depth = ceil_div(call.keys, kDepth<T>);
   for (int64_t row = 0; row < rows; row++) {
@@ -131,7 +154,8 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
     });
     for (int64_t row = 0; row < rows; row++) {
       Factor<T>* probabilities = scratch.probabilities + row * kScoreStride;
-      const A* scores = scratch.scores + row * kScoreStride;
+      A* scores = scratch.scores + row * kScoreStride;
+      if (bias.packed != nullptr) bias.add(row, first, keys, scores);
       const A factor = soften<T>(scores, probabilities, keys, scale, first == 0, running[row]);
       if (first == 0) continue;
       A* sums = scratch.out + row * kQueryStride;

@@ -11,6 +11,18 @@ const T* at(const Strided& tensor, int64_t image, int64_t head) {
   return static_cast<const T*>(tensor.data) + image * tensor.batch + head * tensor.head;
 }
 
+template <class T, class A = Accumulator<T>>
+TileBias<A> tile_bias(const Forward& call, int64_t image, int64_t head, int64_t first) {
+  if (call.position == nullptr) return {};
+  const Position& position = *call.position;
+  return {
+      .packed = static_cast<const A*>(position.packed) + head * position.grids.packed_size(),
+      .grids = &position.grids,
+      .rows = position.rows == nullptr ? nullptr : position.rows + image * call.queries + first,
+      .first = first,
+  };
+}
+
 template <class T>
 void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory) {
   const Scratch<T> scratch = divide<T>(call, memory);
@@ -27,7 +39,8 @@ void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory
     const int64_t tile = begin % tiles, first = call.queries * tile / tiles;
     const int64_t rows = call.queries * (tile + 1) / tiles - first;
     T* out = static_cast<T*>(call.out) + ((image * call.queries + first) * call.heads + head) * call.head_dim;
-    attend<T>(call, at<T>(call.q, image, head) + first * call.q.token, rows, scratch, out, call.heads * call.head_dim);
+    attend<T>(call, at<T>(call.q, image, head) + first * call.q.token, rows, scratch, out, call.heads * call.head_dim,
+              tile_bias<T>(call, image, head, first));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/position.h"
 #include "common/half.h"
 #include "common/instruction_sets.h"
 
@@ -14,12 +15,13 @@ struct Strided {
   int64_t batch, token, head;
 };
 
-// out = softmax(scale · q kᵀ) v, contiguous (batch, queries, heads, head_dim).
+// out = softmax(scale · q kᵀ + bias by position) v, contiguous (batch, queries, heads, head_dim).
 struct Forward {
   Strided q, k, v;
   int64_t batch, queries, keys, heads, head_dim;
   double scale;
   void* out;
+  const Position* position = nullptr;
 };
 
 constexpr int64_t kTile = 32;       // the most queries that share what is read of k and v: two tiles of AMX

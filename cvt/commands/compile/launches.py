@@ -6,6 +6,7 @@ The launchers run on tensors without memory (``device="meta"``), and their launc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,23 +139,33 @@ def attention_launches(
     batch: int = 256,
     training: bool = True,
     bias: bool = False,
+    by_position: bool = False,
 ) -> list[machine.Launch]:
     """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
     from cvt_kernels.ops.attention.triton import backward, forward
+    from cvt_kernels.reference import PositionBias
 
-    (height, width), channels, class_tokens, _ = stage
-    queries, keys = (h * w + class_tokens for h, w in ((height, width), (-(-height // 2), -(-width // 2))))
-    heads = channels // 64
+    grid, channels, class_tokens, _ = stage
+    key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
+    queries, keys = (math.prod(each) + class_tokens for each in (grid, key_grid))
+    heads, scale = channels // 64, channels**-0.5
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
-    table = meta(heads, queries, keys) if bias else None
+    matrix = meta(heads, queries, keys) if bias else None
+    position = None
+    if by_position:
+        offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
+        position = PositionBias(meta(heads, *offsets), grid, key_grid, stride=2)
     with machine.recorded_launches(chip) as launches:
-        out, stats = forward.attention_forward(q, k, v, table, channels**-0.5, need_stats=training)
+        out, stats = forward.attention_forward(q, k, v, matrix, scale, need_stats=training, position=position)
         if stats is not None:
-            backward.attention_backward(q, k, v, table, out, stats, out, channels**-0.5, need_bias=bias)
+            backward.attention_backward(
+                q, k, v, matrix, out, stats, out, scale,
+                need_bias=bias, position=position, need_table=by_position,
+            )  # fmt: skip
     return launches
 
 
@@ -410,6 +421,7 @@ TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_linear": conv_linear_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
+    "attention_by_position": functools.partial(attention_launches, by_position=True),
     "layer_norm_mlp": layer_norm_mlp_launches,
     "linear_gelu": linear_gelu_launches,
     "linear_add": linear_add_launches,

@@ -304,6 +304,16 @@ def _attention_backward_bias(launch: machine.Launch) -> Work:
     return _attention_work(launch, ("q", "k", "v", "dout", "lse", "delta", "dbias"), 2, (tiles,), scores)
 
 
+def _attention_backward_table(launch: machine.Launch) -> Work:
+    """Describes the gradient of a bias by position; its loop goes over a split's images and pairs of rows."""
+    arguments = launch.arguments
+    places = arguments["SPEC"].position
+    images = _mean_trips(arguments["images"], arguments["splits"], 1)
+    pairs = images * places.height * places.key_height / places.table_height
+    scores = pairs * arguments["BLOCK_Q"] * arguments["BLOCK_KV"]
+    return _attention_work(launch, ("q", "k", "v", "dout", "lse", "delta", "dtiles"), 2, (pairs,), scores)
+
+
 def _attention_work(
     launch: machine.Launch, tensors: tuple[str, ...], products: int, trips: tuple[float, ...], scores: float
 ) -> Work:
@@ -318,7 +328,7 @@ def _attention_work(
     """
     given = {name: launch.arguments.get(f"{name}_ptr") for name in tensors}
     moved = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
-    outputs = [moved[name] for name in ("out", "dq", "dk", "dv", "dbias") if name in moved]
+    outputs = [moved[name] for name in ("out", "dq", "dk", "dv", "dbias", "dtiles") if name in moved]
     if "dout" in moved and "out" in moved:  # bwd_dq reads it
         outputs.remove(moved["out"])
     return Work(
@@ -518,6 +528,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_attention_bwd_dq_kernel": _attention_backward_queries,
     "_attention_bwd_dkdv_kernel": _attention_backward_keys,
     "_attention_bwd_bias_kernel": _attention_backward_bias,
+    "_attention_bwd_table_kernel": _attention_backward_table,
     "_layer_norm_mlp_fwd_kernel": _layer_norm_mlp,
     "_layer_norm_mlp_fwd_resident_kernel": _layer_norm_mlp,
     "_linear_gelu_kernel": functools.partial(_linear, results=("out", "pre")),

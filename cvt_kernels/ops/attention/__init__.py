@@ -21,10 +21,25 @@ _SHAPE = "(batch, tokens, heads, head_dim)"
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> Tensor:
-    """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``.
+
+    A bias by position becomes a mask, (1, h, Nq, Nkv) for the whole batch, or (B, h, Nq, Nkv) with rows.
+    """
+    mask = None
+    if position is not None:
+        mask = position_bias(position, q.shape[1], k.shape[1]).to(checks.autocast_dtype(q) or q.dtype)
+        mask = mask if mask.ndim == 4 else mask[None]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).contiguous()
 
 
@@ -32,7 +47,14 @@ _SAMPLE = 2**20  # scores
 
 
 def _why_sdpa_unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> str | None:
     if bias is not None:
         return "gives no zeros where the bias excludes every key"
@@ -40,16 +62,35 @@ def _why_sdpa_unsupported(
 
 
 def _signature(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(q, k, v, bias)
+    table = None if position is None else position.table
+    gradient = checks.wants_gradient(q, k, v, bias, table)
     form = None if bias is None else (tuple(n == 1 for n in bias.shape), bias.requires_grad)
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    return gradient, q.shape, k.shape[1], contiguous, form, dropout_p > 0
+    places = None
+    if position is not None:
+        # A scale that is all but 0 is refused by kernels.
+        too_small = why_scale_too_small(scale) is not None
+        places = position.table.requires_grad, position.rows is not None, *position[1:4], too_small
+    return gradient, q.shape, k.shape[1], contiguous, form, dropout_p > 0, places
 
 
 def _shape_class(
-    gradient: bool, shape: Sequence[int], keys: int, contiguous: bool, bias: Any, drops: bool
+    gradient: bool,
+    shape: Sequence[int],
+    keys: int,
+    contiguous: bool,
+    bias: Any,
+    drops: bool,
+    places: Any = None,
 ) -> str:
     batch, queries, heads, channels = shape
     words = f"{size_class(batch * heads)} images × heads of {channels} channels"
@@ -58,17 +99,42 @@ def _shape_class(
         ones, has_gradient = bias
         form = "×".join("1" if one else "n" for one in ones)
         words += f", {'learned' if has_gradient else 'fixed'} bias of {form}"
+    if places is not None:
+        has_gradient, has_rows, *_ = places
+        words += f", {'learned' if has_gradient else 'fixed'} bias by position"
+        words += " of chosen queries" if has_rows else ""
     return words + ("" if contiguous else ", strided") + (", dropout" if drops else "")
 
 
 def _sample(
-    factor: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, **settings: Any
+    factor: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    position: PositionBias | None = None,
+    **settings: Any,
 ) -> tuple[Any, dict[str, Any]]:
     batch, queries, heads, _ = q.shape
     images = images_within(_SAMPLE * factor, batch, batch * heads * queries * k.shape[1])
     if bias is not None and bias.ndim == 4 and bias.shape[0] == batch:
         bias = bias[:images]
+    if position is not None:
+        rows = None if position.rows is None else position.rows[:images]
+        settings["position"] = position._replace(rows=rows)
     return (q[:images], k[:images], v[:images]), {"bias": bias, **settings}
+
+
+#: The least magnitude of a scale that a bias by position is divided by.
+_LEAST_SCALE = 2.0**-64
+
+
+def why_scale_too_small(scale: float | None) -> str | None:
+    """Says why kernels cannot divide a bias by position by a scale, as they do; None if they can."""
+    if scale is not None and abs(scale) < _LEAST_SCALE:
+        return f"the scale {scale} is too close to 0 to divide a bias by position by it"
+    return None
 
 
 register_triton("attention", __name__)
@@ -100,7 +166,8 @@ def attention(
         bias: Added to the scores; broadcasts to ``(B, h, Nq, Nkv)``. A row that is −inf throughout gives
             zeros.
         dropout_p: Probability of dropping an attention probability, in every call: pass 0 in evaluation.
-        position: A learned bias by the offset from key to query, added too; see :class:`PositionBias`.
+        position: A learned bias by the offset from key to query, added too; see :class:`PositionBias`. The
+            kernels read its table; no matrix is made of it.
 
     Returns:
         ``(B, Nq, h, D)``, contiguous.
@@ -108,33 +175,43 @@ def attention(
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
         ValueError: A wrong shape or device, no keys, a bias that does not broadcast, a scale that is not
-            finite or a probability outside [0, 1).
+            finite, a probability outside [0, 1), or grids, a table or rows that do not fit the tokens.
         BackendUnavailable: The requested backend cannot serve the call.
 
     The Triton kernels follow FlashAttention (Dao et al. 2022; Dao 2023): they read q, k and v as they lie if
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
+    options: dict[str, Any] = {"scale": scale, "bias": bias, "dropout_p": dropout_p}
+    table = rows = places = None
     if position is not None:
-        by_offset = position_bias(position, q.shape[1], k.shape[1])
-        bias = by_offset if bias is None else bias + by_offset
+        if not isinstance(position, PositionBias):
+            raise TypeError(f"position: got {type(position).__name__}, expected a PositionBias")
+        options["position"] = position
+        table, *places, rows = position
     if torch.jit.is_tracing():
-        return dispatch.call_recorded("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
-    settings = scale, type(scale), dropout_p, type(dropout_p)
-    key = dispatch.key_of("attention", settings, q, k, v, bias)
+        return dispatch.call_recorded("attention", q, k, v, **options)
+    settings = scale, type(scale), dropout_p, type(dropout_p), places and tuple(places)
+    key = dispatch.key_of("attention", settings, q, k, v, bias, table, rows)
     known = dispatch.known(key)
     if known is None:
-        check_attention(q, k, v, scale, bias, dropout_p)
+        check_attention(q, k, v, scale, bias, dropout_p, position)
     elif known.run is not None:
         return known.run(q, k, v)
-    out = dispatch.call("attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+    out = dispatch.call("attention", q, k, v, **options)
     if known is None:
-        dispatch.remember(key, "attention", q, k, v, scale=scale, bias=bias, dropout_p=dropout_p)
+        dispatch.remember(key, "attention", q, k, v, **options)
     return out
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor | None, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> None:
     """Raises the errors that :func:`attention` documents; ``v`` is None for an attention map."""
     named = [("q", q), ("k", k), ("v", v)] if v is not None else [("q", q), ("k", k)]
@@ -158,6 +235,44 @@ def check_attention(
         checks.check_float_tensor("bias", bias, "that broadcasts to (batch, heads, queries, keys)")
         checks.check_like("bias", bias, "q", q)
         _check_broadcasts("bias", bias, (batch, heads, queries, keys))
+    if position is not None:
+        _check_position(position, q, keys)
+
+
+def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
+    batch, queries, heads, _ = q.shape
+    table, (height, width), (key_height, key_width), stride, rows = position
+    for name, size in (("query_grid", height), ("query_grid", width), ("key_grid", key_height),
+                       ("key_grid", key_width), ("stride", stride)):  # fmt: skip
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"position.{name}: got {getattr(position, name)}, expected integers of at least 1"
+            )
+    class_tokens = keys - key_height * key_width
+    if class_tokens < 0 or class_tokens > 1:
+        raise ValueError(
+            f"position.key_grid: got {key_height}×{key_width} for {keys} keys, expected keys = H·W or H·W + 1"
+        )
+    if rows is None and queries != height * width + class_tokens:
+        raise ValueError(
+            f"position.query_grid: got {height}×{width} for {queries} queries, expected "
+            f"{height * width + class_tokens} of them, or rows"
+        )
+    meaning = "(heads, H + s·(Hk − 1), W + s·(Wk − 1))"
+    checks.check_float_tensor("position.table", table, meaning)
+    checks.check_like("position.table", table, "q", q)
+    sizes = heads, height + stride * (key_height - 1), width + stride * (key_width - 1)
+    checks.check_rank("position.table", table, 3, meaning)
+    checks.check_shape("position.table", table, sizes, meaning)
+    if rows is None:
+        return
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"position.rows: got {got}, expected an int64 tensor (batch, queries)")
+    if rows.device != q.device:
+        raise ValueError(f"position.rows: is on {rows.device}, expected {q.device} as q")
+    checks.check_rank("position.rows", rows, 2, "(batch, queries)")
+    checks.check_shape("position.rows", rows, (batch, queries), "(batch, queries)")
 
 
 def _check_broadcasts(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from ...reference import PositionBias, position_bias
 from . import check_attention
 
 
@@ -39,6 +40,7 @@ def attention_map(
     bias: Tensor | None = None,
     grid: tuple[int, int] | None = None,
     query_grid: tuple[int, int] | None = None,
+    position: PositionBias | None = None,
 ) -> AttentionMap:
     """Computes the attention probabilities of chosen queries, their entropy and mean attention distance.
 
@@ -62,13 +64,14 @@ def attention_map(
         grid: ``(H, W)`` of the keys, of which there are ``H·W``, or ``H·W + 1`` with a class token.
         query_grid: ``(H, W)`` of the queries, with a class token if there is one query more; None if it is a
             multiple of ``grid``, the same in both directions.
+        position: As of :func:`attention`; with ``rows`` of its own, these are the tokens of the queries.
 
     Raises:
         TypeError: An argument of the wrong type or dtype.
         ValueError: A wrong shape or device, a row that does not exist, a bias that does not broadcast, a
             scale that is not finite, a grid that does not fit the tokens.
     """
-    check_attention(q, k, None, scale, bias, 0.0)
+    check_attention(q, k, None, scale, bias, 0.0, position)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
     index = torch.tensor(_check_rows(rows, queries), device=q.device)
@@ -80,6 +83,9 @@ def attention_map(
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, index].to(dtype) * scale, k.to(dtype))
     if bias is not None:
         scores = scores + bias.expand(batch, heads, queries, keys)[:, :, index]
+    if position is not None:
+        tokens = index[None] if position.rows is None else position.rows[:, index]
+        scores = scores + position_bias(position._replace(rows=tokens), len(index), keys).to(dtype)
     probabilities = scores.softmax(-1)
     probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
     entropy = torch.special.entr(probabilities).sum(-1)

@@ -5,6 +5,9 @@ pass through up to 224 keys at a time with a running maximum, so that a tile's s
 level of cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16
 where the CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same
 bits always.
+
+A bias by position is read from its table, which is packed first so that the biases of a query's keys are
+neighbors (``csrc/attention/position.h``).
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import torch
 from torch import Tensor
 
 from ... import checks, machine
+from ...reference import PositionBias
+from . import why_scale_too_small
 
 machine.load_extension()
 _op = torch.ops.cvt_kernels.attention_inference
+_op_by_position = torch.ops.cvt_kernels.attention_by_position
 
 _MAX_HEAD_DIM = 256
 
@@ -25,11 +31,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return q.new_empty(q.shape)
 
 
+@torch.library.register_fake("cvt_kernels::attention_by_position")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    table: Tensor,
+    rows: Tensor | None,
+    key_height: int,
+    key_width: int,
+    stride: int,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 def why_unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
-    if checks.wants_gradient(q, k, v):
+    if checks.wants_gradient(q, k, v, None if position is None else position.table):
         return "has no gradients on a CPU"
     if bias is not None:
         return "takes no bias on a CPU"
@@ -37,15 +65,25 @@ def why_unsupported(
         return "dropout of the probabilities is not supported"
     if q.shape[3] > _MAX_HEAD_DIM:
         return f"heads have {q.shape[3]} channels, more than {_MAX_HEAD_DIM}"
-    return None
+    return None if position is None else why_scale_too_small(scale)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> Tensor:
     """Computes ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
     if scale is None:
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return _op.default(q, k, v, scale)
+    if position is None:
+        return _op.default(q, k, v, scale)
+    table = position.table.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _op_by_position.default(q, k, v, scale, table, position.rows, *position.key_grid, position.stride)

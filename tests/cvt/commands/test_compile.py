@@ -293,6 +293,15 @@ def test_attention(compile_ahead, arch):
     assert_documented(rows)
 
 
+def test_attention_with_a_bias_by_position(compile_ahead):
+    _, rows = compile_ahead(
+        "--operator", "attention_by_position", "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"
+    )  # fmt: skip
+    assert {row["kernel"] for row in rows} == {"attention_fwd", "attention_bwd", "attention_bwd_table"}
+    assert_flawless(rows)
+    assert_documented(rows)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_conv_embedding(compile_ahead, arch):
     """CvT-13's three stages at 224²: one kernel, then two with PyTorch's convolution before each."""
@@ -397,9 +406,10 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
-         "conv_embedding, conv_linear, attention, attention_with_bias, layer_norm_mlp, linear_gelu, "
-         "linear_add, linear_add_layer_norm, quantize_rows, layer_norm_quantize, gelu_quantize, linear_int8, "
-         "linear_float8, gather_rows, gather_add_layer_norm, scatter_rows, layer_norm_gelu"),
+         "conv_embedding, conv_linear, attention, attention_with_bias, attention_by_position, "
+         "layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, quantize_rows, "
+         "layer_norm_quantize, gelu_quantize, linear_int8, linear_float8, gather_rows, "
+         "gather_add_layer_norm, scatter_rows, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),

@@ -6,7 +6,7 @@ call. Under torch.compile the same launchers run behind opaque operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .... import checks, dispatch
+from ....reference import PositionBias
 from ...triton_launch import accumulator_dtype
+from .. import why_scale_too_small
 from .backward import attention_backward
 from .common import MAX_HEAD_DIM
 from .forward import attention_forward, planned_forward
@@ -22,39 +24,62 @@ from .forward import attention_forward, planned_forward
 # Autograd and torch.compile -------------------------------------------------------------------------------
 
 
+def _position_of(
+    table: Tensor | None, rows: Tensor | None, places: Sequence[int] | None
+) -> PositionBias | None:
+    """Returns the bias by position of a call, whose numbers ``places`` has; None without one."""
+    if table is None or places is None:
+        return None
+    height, width, key_height, key_width, stride = places
+    return PositionBias(table, (height, width), (key_height, key_width), stride, rows)
+
+
+def _parts_of(position: PositionBias | None) -> tuple[Tensor | None, Tensor | None, list[int] | None]:
+    """Returns what :func:`_position_of` takes."""
+    if position is None:
+        return None, None, None
+    return position.table, position.rows, [*position.query_grid, *position.key_grid, position.stride]
+
+
 class _Attention(torch.autograd.Function):
-    """Attention as an autograd function of (q, k, v, bias, scale)."""
+    """Attention as an autograd function of (q, k, v, bias, table, rows, places, scale)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+        table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float,
+    ) -> Tensor:  # fmt: skip
         """Saves everything it was given, the output and ``stats``."""
-        out, stats = attention_forward(q, k, v, bias, scale)
-        ctx.save_for_backward(q, k, v, bias, out, stats)
-        ctx.scale = scale
+        out, stats = attention_forward(q, k, v, bias, scale, position=_position_of(table, rows, places))
+        ctx.save_for_backward(q, k, v, bias, out, stats, table, rows)
+        ctx.places, ctx.scale = places, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; those of k and v together."""
-        _, need_k, need_v, need_bias, _ = ctx.needs_input_grad
-        q, k, v, bias, out, stats = ctx.saved_tensors
+        _, need_k, need_v, need_bias, need_table, *_ = ctx.needs_input_grad
+        q, k, v, bias, out, stats, table, rows = ctx.saved_tensors
         gradients = attention_backward(
-            q, k, v, bias, out, stats, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias
-        )
-        return *gradients, None
+            q, k, v, bias, out, stats, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias,
+            position=_position_of(table, rows, ctx.places), need_table=need_table,
+        )  # fmt: skip
+        return *gradients, None, None, None
 
 
 @torch.library.custom_op("cvt_kernels::attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, need_stats: bool = True
-) -> tuple[Tensor, Tensor]:
-    out, stats = attention_forward(q, k, v, bias, scale, need_stats=need_stats)
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, need_stats: bool = True,
+    table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    position = _position_of(table, rows, places)
+    out, stats = attention_forward(q, k, v, bias, scale, need_stats=need_stats, position=position)
     return out, q.new_empty(0, dtype=accumulator_dtype(q)) if stats is None else stats
 
 
 @_forward_op.register_fake
-def _(q, k, v, bias, scale, need_stats=True):
+def _(q, k, v, bias, scale, need_stats=True, table=None, rows=None, places=None):
     batch, queries, heads, _ = q.shape
     shape = (batch, heads, 2, queries) if need_stats else (0,)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=accumulator_dtype(q))
@@ -64,27 +89,39 @@ def _(q, k, v, bias, scale, need_stats=True):
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, need_bias: bool,
+    table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
+    need_table: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    gradients = attention_backward(q, k, v, bias, out, stats, dout, scale, need_bias=need_bias)
+    gradients = attention_backward(
+        q, k, v, bias, out, stats, dout, scale, need_bias=need_bias,
+        position=_position_of(table, rows, places), need_table=need_table,
+    )  # fmt: skip
     return [gradient for gradient in gradients if gradient is not None]
 
 
 @_backward_op.register_fake
-def _(q, k, v, bias, out, stats, dout, scale, need_bias):
-    return [t.new_empty(t.shape) for t in (q, k, v, *([bias] if need_bias else []))]
+def _(
+    q, k, v, bias, out, stats, dout, scale, need_bias, table=None, rows=None, places=None, need_table=False
+):
+    needed = (q, k, v, *([bias] if need_bias else []), *([table] if need_table else []))
+    return [t.new_empty(t.shape) for t in needed]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, ctx.scale, need_stats = inputs
+    q, k, v, bias, ctx.scale, need_stats, table, rows, ctx.places = inputs
     if not need_stats:
         raise ValueError("need_stats: got False, expected True, since the gradients need them")
-    ctx.save_for_backward(q, k, v, bias, *output)
+    ctx.save_for_backward(q, k, v, bias, *output, table, rows)
 
 
 def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    _, _, _, need_bias, *_ = ctx.needs_input_grad
-    gradients = _backward_op(*ctx.saved_tensors, dout, ctx.scale, need_bias)
-    return *gradients, *([] if need_bias else [None]), None, None
+    _, _, _, need_bias, *others = ctx.needs_input_grad  # PyTorch leaves out last ones that have defaults
+    need_table = len(others) > 2 and others[2]
+    *saved, table, rows = ctx.saved_tensors
+    dq, dk, dv, *rest = _backward_op(*saved, dout, ctx.scale, need_bias, table, rows, ctx.places, need_table)
+    dbias = rest.pop(0) if need_bias else None
+    dtable = rest.pop(0) if need_table else None
+    return dq, dk, dv, dbias, None, None, dtable, None, None
 
 
 _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
@@ -94,7 +131,14 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def why_unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
     batch, queries, heads, head_dim = q.shape
@@ -111,14 +155,25 @@ def why_unsupported(
         return "one image has 2³¹ elements or more"
     if bias is not None and queries * keys >= 2**31:
         return "one head's bias has 2³¹ elements or more"
-    return None
+    return None if position is None else why_scale_too_small(scale)
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Returns what serves calls like one without a bias, whose tensors the kernel reads as they lie."""
-    if bias is not None or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}:
+    if (
+        bias is not None
+        or position is not None
+        or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}
+    ):
         return None
     launch = planned_forward(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
     if launch is None:
@@ -126,7 +181,7 @@ def _prepare(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if launch.start(q, q, k, v, out, out, out):
+        if launch.start(q, q, k, v, (out, out, out), out, out):
             return out
         return attention(q, k, v, scale=scale, bias=None, dropout_p=0.0)
 
@@ -135,21 +190,29 @@ def _prepare(
 
 @dispatch.prepared_by(_prepare)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, bias: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
 ) -> Tensor:
     """Computes ``cvt_kernels.attention``, whose checks it relies on.
 
     q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
     they are copied first. Under autocast it computes in autocast's dtype, as
-    ``F.scaled_dot_product_attention`` does; the bias keeps its own.
+    ``F.scaled_dot_product_attention`` does; biases keep their own.
     """
     if scale is None:
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    needs_gradient = checks.wants_gradient(q, k, v, bias)
+    table, rows, places = _parts_of(position)
+    needs_gradient = checks.wants_gradient(q, k, v, bias, table)
     if torch.compiler.is_compiling():
-        return _forward_op(q, k, v, bias, scale, needs_gradient)[0]
+        return _forward_op(q, k, v, bias, scale, needs_gradient, table, rows, places)[0]
     if needs_gradient:
-        return _Attention.apply(q, k, v, bias, scale)
-    return attention_forward(q, k, v, bias, scale, need_stats=False)[0]
+        return _Attention.apply(q, k, v, bias, table, rows, places, scale)
+    return attention_forward(q, k, v, bias, scale, need_stats=False, position=position)[0]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import backends, machine
+from ....reference import PositionBias
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a head; there is no configuration for more.
@@ -60,6 +61,7 @@ CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2),
         "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
         "bwd_bias": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
+        "bwd_table": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
     },
     (80, 2, 128): {
         "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
@@ -68,6 +70,7 @@ CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
         "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
         "bwd_bias": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_table": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
     },
     (90, 2, 64): {
         "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=1),
@@ -76,6 +79,7 @@ CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=2),
         "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=3),
         "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        "bwd_table": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
     },
     (90, 2, 128): {
         "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
@@ -84,6 +88,7 @@ CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
         "bwd_dkdv": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
         "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
+        "bwd_table": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
     },
 }
 _FLOAT32: dict[int, dict[str, LaunchConfig]] = {
@@ -94,6 +99,7 @@ _FLOAT32: dict[int, dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=2),
         "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
         "bwd_bias": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
+        "bwd_table": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
     },
     128: {
         "fwd": LaunchConfig(block_q=16, block_kv=64, num_warps=8, num_stages=1),
@@ -102,6 +108,7 @@ _FLOAT32: dict[int, dict[str, LaunchConfig]] = {
         "bwd_dq": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
         "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
         "bwd_bias": LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1),
+        "bwd_table": LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1),
     },
 }
 CONFIGS |= {(generation, 4, d): kernels for generation in (80, 90) for d, kernels in _FLOAT32.items()}
@@ -109,6 +116,15 @@ CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS
 # With 64 keys it takes 126 to 132 registers, where two programs need 128, or spills, depending on the tail.
 CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
     "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
+}
+
+# Where a bias by position takes registers that are not there: the same work for a warp, so that zeros leave
+# every bit, or fewer queries in a step.
+BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
+    (80, 2, 64): {
+        "fwd": LaunchConfig(block_q=128, block_kv=128, num_warps=8, num_stages=2),
+        "bwd_dkdv": LaunchConfig(block_q=16, block_kv=64, num_warps=4, num_stages=2),
+    },
 }
 
 #: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
@@ -125,12 +141,19 @@ BUDGETS: dict[int, dict[str, Budget]] = {
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 
-def configuration(kernel: str, head_dim: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
+def configuration(
+    kernel: str, head_dim: int, element_size: int, capability: int, *, by_position: bool = False
+) -> LaunchConfig:
+    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90).
+
+    With ``by_position`` it is for calls with a bias by position.
+    """
     if (override := _overrides.get(kernel)) is not None:
         return override
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    return CONFIGS[generation, min(element_size, 4), 64 if head_dim <= 64 else 128][kernel]
+    key = generation, min(element_size, 4), 64 if head_dim <= 64 else 128
+    special = BY_POSITION.get(key, {}) if by_position else {}
+    return special.get(kernel) or CONFIGS[key][kernel]
 
 
 @contextlib.contextmanager
@@ -152,9 +175,11 @@ def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
         backends.forget()
 
 
-def configuration_for(kernel: str, q: Tensor) -> LaunchConfig:
+def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
-    return configuration(kernel, q.shape[3], q.element_size(), machine.chip(q.device).capability)
+    by_position = spec is not None and spec.position is not None
+    capability = machine.chip(q.device).capability
+    return configuration(kernel, q.shape[3], q.element_size(), capability, by_position=by_position)
 
 
 def padded(size: int) -> int:
@@ -176,6 +201,44 @@ def tail_width(keys: int, block_kv: int, element_size: int) -> int:
 # Kernel specification -------------------------------------------------------------------------------------
 
 
+class PositionSpec(NamedTuple):
+    """The places of queries and keys for a bias by position, see :class:`cvt_kernels.reference.PositionBias`.
+
+    Attributes:
+        height, width: Of the grid of the tokens.
+        key_height, key_width: Of the grid of the keys.
+        stride: Tokens between two keys.
+        class_tokens: Tokens, and keys, before those of the grid.
+        has_rows: Whether the queries are chosen tokens.
+    """
+
+    height: int
+    width: int
+    key_height: int
+    key_width: int
+    stride: int
+    class_tokens: int
+    has_rows: bool
+
+    @classmethod
+    def of(cls, position: PositionBias, keys: int) -> PositionSpec:
+        """Returns the places of a bias for calls of so many keys."""
+        (height, width), (key_height, key_width) = position.query_grid, position.key_grid
+        class_tokens = keys - key_height * key_width
+        has_rows = position.rows is not None
+        return cls(height, width, key_height, key_width, position.stride, class_tokens, has_rows)
+
+    @property
+    def table_height(self) -> int:
+        """The offsets down of a head's table."""
+        return self.height + self.stride * (self.key_height - 1)
+
+    @property
+    def table_width(self) -> int:
+        """The offsets across of a head's table."""
+        return self.width + self.stride * (self.key_width - 1)
+
+
 class KernelSpec(NamedTuple):
     """The facts that a kernel is compiled for besides its tiles.
 
@@ -189,6 +252,7 @@ class KernelSpec(NamedTuple):
             interpreter, whose product of bfloat16 is wrong.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
+        position: The places of queries and keys; None without a bias by position.
     """
 
     head_dim: int
@@ -199,9 +263,12 @@ class KernelSpec(NamedTuple):
     operand: Any
     accumulator: Any
     precision: str
+    position: PositionSpec | None
 
     @classmethod
-    def of(cls, q: Tensor, bias: Tensor | None, scale: float) -> KernelSpec:
+    def of(
+        cls, q: Tensor, bias: Tensor | None, scale: float, position: PositionSpec | None = None
+    ) -> KernelSpec:
         """Returns the specification for queries ``q`` (B, Nq, h, D), and for PyTorch's setting of TF32."""
         element = _ELEMENTS[q.dtype]
         upcast = machine.INTERPRETING and q.dtype == torch.bfloat16
@@ -215,6 +282,7 @@ class KernelSpec(NamedTuple):
             operand=tl.float32 if upcast else element,
             accumulator=tl.float64 if q.dtype == torch.float64 else tl.float32,
             precision="tf32" if tf32 else "ieee",
+            position=position,
         )
 
 
@@ -242,7 +310,7 @@ class LaunchArguments(NamedTuple):
 
     Attributes:
         q_ptr, k_ptr, v_ptr: Tensors that the kernels can read as they lie.
-        bias_ptr: The bias; without one, anything.
+        bias_ptrs: The bias, the table of a bias by position, and its rows; anything for what there is not.
         strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
             it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
         scale: The factor on scores.
@@ -255,7 +323,7 @@ class LaunchArguments(NamedTuple):
     q_ptr: Tensor
     k_ptr: Tensor
     v_ptr: Tensor
-    bias_ptr: Tensor
+    bias_ptrs: tuple[Tensor, Tensor, Tensor]
     strides: tuple[tuple[int, ...], ...]
     scale: float
     log2_scale: float
@@ -265,7 +333,15 @@ class LaunchArguments(NamedTuple):
     SPEC: KernelSpec
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> LaunchArguments:
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        position: PositionBias | None = None,
+    ) -> LaunchArguments:
         """Returns the arguments for a call; a tensor that the kernels cannot read as it lies is copied."""
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
         _, queries, heads, _ = q.shape
@@ -276,18 +352,28 @@ class LaunchArguments(NamedTuple):
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
             )
             bias_strides = (0, 0, 0, 0)[bias.ndim :] + tuple(strides)
+        table = rows = None
+        if position is not None:
+            table = position.table.contiguous()
+            rows = None if position.rows is None else position.rows.contiguous()
         return cls(
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
-            bias_ptr=q if bias is None else bias,
+            bias_ptrs=(
+                q if bias is None else bias,
+                q if table is None else table,
+                q if rows is None else rows,
+            ),
             strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
             scale=scale,
             log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
             heads=heads,
             queries=queries,
             keys=k.shape[1],
-            SPEC=KernelSpec.of(q, bias, scale),
+            SPEC=KernelSpec.of(
+                q, bias, scale, None if position is None else PositionSpec.of(position, k.shape[1])
+            ),
         )
 
 
@@ -337,7 +423,7 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its bias with strides, and the factor making scores exponents of two."""
+    """One head's inputs: its tokens, its biases, and the factor making scores exponents of two."""
 
     q: Rows
     k: Rows
@@ -345,6 +431,8 @@ class Head(NamedTuple):
     bias_ptr: tl.tensor
     bias_query_stride: tl.tensor
     bias_key_stride: tl.tensor
+    table_ptr: tl.tensor
+    rows_ptr: tl.tensor
     log2_scale: tl.tensor
 
 
@@ -382,8 +470,12 @@ def rows_from(rows, first):
 
 
 @triton.jit
-def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys):
+def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
     """Returns the Head at a Place; nothing of it is loaded yet."""
+    bias_ptr, table_ptr, rows_ptr = bias_ptrs
+    if SPEC.position is not None:
+        table_ptr += place.head * (SPEC.position.table_height * SPEC.position.table_width)
+        rows_ptr += place.image * queries
     q_strides, k_strides, v_strides, bias_strides = strides
     image_stride, head_stride, query_stride, key_stride = bias_strides
     return Head(
@@ -393,6 +485,8 @@ def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, 
         bias_ptr=bias_ptr + place.image * image_stride + place.head * head_stride,
         bias_query_stride=query_stride,
         bias_key_stride=key_stride,
+        table_ptr=table_ptr,
+        rows_ptr=rows_ptr,
         log2_scale=log2_scale,
     )
 
@@ -428,21 +522,54 @@ def dot(a, b, SPEC: tl.constexpr):
 
 
 @triton.jit
+def _bias_by_position(query, key, head, SPEC: tl.constexpr):
+    """Returns a tile of biases from the table; 0 for a query or a key that has no place."""
+    PLACES: tl.constexpr = SPEC.position
+    token = query
+    if PLACES.has_rows:
+        token = tl.load(head.rows_ptr + query, mask=query < head.q.count, other=-1).to(tl.int32)
+    token -= PLACES.class_tokens
+    key -= PLACES.class_tokens
+    is_token = (token >= 0) & (token < PLACES.height * PLACES.width)
+    is_key = (key >= 0) & (key < PLACES.key_height * PLACES.key_width)
+    last_key = (PLACES.key_height - 1) * PLACES.table_width + PLACES.key_width - 1
+    token = token // PLACES.width * PLACES.table_width + token % PLACES.width
+    key = key // PLACES.key_width * PLACES.table_width + key % PLACES.key_width
+    offset = token + PLACES.stride * (last_key - key)
+    return tl.load(head.table_ptr + offset, mask=is_token & is_key, other=0.0).to(SPEC.accumulator)
+
+
+@triton.jit
 def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
 
     Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
     ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
     """
+    by_position = 0.0
+    if SPEC.position is not None:
+        by_position = _bias_by_position(query, key, head, SPEC)
+    scores, factor = biased_scores(a, b, by_position, query, key, head, SPEC)
+    if MASKED:
+        scores = tl.where(key < head.k.count, scores, float("-inf"))
+    return scores, factor
+
+
+@triton.jit
+def biased_scores(a, b, by_position, query, key, head, SPEC: tl.constexpr):
+    """Returns what ``scores_of`` does, unmasked, with biases by position that are there already.
+
+    They are divided by the factor before they are added, so that zeros leave the scores as they are.
+    """
     scores = dot(a, b, SPEC)
     if SPEC.is_negative:
         scores = -scores
+    if SPEC.position is not None:
+        scores += by_position * (_LOG2E / head.log2_scale)
     if SPEC.has_bias:
         offset = query * head.bias_query_stride + key * head.bias_key_stride
         mask = (query < head.q.count) & (key < head.k.count)
         bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
         scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
-    if MASKED:
-        scores = tl.where(key < head.k.count, scores, float("-inf"))
     # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
     return scores, 1.0 if SPEC.has_bias else head.log2_scale

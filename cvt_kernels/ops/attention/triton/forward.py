@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ....reference import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
@@ -143,13 +144,13 @@ def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, S
 
 @triton.jit(do_not_specialize=["blocks", "rows"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptrs, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks, rows,
     BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     stats_ptr += place.plane * 2 * queries
     ks, vs = (), ()
@@ -169,7 +170,7 @@ def _attention_fwd_kernel(
 
 def _plan_on_chip(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
     batch, queries, heads, _ = out.shape
-    config = configuration_for("fwd", out)
+    config = configuration_for("fwd", out, arguments.SPEC)
     tiles = -(-queries // config.block_q)
     programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
     rows = -(-tiles // programs) * config.block_q
@@ -202,7 +203,7 @@ def _loop_step(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptrs, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, STORE_STATS: tl.constexpr,
     SPEC: tl.constexpr,
@@ -212,7 +213,7 @@ def _attention_fwd_loop_kernel(
     A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
     """
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = load_rows(head.q, row, True, SPEC)
     maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
@@ -263,13 +264,20 @@ class _Plan(NamedTuple):
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, *, need_stats: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    need_stats: bool = True,
+    position: PositionBias | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the output (B, Nq, h, D) and, if needed, ``lse`` (B, h, 2, Nq)."""
     batch, queries, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
-    arguments = LaunchArguments.of(q, k, v, bias, scale)
+    arguments = LaunchArguments.of(q, k, v, bias, scale, position)
     plan = _Plan.of(arguments, out, need_stats)
     machine.launch(
         plan.kernel, plan.grid, on=out, options=plan.options, **arguments._asdict(), out_ptr=out,
@@ -281,11 +289,12 @@ def attention_forward(
 def planned_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> machine.PlannedLaunch | None:
     """Returns the launch of a forward without bias and ``stats`` for tensors like these.
 
-    It takes q, k, v and, for a bias, the output and ``stats``, which are not there, the output three times.
+    It takes q, k, v, and the output for a triple of biases, which are not there, as the output and for
+    ``stats``.
     None where the kernel does not read the tensors as they lie.
     """
     arguments = LaunchArguments.of(q, k, v, None, scale)._asdict()
-    tensors = [arguments.pop(name) for name in ("q_ptr", "k_ptr", "v_ptr", "bias_ptr")]
+    tensors = [arguments.pop(name) for name in ("q_ptr", "k_ptr", "v_ptr", "bias_ptrs")]
     if any(given is not read for given, read in zip((q, k, v), tensors, strict=False)):
         return None
     plan = _Plan.of(LaunchArguments.of(q, k, v, None, scale), q, False)
