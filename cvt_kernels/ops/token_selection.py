@@ -58,6 +58,8 @@ def score_tokens(
 ) -> Tensor:
     """Returns how much the query of the head attends to each token, (B, H·W) float32, of sum ≤ heads.
 
+    A bias by position has no part in it: neither a class token nor a mean of queries has a place.
+
     Args:
         q: Queries (B, Nq, h, D), a class token's first if there is one.
         k: Keys (B, Nkv, h, D).

@@ -48,7 +48,7 @@ def test_each_row_is_moved_once():
 
 
 def test_they_compile_for_a_gpu_within_their_budgets(tmp_path):
-    """In a process of its own: the other tests import the kernels for the interpreter."""
+    """Runs the command in a process of its own: the other tests import the kernels for the interpreter."""
     report = tmp_path / "report.json"
     arguments = ["--operator", *OPERATORS, "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"]
     result = subprocess.run(

@@ -59,9 +59,9 @@ def chosen(monkeypatch):
     return Chosen(monkeypatch)
 
 
-def make(keep=0.6, pool="cls", class_token=True, *, bounds=(0.3, 0.9), layer_scale=None):
+def make(keep=0.6, pool="cls", class_token=True, *, bounds=(0.3, 0.9), layer_scale=None, depth=4):
     config = dataclasses.replace(
-        two_stages(), depths=(1, 4), cls_token=(False, class_token), pool=pool, token_keep=keep,
+        two_stages(), depths=(1, depth), cls_token=(False, class_token), pool=pool, token_keep=keep,
         token_keep_bounds=bounds, layer_scale=layer_scale, drop_path_rate=0.0,
     )  # fmt: skip
     model = create_model(config)
@@ -261,18 +261,19 @@ def test_copies_pickles_and_restored_models(chosen):
     assert chosen.served == 4
 
 
-@pytest.mark.parametrize("keep", [0.6, "entropy"])
-def test_under_torch_compile_a_stage_is_one_operator(keep, chosen):
+def test_under_torch_compile_a_stage_is_one_operator(chosen):
+    """Its budgets are exact there too, since the compiler does not see them."""
     torch.compiler.reset()
-    fused, x = frozen(make(keep)), images(2, 20, 20)
+    fused, x = frozen(make("entropy", depth=2)), images(2, 20, 20)
     expected = fused(x)
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), expected)
     assert chosen.served == 4
+    assert torch.equal(*chosen.rows)
 
 
 def test_an_exported_program_holds_the_blocks(chosen):
-    fused, x = frozen(make()), images(2, 20, 20)
+    fused, x = frozen(make(depth=2)), images(2, 20, 20)
     expected = fused(x)
     with ck.use_backend("reference"):
         program = torch.export.export(fused, (x,))
