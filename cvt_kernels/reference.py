@@ -106,6 +106,22 @@ def summands(branch: Branch) -> tuple[ConvBatchNorm, ...]:
     return (branch,) if isinstance(branch, ConvBatchNorm) else branch
 
 
+def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tuple[int, ...]]:
+    """Returns the convolutions of all branches, one after the other, and for each the length of its sum.
+
+    That is how many convolutions the branch has that begins with it; 0 for the others of a branch.
+    """
+    if all(type(branch) is ConvBatchNorm for branch in branches):
+        return tuple(branches), (1,) * len(branches)
+    convs: list[ConvBatchNorm] = []
+    lengths: list[int] = []
+    for branch in branches:
+        parts = summands(branch)
+        convs += parts
+        lengths += [len(parts), *[0] * (len(parts) - 1)]
+    return tuple(convs), tuple(lengths)
+
+
 class PositionBias(NamedTuple):
     """A learned bias of attention for each head and each offset from key to query (CvT-v2).
 

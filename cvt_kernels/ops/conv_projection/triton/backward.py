@@ -402,8 +402,9 @@ def _conv_projection_bwd_input_kernel(
         mask = class_token_mask(region)
         total = tl.zeros([BC], TILE.accumulator)
         for i in tl.static_range(len(BRANCHES)):
-            dy_ptr = dy_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + 1) * channels
-            total += tl.load(dy_ptr + region.c, mask=mask, other=0.0).to(TILE.accumulator)
+            if BRANCHES[i].summands > 0:
+                dy_ptr = dy_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + 1) * channels
+                total += tl.load(dy_ptr + region.c, mask=mask, other=0.0).to(TILE.accumulator)
         tl.store(dx_ptr + region.c, total.to(dx_ptr.dtype.element_ty), mask=mask)
         dx_ptr += channels
     own = bounds_of(region, tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK))  # in blocks
