@@ -298,6 +298,8 @@ def _plan(
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
     config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
+    if max(geometry.lengths) > 1:  # twice the taps and norms: half the channels for each thread, to fit
+        config = replace(config, num_warps=2 * config.num_warps)
     channel_blocks = -(-channels // config.channels)
     col_blocks = -(-width // config.region_cols)
     region_rows = config.region_rows

@@ -70,10 +70,11 @@ def _add_branch(
 ):  # fmt: skip
     """Returns ``totals``, empty or R tiles, plus γ (conv(x) − mean) / √(var + ε) + β of one branch."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
+    R: tl.constexpr = BRANCH.rows
     start, taps, scale, beta = norm
     accs = conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
     added = ()
-    for r in tl.static_range(BRANCH.rows):
+    for r in tl.static_range(R):
         value = accs[r]
         if not BRANCH.folded:
             value = value * scale + beta
@@ -93,11 +94,12 @@ def _fwd_output(
     COLS: tl.constexpr = BRANCH.columns
     R: tl.constexpr = BRANCH.rows
     P: tl.constexpr = TILE.pixels
+    SUMMANDS: tl.constexpr = BRANCH.summands
     norms = ()
-    for i in tl.static_range(INDEX, INDEX + BRANCH.summands):
+    for i in tl.static_range(SUMMANDS):
         norm = _load_norm(
-            w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], region,
-            BRANCHES, i, TILE,
+            w_ptrs[INDEX + i], gamma_ptrs[INDEX + i], beta_ptrs[INDEX + i], mean_ptrs[INDEX + i],
+            var_ptrs[INDEX + i], epss[INDEX + i], region, BRANCHES, INDEX + i, TILE,
         )  # fmt: skip
         norms = norms + (norm,)
     own = bounds_of(region, out_height, out_width)
@@ -105,7 +107,7 @@ def _fwd_output(
         for col0 in range(own.first_col, own.end_col, COLS):
             row, col = tile_positions(row0, col0, COLS, R, TILE)
             totals = ()
-            for i in tl.static_range(BRANCH.summands):
+            for i in tl.static_range(SUMMANDS):
                 totals = _add_branch(
                     totals, x_ptr, w_ptrs[INDEX + i], norms[i], row, col, region, BRANCHES, INDEX + i, TILE
                 )
