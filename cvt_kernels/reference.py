@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tu
     That is how many convolutions the branch has that begins with it; 0 for the others of a branch.
     """
     if all(type(branch) is ConvBatchNorm for branch in branches):
-        return tuple(branches), (1,) * len(branches)
+        return cast(tuple[ConvBatchNorm, ...], tuple(branches)), (1,) * len(branches)
     convs: list[ConvBatchNorm] = []
     lengths: list[int] = []
     for branch in branches:

@@ -68,17 +68,22 @@ def conv_projection_launches(
 ) -> list[machine.Launch]:  # fmt: skip
     """Returns the launches of a CvT block's projection (q has stride 1, k and v stride 2).
 
-    With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
+    With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
+    autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
     """
     from cvt_kernels.ops.conv_projection.triton import backward, common, forward
 
     grid, channels, class_tokens, _ = stage
     kinds = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
     convolutions = [(kernel, stride, *others) for stride in (1, 2, 2) for kernel, *others in kinds]
+    kernel_sizes, strides, paddings, dilations = zip(*convolutions, strict=True)
     count = len(convolutions)
     geometry = common.Geometry(
         grid,
-        *zip(*convolutions, strict=True),
+        kernel_sizes,
+        strides,
+        paddings,
+        dilations,
         epss=(1e-5,) * count,
         summands=(len(kinds), *[0] * (len(kinds) - 1)) * 3,
     )

@@ -40,7 +40,7 @@ def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         [
             (branch.weight.size(3), branch.stride, branch.padding, branch.dilation)
-            if type(branch) is ConvBatchNorm
+            if isinstance(branch, ConvBatchNorm)
             else sum(geometry_of(branch), ())
             for branch in convs
         ]
@@ -189,21 +189,19 @@ def _check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], 
     if not convs:
         raise ValueError("convs: got none, expected at least one branch")
     for i, branch in enumerate(convs):
-        if type(branch) is not tuple:
-            _check_branch(f"convs[{i}]", branch, x, grid, training)
-            continue
-        if not branch:
+        parts: dict[str, Any] = {f"convs[{i}]": branch}
+        if type(branch) is tuple:
+            parts = {f"convs[{i}][{j}]": conv for j, conv in enumerate(branch)}
+        if not parts:
             raise ValueError(f"convs[{i}]: got an empty tuple, expected at least one convolution to sum")
-        for j, conv in enumerate(branch):
-            _check_branch(f"convs[{i}][{j}]", conv, x, grid, training)
-        for j, conv in enumerate(branch):
-            (own_height, own_width), (first_height, first_width) = (
-                each.output_grid(grid) for each in (conv, branch[0])
-            )
-            if (own_height, own_width) != (first_height, first_width):
+        for name, conv in parts.items():
+            _check_branch(name, conv, x, grid, training)
+        (first, own), *others = ((name, conv.output_grid(grid)) for name, conv in parts.items())
+        for name, other in others:
+            if other != own:
                 raise ValueError(
-                    f"convs[{i}][{j}]: gives a grid of {own_height}×{own_width}, expected that of "
-                    f"convs[{i}][0], {first_height}×{first_width}, to sum them"
+                    f"{name}: gives a grid of {other[0]}×{other[1]}, expected that of {first}, "
+                    f"{own[0]}×{own[1]}, to sum them"
                 )
 
 

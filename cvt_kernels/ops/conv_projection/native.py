@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ... import checks, machine
-from ...reference import Branch, ConvBatchNorm, flattened
+from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..autograd import once_differentiable
 
 machine.load_extension()
@@ -166,12 +166,12 @@ def why_unsupported(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
-    branches = convs
-    convs, summands = flattened(branches)
-    if max(summands) > _MAX_SUMMANDS:
-        return f"sums up to {_MAX_SUMMANDS} convolutions, not {max(summands)}"
-    if any(len({conv.stride for conv in branch}) > 1 for branch in branches if type(branch) is tuple):
+    longest = max(len(summands(branch)) for branch in convs)
+    if longest > _MAX_SUMMANDS:
+        return f"sums up to {_MAX_SUMMANDS} convolutions, not {longest}"
+    if any(len({conv.stride for conv in summands(branch)}) > 1 for branch in convs):
         return "sums convolutions of one stride, not of different ones"
+    convs, _ = flattened(convs)
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
@@ -196,9 +196,9 @@ def conv_projection(
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
-    convs, summands = flattened(convs)
+    convs, lengths = flattened(convs)
     wants_gradient = _wants_gradient(x, convs)
-    settings = _Settings.of(grid, convs, summands, training)
+    settings = _Settings.of(grid, convs, lengths, training)
     weights = [conv.weight for conv in convs]
     if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]

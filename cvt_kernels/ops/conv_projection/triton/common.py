@@ -174,10 +174,10 @@ class Geometry(NamedTuple):
     def of(cls, grid: tuple[int, int], branches: Sequence[reference.Branch]) -> Geometry:
         """Returns the geometry of a public call."""
         convs, summands = reference.flattened(branches)
-        columns = zip(
+        kernel_sizes, strides, paddings, dilations, epss = zip(
             *((c.weight.shape[3], c.stride, c.padding, c.dilation, c.eps) for c in convs), strict=True
         )
-        return cls(grid, *map(tuple, columns), summands)
+        return cls(grid, kernel_sizes, strides, paddings, dilations, epss, summands)
 
     @property
     def lengths(self) -> tuple[int, ...]:
