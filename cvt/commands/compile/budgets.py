@@ -18,7 +18,6 @@ from .resources import Resources
 
 _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
-    "conv_projection_hybrid": "cvt_kernels.ops.conv_projection.triton.common",
     "conv_embedding": "cvt_kernels.ops.conv_embedding.triton.common",
     "conv_linear": "cvt_kernels.ops.conv_linear.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
