@@ -63,20 +63,22 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
 
   // conv_projection/, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
   // tokens, of a height × width grid after a class token or none; `norms` are the scale, shift, mean and variance of
-  // each branch, `geometry` its stride, padding and dilation.
+  // each branch, `geometry` its stride, padding and dilation. `summands` is for each branch how many from it on are summed
+  // to one output, 0 where a branch before has it in its sum; without them each is an output.
   m.def(
       "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
-      "float[] eps) -> Tensor[]");
+      "float[] eps, int[] summands=[]) -> Tensor[]");
 
   // Mean and variance (biased) of each branch's convolution over the batch, in accumulators. The gradients of the above:
   // `norms` are the scale, mean and variance of each branch, in accumulators as are the gradients of scale and shift;
-  // `constant` says whether mean and variance are constants, as in evaluation, or those of the batch.
+  // `constant` says whether mean and variance are constants, as in evaluation, or those of the batch; `douts` has the
+  // gradient of an output for each branch of its sum.
   m.def(
       "conv_projection_moments(Tensor x, int height, int width, Tensor[] weights, int[] geometry) -> "
       "(Tensor[] means, Tensor[] variances)");
   m.def(
       "conv_projection_gradients(Tensor[] douts, Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, "
-      "int[] geometry, float[] eps, int[] constant) -> "
+      "int[] geometry, float[] eps, int[] constant, int[] summands=[]) -> "
       "(Tensor dx, Tensor[] dweights, Tensor[] dscales, Tensor[] dshifts)");
 
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.

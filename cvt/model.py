@@ -22,7 +22,7 @@ from cvt_kernels.acceleration.fused import (
     normalize_for_layers,
 )
 from cvt_kernels.acceleration.matching import why_not_now
-from cvt_kernels.acceleration.ours import ENTRIES
+from cvt_kernels.acceleration.ours import ENTRIES, attention_entry
 from cvt_kernels.checks import autocast_enabled
 from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
@@ -36,7 +36,7 @@ from .token_pruning import score_tokens, select_tokens
 
 Grid = tuple[int, int]
 
-_ATTENTION, _BLOCK = ENTRIES["Attention"], ENTRIES["Block"]
+_BLOCK = ENTRIES["Block"]
 
 
 class DropPath(nn.Module):
@@ -145,7 +145,7 @@ class Attention(nn.Module):
             (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
             :func:`cvt.token_pruning.score_tokens`.
         """
-        fused = why_not_now(self, _ATTENTION) is None
+        fused = why_not_now(self, attention_entry(self)) is None
         projected = self._project(x, grid, fused)
         if rows is not None:
             projected[0] = gather_rows(projected[0], rows)

@@ -13,6 +13,7 @@ from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear
 from .ops.conv_projection import conv_projection
+from .ops.conv_projection.merging import merge_convolutions
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
@@ -75,6 +76,7 @@ __all__ = [
     "linear_add_layer_norm",
     "linear_gelu",
     "linear_int8",
+    "merge_convolutions",
     "quantize",
     "quantize_rows",
     "reference",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,22 @@ Branch = ConvBatchNorm | tuple[ConvBatchNorm, ...]
 def summands(branch: Branch) -> tuple[ConvBatchNorm, ...]:
     """Returns the convolutions of a branch, one or several."""
     return (branch,) if isinstance(branch, ConvBatchNorm) else branch
+
+
+def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tuple[int, ...]]:
+    """Returns the convolutions of all branches, one after the other, and for each the length of its sum.
+
+    That is how many convolutions the branch has that begins with it; 0 for the others of a branch.
+    """
+    if all(type(branch) is ConvBatchNorm for branch in branches):
+        return cast(tuple[ConvBatchNorm, ...], tuple(branches)), (1,) * len(branches)
+    convs: list[ConvBatchNorm] = []
+    lengths: list[int] = []
+    for branch in branches:
+        parts = summands(branch)
+        convs += parts
+        lengths += [len(parts), *[0] * (len(parts) - 1)]
+    return tuple(convs), tuple(lengths)
 
 
 class PositionBias(NamedTuple):

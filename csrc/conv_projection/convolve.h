@@ -53,47 +53,46 @@ void pack(const Branch& branch, int64_t first, int64_t size, A* out) {
   });
 }
 
-template <int n, class T, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void normalize(const Vector<A>* sums, const A* norm, T* out, int64_t pitch, Lanes lanes) {
-  constexpr int L = kLanes<T>;
+// Normalizes n sums in place.
+template <int n, class A>
+VECTOR_INLINE void normalize(Vector<A>* sums, const A* norm) {
+  constexpr int L = Vector<A>::lanes;
   const auto mean = load(norm, Whole{}), scale = load(norm + L, Whole{}), shift = load(norm + 2 * L, Whole{});
-  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, (sums[j] - mean) * scale + shift, lanes); });
+  unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = (sums[j] - mean) * scale + shift; });
 }
 
 // The sizes of a branch that are known to the compiler, or 0 where only the branch knows.
-template <int kernel, int stride>
+template <int kernel, int stride, int dilation = 1>
 struct Shape {};
 
-// Computes n neighboring outputs of a vector of channels.
-template <int n, class T, int kernel, int stride, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void outputs(Shape<kernel, stride>, const Branch&, const A* const* rows, int64_t offset, int64_t column,
-                           const A* packed, T* out, int64_t pitch, Lanes lanes) {
+// Computes n neighboring outputs of the convolution, of a vector of channels. Returns what follows the taps.
+template <int n, int kernel, int stride, int dilation, class A>
+VECTOR_INLINE const A* accumulate(Shape<kernel, stride, dilation>, const Branch&, const A* const* rows, int64_t offset,
+                                  int64_t column, const A* packed, Vector<A>* sums) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
-  F sums[n];
   unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = 0; });
   unroll<kernel>([&](auto y) LAMBDA_INLINE {
     F taps[kernel];
     unroll<kernel>([&](auto x) LAMBDA_INLINE { taps[x] = load(packed + (y * kernel + x) * L, Whole{}); });
     const A* row = rows[y] + offset + column * stride * L;
-    unroll<(n - 1) * stride + kernel>([&](auto i) LAMBDA_INLINE {
+    unroll<(n - 1) * stride + (kernel - 1) * dilation + 1>([&](auto i) LAMBDA_INLINE {
       const F pixel = load(row + i * L, Whole{});
       unroll<n>([&](auto j) LAMBDA_INLINE {
-        constexpr int tap = i - j * stride;
-        if constexpr (tap >= 0 && tap < kernel) sums[j] = sums[j] + taps[tap] * pixel;
+        constexpr int ahead = i - j * stride, tap = ahead / dilation;
+        if constexpr (ahead >= 0 && ahead % dilation == 0 && tap < kernel) sums[j] = sums[j] + taps[tap] * pixel;
       });
     });
   });
-  normalize<n>(sums, packed + kernel * kernel * L, out, pitch, lanes);
+  return packed + kernel * kernel * L;
 }
 
-template <int n, class T, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* rows, int64_t offset, int64_t column,
-                           const A* packed, T* out, int64_t pitch, Lanes lanes) {
+template <int n, class A>
+VECTOR_INLINE const A* accumulate(Shape<0, 0>, const Branch& branch, const A* const* rows, int64_t offset, int64_t column,
+                                  const A* packed, Vector<A>* sums) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
   const int64_t step = branch.stride * L;
-  F sums[n];
   unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = 0; });
   for (int64_t y = 0; y < branch.kernel; y++) {
     const A* pixels = rows[y] + offset + column * step;
@@ -102,7 +101,16 @@ VECTOR_INLINE void outputs(Shape<0, 0>, const Branch& branch, const A* const* ro
       unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = sums[j] + tap * load(pixels + j * step, Whole{}); });
     }
   }
-  normalize<n>(sums, packed, out, pitch, lanes);
+  return packed;
+}
+
+// Computes n neighboring outputs of a vector of channels.
+template <int n, class T, class S, class Lanes, class A = Accumulator<T>>
+VECTOR_INLINE void outputs(S shape, const Branch& branch, const A* const* rows, int64_t offset, int64_t column,
+                           const A* packed, T* out, int64_t pitch, Lanes lanes) {
+  Vector<A> sums[n];
+  normalize<n>(sums, accumulate<n>(shape, branch, rows, offset, column, packed, sums));
+  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j], lanes); });
 }
 
 // Computes a row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
@@ -132,11 +140,62 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
 
 // Calls f with the shape of a branch.
 template <class F>
-void with_shape(const Branch& branch, F f) {
+VECTOR_INLINE void with_shape(const Branch& branch, F f) {
   const bool adjacent = branch.kernel == 3 && branch.dilation == 1;
+  const bool dilated = branch.kernel == 5 && branch.dilation == 2;  // of hybrid mixing
   if (adjacent && branch.stride == 1) f(Shape<3, 1>{});
   else if (adjacent && branch.stride == 2) f(Shape<3, 2>{});
+  else if (dilated && branch.stride == 1) f(Shape<5, 1, 2>{});
+  else if (dilated && branch.stride == 2) f(Shape<5, 2, 2>{});
   else f(Shape<0, 0>{});
+}
+
+// A branch of a sum, with what convolve() takes of it.
+template <class A>
+struct Summand {
+  const Branch* branch;
+  const A* rows[kMaxKernel];
+  const A* packed;
+};
+
+// Computes n neighboring outputs of a vector of channels, each the sum of the normalized convolutions, rounded once.
+template <int n, class T, class Lanes, class A = Accumulator<T>>
+VECTOR_INLINE void summed_outputs(const Summand<A>* summands, int64_t count, int64_t plane, int64_t vector, int64_t column,
+                                  T* out, int64_t pitch, Lanes lanes) {
+  Vector<A> total[n];
+  unroll<n>([&](auto j) LAMBDA_INLINE { total[j] = 0; });
+  for (const Summand<A>* own = summands; own < summands + count; own++) {
+    const Branch& branch = *own->branch;
+    const A* packed = own->packed + vector * (branch.kernel * branch.kernel + 3) * kLanes<T>;
+    with_shape(branch, [&](auto shape) LAMBDA_INLINE {
+      Vector<A> sums[n];
+      normalize<n>(sums, accumulate<n>(shape, branch, own->rows, vector * plane, column, packed, sums));
+      unroll<n>([&](auto j) LAMBDA_INLINE { total[j] = total[j] + sums[j]; });
+    });
+  }
+  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, total[j], lanes); });
+}
+
+// As convolve(), a row of the sum of several branches.
+template <class T, class A = Accumulator<T>>
+void convolve_sum(const Summand<A>* summands, int64_t count, int64_t plane, int64_t size, T* out, int64_t pitch) {
+  const int64_t width = summands->branch->width;
+  const auto tile = [&](auto n) LAMBDA_INLINE {
+    for (int64_t begin = 0; begin < width; begin += n) {
+      const int64_t column = begin < width - n ? begin : width - n;  // the last computes some outputs again
+      T* to = out + column * pitch;
+      int64_t c = 0, vector = 0;
+      for (; c + kLanes<T> <= size; c += kLanes<T>, vector++) {
+        summed_outputs<n>(summands, count, plane, vector, column, to + c, pitch, Whole{});
+      }
+      if (c < size) summed_outputs<n>(summands, count, plane, vector, column, to + c, pitch, Part{size - c});
+    }
+  };
+#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
+  if (width >= 8) return tile(std::integral_constant<int, 8>{});
+  if (width >= 4) return tile(std::integral_constant<int, 4>{});
+#endif
+  tile(std::integral_constant<int, 1>{});
 }
 
 // The number of channels of the block that begins at `first`.
@@ -164,9 +223,10 @@ void read_row(const Projection& call, int64_t first, int64_t image, int64_t row,
   }
 }
 
-// The row of output whose last row of x is `row`; -1 if there is none.
-[[maybe_unused]] inline int64_t output_row(const Branch& branch, int64_t row) {
-  const int64_t place = row - branch.dilation * (branch.kernel - 1) + branch.padding;
+// The row of output whose last row of x is `row`, that of the first row of output being the last of `reach`; -1 if there is
+// none.
+[[maybe_unused]] inline int64_t output_row(const Branch& branch, Reach reach, int64_t row) {
+  const int64_t place = row - reach.end + 1;
   if (place < 0 || place % branch.stride != 0) return -1;
   return place / branch.stride < branch.height ? place / branch.stride : -1;
 }

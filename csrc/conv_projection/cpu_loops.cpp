@@ -3,7 +3,8 @@
 //
 // Every row of x is read once, converted, and laid down in a ring of rows that stays in L1: vectors of channels one
 // after the other, each with all its columns, so that neighboring pixels lie at constant distances. Zeros around the
-// rows are the padding. As soon as a row is there, each branch makes the output row of which it is the last.
+// rows are the padding. As soon as a row is there, each branch, or sum of branches, makes the output row of which it is the
+// last.
 
 #include "conv_projection/convolve.h"
 #include "conv_projection/training.h"
@@ -26,11 +27,12 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
 
   int64_t begin = call.height, end = 0;
   for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+    if (b->summands == 0) continue;
     if (band == 0 && call.class_tokens) std::memcpy(out_of(*b, 0), x, size * sizeof(T));
     const int64_t top = rows_of(*b, band), bottom = rows_of(*b, band + 1);
     if (top == bottom) continue;
-    const int64_t low = top * b->stride - b->padding;
-    const int64_t high = (bottom - 1) * b->stride - b->padding + b->dilation * (b->kernel - 1) + 1;
+    const Reach reach = reach_of(b, b->summands);
+    const int64_t low = top * b->stride + reach.first, high = (bottom - 1) * b->stride + reach.end;
     begin = low < begin ? low : begin;
     end = high > end ? high : end;
   }
@@ -41,12 +43,23 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
     for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
       const A* own = weights;
       weights += packed_size(call, *b);
-      const int64_t to = output_row(*b, row);
+      if (b->summands == 0) continue;
+      const int64_t to = output_row(*b, reach_of(b, b->summands), row);
       if (to < rows_of(*b, band) || to >= rows_of(*b, band + 1)) continue;
-      const A* rows[kMaxKernel];
-      rows_under<T, const A*>(call, *b, to, ring, zeros, rows);
+      Summand<A> summands[kMaxSummands];
+      for (int64_t i = 0; i < b->summands; own += packed_size(call, b[i]), i++) {
+        summands[i].branch = b + i;
+        summands[i].packed = own;
+        rows_under<T, const A*>(call, b[i], to, ring, zeros, summands[i].rows);
+      }
       T* out = out_of(*b, call.class_tokens + to * b->width);
-      with_shape(*b, [&](auto shape) { convolve(shape, *b, rows, plane, own, size, out, call.channels); });
+      if (b->summands > 1) {
+        convolve_sum(summands, b->summands, plane, size, out, call.channels);
+        continue;
+      }
+      with_shape(*b, [&](auto shape) {
+        convolve(shape, *b, summands->rows, plane, summands->packed, size, out, call.channels);
+      });
     }
   }
 }

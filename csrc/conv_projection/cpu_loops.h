@@ -1,6 +1,6 @@
 // The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
 //
-// An output is BatchNorm(depthwise convolution of x) by the running statistics. Activations are tokens, `channels`
+// An output is BatchNorm(depthwise convolution of x) by the running statistics, or a sum of several such. Activations are tokens, `channels`
 // adjacent values each: a class token or none, then the pixels of an image row by row.
 #pragma once
 
@@ -12,6 +12,7 @@
 namespace cvt_kernels::conv_projection {
 
 constexpr int kMaxKernel = 16;        // the most taps of a convolution in either direction
+constexpr int kMaxSummands = 4;       // the most branches of one output
 constexpr int64_t kChannelStep = 16;  // a multiple of the lanes of every instruction set
 
 // A convolution and its BatchNorm.
@@ -26,6 +27,8 @@ struct Branch {
   int64_t kernel, stride, padding, dilation;
   int64_t height, width;  // of the output
   void* out;              // (batch, class_tokens + height · width, channels)
+  // The branches from this one on whose sum is its output, all of one stride; 0 if a branch before has it in its sum.
+  int64_t summands = 1;
 };
 
 struct Projection {
@@ -35,11 +38,27 @@ struct Projection {
   const Branch* branches;
   int64_t count;
   // The work is cut into blocks(channels) · batch · bands units. A block's rows of x are held as accumulators, as many as
-  // the longest kernel reaches over (or as there are), each with `margin` zeros on both sides: the widest padding.
+  // the kernels of an output reach over (or as there are), each with `margin` zeros on both sides: the widest padding.
   int64_t block;  // channels, a multiple of kChannelStep
   int64_t bands;  // of an image's rows of output
   int64_t margin, held;
 };
+
+// The rows of x, from the first to before the end, that the first row of output of some branches reads. Each row of output
+// reads those that lie a stride below those of the row before it.
+struct Reach {
+  int64_t first, end;
+};
+
+KERNEL_INLINE Reach reach_of(const Branch* branches, int64_t count) {
+  Reach reach{0, 0};
+  for (const Branch* branch = branches; branch < branches + count; branch++) {
+    const int64_t first = -branch->padding, end = first + branch->dilation * (branch->kernel - 1) + 1;
+    if (branch == branches || first < reach.first) reach.first = first;
+    if (branch == branches || end > reach.end) reach.end = end;
+  }
+  return reach;
+}
 
 KERNEL_INLINE int64_t row_size(const Projection& call) { return (call.width + 2 * call.margin) * call.block; }
 KERNEL_INLINE int64_t packed_size(const Projection& call, const Branch& branch) {

@@ -39,7 +39,9 @@ void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_
   call.held = 1;
   for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
     call.margin = std::max(call.margin, branch->padding);
-    call.held = std::max(call.held, branch->dilation * (branch->kernel - 1) + 1);
+    if (branch->summands == 0) continue;
+    const Reach reach = reach_of(branch, branch->summands);
+    call.held = std::max(call.held, reach.end - reach.first);
   }
   call.held = std::min(call.held, call.height);
   const int64_t channel = call.held * (call.width + 2 * call.margin) * bytes;
@@ -78,11 +80,15 @@ struct Arguments {
     };
   }
 
-  // Appends a branch without BatchNorm for each weight.
-  void add_branches(const std::vector<Tensor>& weights, const std::vector<int64_t>& geometry) {
+  // Appends a branch without BatchNorm for each weight, with Branch::summands, or each an output of its own.
+  void add_branches(const std::vector<Tensor>& weights, const std::vector<int64_t>& geometry,
+                    const std::vector<int64_t>& summands = {}) {
+    STD_TORCH_CHECK(summands.empty() || summands.size() == weights.size(), "summands: expected 1 for each of the weights");
     for (size_t i = 0; i < weights.size(); i++) {
       branches.push_back(make_branch(weights[i], &geometry[3 * i]));
+      if (!summands.empty()) branches[i].summands = summands[i];
     }
+    check_sums();
     call.branches = branches.data();
     call.count = static_cast<int64_t>(branches.size());
   }
@@ -110,6 +116,21 @@ struct Arguments {
   std::vector<Tensor> alive;
 
  private:
+  void check_sums() const {
+    for (size_t first = 0; first < branches.size();) {
+      const int64_t count = branches[first].summands, left = static_cast<int64_t>(branches.size() - first);
+      STD_TORCH_CHECK(count > 0 && count <= kMaxSummands && count <= left, "summands: expected 1 to ", kMaxSummands,
+                      " for each output, and 0 for the other weights of it");
+      for (size_t i = first + 1; i < first + count; i++) {
+        const Branch &one = branches[first], &other = branches[i];
+        STD_TORCH_CHECK(other.summands == 0 && other.stride == one.stride && other.height == one.height &&
+                            other.width == one.width,
+                        "summands: expected one stride and one grid for each output");
+      }
+      first += count;
+    }
+  }
+
   Branch make_branch(const Tensor& weight, const int64_t* geometry) {
     STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
                         weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
@@ -143,12 +164,13 @@ struct Arguments {
 std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
                                               const std::vector<Tensor>& weights,
                                               const std::vector<std::optional<Tensor>>& norms,
-                                              const std::vector<int64_t>& geometry, const std::vector<double>& eps) {
+                                              const std::vector<int64_t>& geometry, const std::vector<double>& eps,
+                                              const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
   STD_TORCH_CHECK(norms.size() == 4 * count && geometry.size() == 3 * count && eps.size() == count,
                   "norms, geometry, eps: expected 4, 3 and 1 for each of the weights");
   Arguments arguments(input, height, width);
-  arguments.add_branches(weights, geometry);
+  arguments.add_branches(weights, geometry, summands);
   Projection& call = arguments.call;
   std::vector<Tensor> outs;
   for (size_t i = 0; i < count; i++) {
@@ -164,6 +186,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
     branch.variance = parameter("variance", norm[3]);
     branch.norm = dtype_of(*mean);
     branch.eps = eps[i];
+    if (branch.summands == 0) continue;
     const int64_t tokens = arguments.tokens_of(branch);
     outs.push_back(empty({call.batch, tokens, call.channels}, arguments.x.scalar_type(), arguments.x));
     branch.out = outs.back().mutable_data_ptr();
@@ -314,7 +337,8 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> conv_projection_gradients(
     const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
     const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& norms,
-    const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant) {
+    const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant,
+    const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
   STD_TORCH_CHECK(douts.size() == count && norms.size() == 3 * count && geometry.size() == 3 * count &&
                       eps.size() == count && constant.size() == count,
@@ -322,7 +346,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
   Arguments arguments(input, height, width);
   const Tensor& x = arguments.x;
   STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
-  arguments.add_branches(weights, geometry);
+  arguments.add_branches(weights, geometry, summands);
   const ScalarType accumulator = accumulator_of(x);
   for (size_t i = 0; i < count; i++) {
     Branch& branch = arguments.branches[i];

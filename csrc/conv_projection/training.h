@@ -78,7 +78,7 @@ void walk(const Unit<T, Q>& unit, int64_t (*quantities)(const Branch&), Enter en
     int64_t quantity = 0;
     for (int64_t b = 0; b < call.count; b++) {
       const Branch& branch = call.branches[b];
-      const int64_t to = output_row(branch, row);
+      const int64_t to = output_row(branch, reach_of(&branch, 1), row);
       if (to >= 0) output(b, packed, quantity, to);
       packed += packed_size(call, branch);
       quantity += quantities(branch);
@@ -183,9 +183,9 @@ void sums_of(const Unit<T, A>& unit) {
 // The gradients of x and of the taps ---------------------------------------------------------------------------
 
 // Spreads the gradients of n neighboring outputs over the rows of dx, and adds their products with x to the taps'.
-template <int n, class A, int kernel, int stride>
-VECTOR_INLINE void spread(Shape<kernel, stride>, const Branch&, const A* const* rows, A* const* drows, int64_t offset,
-                          const A* weights, const A* gradient, int64_t pitch, A* dtaps) {
+template <int n, class A, int kernel, int stride, int dilation>
+VECTOR_INLINE void spread(Shape<kernel, stride, dilation>, const Branch&, const A* const* rows, A* const* drows,
+                          int64_t offset, const A* weights, const A* gradient, int64_t pitch, A* dtaps) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
   F g[n];
@@ -199,12 +199,12 @@ VECTOR_INLINE void spread(Shape<kernel, stride>, const Branch&, const A* const* 
     });
     const A* row = rows[y] + offset;
     A* drow = drows[y] + offset;
-    unroll<(n - 1) * stride + kernel>([&](auto i) LAMBDA_INLINE {
+    unroll<(n - 1) * stride + (kernel - 1) * dilation + 1>([&](auto i) LAMBDA_INLINE {
       const F pixel = load(row + i * L, Whole{});
       F d = load(drow + i * L, Whole{});
       unroll<n>([&](auto j) LAMBDA_INLINE {
-        constexpr int tap = i - j * stride;
-        if constexpr (tap >= 0 && tap < kernel) {
+        constexpr int ahead = i - j * stride, tap = ahead / dilation;
+        if constexpr (ahead >= 0 && ahead % dilation == 0 && tap < kernel) {
           d = d + taps[tap] * g[j];
           sums[tap] = sums[tap] + pixel * g[j];
         }
@@ -270,6 +270,7 @@ void add_class_tokens(const Unit<T, A>& unit, T* dx) {
   for_channels<T>(unit.size(), [&](int64_t c, auto lanes) LAMBDA_INLINE {
     Vector<A> sum = 0;
     for (int64_t b = 0; b < unit.forward().count; b++) {
+      if (unit.forward().branches[b].summands == 0) continue;
       sum = sum + load(unit.dout(b, 0) - unit.forward().channels + c, lanes);
     }
     store(dx + c, sum, lanes);

@@ -29,6 +29,7 @@ MODULE = "cvt.model"
 UPSTREAM = "cvt"
 
 _ATTENTION_PARTS: dict[str, Any] = {"attn_drop": nn.Dropout}
+_DILATED_PARTS: dict[str, Any] = {}  # what hybrid mixing has besides
 for _letter in "qkv":
     _path = f"conv_proj_{_letter}"
     _ATTENTION_PARTS |= {
@@ -36,6 +37,7 @@ for _letter in "qkv":
         f"{_path}.conv": nn.Conv2d,
         f"{_path}.bn": BATCH_NORMS,
     }
+    _DILATED_PARTS |= {f"{_path}.dilated_conv": nn.Conv2d, f"{_path}.dilated_bn": BATCH_NORMS}
 
 
 def _branches(attention: Any) -> list[tuple[Any, Any]]:
@@ -79,6 +81,15 @@ ENTRIES = by_name(
         layers=("fc1", "fc2"),
     ),
 )
+
+_HYBRID_ATTENTION = ENTRIES["Attention"]._replace(parts=bypassed(_ATTENTION_PARTS | _DILATED_PARTS))
+
+
+def attention_entry(attention: nn.Module) -> BlockEntry:
+    """Returns the entry of an attention, which lists the convolutions that it has."""
+    branch = attention._modules["conv_proj_q"]  # as an attribute it would take far longer to find
+    is_hybrid = branch is not None and "dilated_conv" in branch._modules
+    return _HYBRID_ATTENTION if is_hybrid else ENTRIES["Attention"]
 
 
 def _embedding_parts(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
@@ -184,6 +195,8 @@ def operators_on_rows(operators: tuple[str, ...]) -> tuple[str, ...]:
 def recognize(module: nn.Module) -> BlockEntry | None:
     """Returns the entry of a module whose class is one of ``cvt`` or derives from it; None for others."""
     cls = own_class(type(module))
+    if cls is not None and cls.__name__ == "Attention":
+        return attention_entry(module)
     return None if cls is None else ENTRIES.get(cls.__name__)
 
 

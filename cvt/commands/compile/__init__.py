@@ -47,7 +47,8 @@ def add_parser(commands: Any) -> None:
         ("--model", "models", str, ["cvt_13"], "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         ("--operator", "operators", str, list(_OPERATORS),
-         f"attention_with_bias, attention_by_position, {', '.join(_OPERATORS)} (default: all but these two)"),
+         f"attention_with_bias, attention_by_position, conv_projection_hybrid, {', '.join(_OPERATORS)} "
+         "(default: all but the first three)"),
         ("--stage", "stages", positive_int, [1, 2, 3], "1, 2, 3 (default: all)"),
         ("--image-size", "image_sizes", positive_int, [None], "default: 224; 384 for cvt_w24"),
         ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),

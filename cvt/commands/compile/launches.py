@@ -64,42 +64,49 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
 
 
 def conv_projection_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
+    hybrid: bool = False,
+) -> list[machine.Launch]:  # fmt: skip
     """Returns the launches of a CvT block's projection (q has stride 1, k and v stride 2).
 
-    Training is under autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
+    With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
+    autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
     """
     from cvt_kernels.ops.conv_projection.triton import backward, common, forward
 
     grid, channels, class_tokens, _ = stage
+    kinds = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
+    convolutions = [(kernel, stride, *others) for stride in (1, 2, 2) for kernel, *others in kinds]
+    kernel_sizes, strides, paddings, dilations = zip(*convolutions, strict=True)
+    count = len(convolutions)
     geometry = common.Geometry(
-        grid=grid,
-        kernel_sizes=(3, 3, 3),
-        strides=(1, 2, 2),
-        paddings=(1, 1, 1),
-        dilations=(1, 1, 1),
-        epss=(1e-5, 1e-5, 1e-5),
+        grid,
+        kernel_sizes,
+        strides,
+        paddings,
+        dilations,
+        epss=(1e-5,) * count,
+        summands=(len(kinds), *[0] * (len(kinds) - 1)) * 3,
     )
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x = meta(batch, grid[0] * grid[1] + class_tokens, channels)
-    weights = [meta(channels, 1, 3, 3)] * 3
-    vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * 3
-    tracked = [meta(dtype=torch.int64)] * 3
+    weights = [meta(channels, 1, kernel, kernel) for kernel in geometry.kernel_sizes]
+    vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * count
+    tracked = [meta(dtype=torch.int64)] * count
     dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
     with machine.recorded_launches(chip) as launches:
         forward.projection_forward(x, geometry, weights, *[vectors] * 4)
         if training:
             mean, variance = forward.batch_statistics(x, geometry, weights)
             forward.update_running_statistics(
-                mean, variance, range(3), vectors, vectors, tracked, [0.1] * 3, [1.1] * 3
+                mean, variance, range(count), vectors, vectors, tracked, [0.1] * count, [1.1] * count
             )
             sums = backward.backward_sums(x, geometry, weights, vectors, vectors, dys)
             dconvs, _ = backward.backward_conv(
-                x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * 3
+                x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * count
             )
             backward.backward_input(geometry, weights, dconvs, dys)
     return launches
@@ -417,6 +424,7 @@ def _rows_of_tokens(stage: Stage, batch: int, dtype: torch.dtype) -> tuple[Tenso
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
+    "conv_projection_hybrid": functools.partial(conv_projection_launches, hybrid=True),
     "conv_embedding": conv_embedding_launches,
     "conv_linear": conv_linear_launches,
     "attention": attention_launches,

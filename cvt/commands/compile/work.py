@@ -95,6 +95,8 @@ def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[flo
     for branch, height, width in zip(
         arguments["BRANCHES"], arguments["out_heights"], arguments["out_widths"], strict=True
     ):
+        if "y_ptrs" in arguments and branch.summands == 0:  # made with the output that it is added to
+            continue
         rows = pixels // branch.columns * (branch.rows if rows_of_lane else 1)
         trips.append(_mean_trips(height, arguments["strips"], rows))
         trips.append(_mean_trips(width, arguments["col_blocks"], branch.columns))

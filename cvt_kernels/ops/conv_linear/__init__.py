@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import ConvBatchNorm
+from ...reference import Branch, flattened
 from ..conv_projection import check_arguments, conv_projection, geometry_of, shape_class
 from ..linear import linear
 from ..registration import images_within, register_composed, register_reference, register_triton
@@ -21,7 +21,7 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def conv_linear(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
 ) -> tuple[Tensor, ...]:
     """Computes linearᵢ(BatchNormᵢ(depthwise_convᵢ(x))) for every branch, on tokens, in evaluation.
 
@@ -31,7 +31,8 @@ def conv_linear(
         x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`; the class token, if there is one,
             goes through the linear layers only.
         grid: ``(H, W)`` of the spatial tokens.
-        convs: One branch per output. BatchNorm normalizes by the running statistics.
+        convs: One branch per output, as of :func:`cvt_kernels.conv_projection`. BatchNorm normalizes by the
+            running statistics.
         linears: Weight ``(outputs, C)`` and bias ``(outputs,)`` or None of the linear layer of each branch.
 
     Returns:
@@ -53,13 +54,13 @@ def conv_linear(
 
 
 def _compose(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
 ) -> tuple[Tensor, ...]:
     projected = conv_projection(x, grid, convs, training=False)
     return tuple(linear(y, *each) for y, each in zip(projected, linears, strict=True))
 
 
-def _check_linears(x: Tensor, convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]) -> None:
+def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
     if len(linears) != len(convs):
         raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
     for i, (weight, bias) in enumerate(linears):
@@ -75,13 +76,14 @@ def _check_linears(x: Tensor, convs: Sequence[ConvBatchNorm], linears: Sequence[
 
 
 def _signature(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
 ) -> tuple[Any, ...]:
-    tensors = [t for c in convs for t in (c.weight, c.bn_weight, c.bn_bias)]
+    flat = flattened(convs)[0]
+    tensors = [t for c in flat for t in (c.weight, c.bn_weight, c.bn_bias)]
     gradient = checks.wants_gradient(x, *tensors, *(t for each in linears for t in each))
-    scale = convs[0].bn_weight
+    scale = flat[0].bn_weight
     mixed = scale is not None and scale.dtype != x.dtype
-    statistics = convs[0].running_mean is None
+    statistics = flat[0].running_mean is None
     outputs = tuple([weight.shape[0] for weight, _ in linears])
     return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs), outputs
 
@@ -92,7 +94,7 @@ def _shape_class(*signature: Any) -> str:
 
 
 def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
 ) -> Any:
     images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
     return (x[:images], grid, convs, linears), {}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import Branch, ConvBatchNorm, summands
+from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE = "(batch, tokens, channels)"
@@ -21,24 +19,32 @@ _SAMPLE = 2**18  # elements
 
 
 def _signature(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Any, ...]:
+    flat = flattened(convs)[0]
     # To list them takes longer than all else here.
     parameters = (
-        [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
+        [t for conv in flat for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
         if torch.is_grad_enabled()
         else ()
     )
-    statistics = training or convs[0].running_mean is None
-    scale = convs[0].bn_weight
+    statistics = training or flat[0].running_mean is None
+    scale = flat[0].bn_weight
     mixed = scale is not None and scale.dtype != x.dtype
     gradient = checks.wants_gradient(x, *parameters)
     return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs)
 
 
-def geometry_of(convs: Sequence[ConvBatchNorm]) -> tuple[tuple[int, ...], ...]:
-    """Returns kernel size, stride, padding and dilation of every branch."""
-    return tuple([(conv.weight.size(3), conv.stride, conv.padding, conv.dilation) for conv in convs])
+def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
+    """Returns kernel size, stride, padding and dilation of every branch, those of its summands in a row."""
+    return tuple(
+        [
+            (branch.weight.size(3), branch.stride, branch.padding, branch.dilation)
+            if isinstance(branch, ConvBatchNorm)
+            else sum(geometry_of(branch), ())
+            for branch in convs
+        ]
+    )
 
 
 def shape_class(
@@ -54,20 +60,30 @@ def shape_class(
     batch, tokens, channels = shape
     pixels = grid[0] * grid[1]
     class_token = "" if tokens == pixels else " and a class token"
-    branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
+    branches = " ".join(map(_words, geometry))
     words = f"{size_class(batch)} images of {size_class(pixels, 2)} pixels{class_token}, {channels} channels"
     words += f", kernel/stride/padding/dilation {branches}"
     words += (", batch statistics" if statistics else "") + (", BatchNorm of another dtype" if mixed else "")
     return words + ("" if contiguous else ", strided")
 
 
+def _words(geometry: tuple[int, ...]) -> str:
+    """Returns the words for a branch, from its geometry."""
+    summed = (geometry[i : i + 4] for i in range(0, len(geometry), 4))
+    return "+".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in summed)
+
+
 def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Any, dict[str, Any]]:
     # At least two images: one alone may have a single value per channel.
     images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
-    alone = tuple(conv._replace(process_group=None) for conv in convs)
-    return (x[:images], grid, alone), {"training": training}
+    alone = [tuple(conv._replace(process_group=None) for conv in summands(branch)) for branch in convs]
+    return (x[:images], grid, tuple(map(_branch, alone))), {"training": training}
+
+
+def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
+    return parts[0] if len(parts) == 1 else parts
 
 
 register_triton("conv_projection", __name__)
@@ -89,7 +105,7 @@ def conv_projection(
             token 0 is a class token, which is copied to every output.
         grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
         convs: One branch per output (Q, K and V in CvT). A branch that is a tuple of several convolutions is
-            the sum of their results, which must have the same grid.
+            the sum of their results, which must have the same grid. The class token is in it once.
         training: Normalize by the statistics of the batch and update the running statistics in place,
             exactly as ``nn.BatchNorm2d`` does (``nn.SyncBatchNorm``, for a branch with a process group;
             every process must then take the same backend); otherwise normalize by the running statistics.
@@ -100,19 +116,11 @@ def conv_projection(
     Raises:
         TypeError: An argument of the wrong type or dtype. BatchNorm's tensors may all be float32 beside an
             ``x`` of half precision; under autocast dtypes may differ as they may for PyTorch's operators.
-        ValueError: A wrong shape or device, an invalid stride, padding or dilation, an empty output, or
-            training with a single value per channel. Nothing has been updated then.
+        ValueError: A wrong shape or device, an invalid stride, padding or dilation, an empty output, summands
+            of different grids, or training with a single value per channel. Nothing has been updated then.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     convs = tuple(convs)
-    if any(type(branch) is tuple for branch in convs):
-        return _sums(x, grid, convs, training)
-    return _one_each(x, grid, cast(tuple[ConvBatchNorm, ...], convs), training)
-
-
-def _one_each(
-    x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool
-) -> tuple[Tensor, ...]:
     if torch.jit.is_tracing():
         return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
     key = _key_of(x, grid, convs, training)
@@ -127,34 +135,28 @@ def _one_each(
     return outputs
 
 
-def _sums(x: Tensor, grid: tuple[int, int], branches: Sequence[Branch], training: bool) -> tuple[Tensor, ...]:
-    parts = [summands(branch) for branch in branches]
-    flat = iter(conv_projection(x, grid, [conv for part in parts for conv in part], training=training))
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    outputs = []
-    for part in parts:
-        first, *others = itertools.islice(flat, len(part))
-        spatial = functools.reduce(torch.add, (y[:, class_tokens:] for y in others), first[:, class_tokens:])
-        outputs.append(torch.cat([first[:, :class_tokens], spatial], 1))
-    return tuple(outputs)
-
-
 def _dispatch(
-    x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool
+    x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], training: bool
 ) -> tuple[Tensor, ...]:
-    group = next((conv.process_group for conv in convs if conv.process_group is not None), None)
+    groups = (conv.process_group for conv in flattened(convs)[0])
+    group = next((group for group in groups if group is not None), None)
     if training and group is not None:
         shared = x.shape[2], geometry_of(convs)
         return dispatch.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
     return dispatch.call("conv_projection", x, grid, convs, training=training)
 
 
-def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], training: bool) -> Any:
+def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], training: bool) -> Any:
     """Returns the key of a call; None where nothing is remembered, as of a batch spread over processes."""
     if type(grid) is not tuple:
         return None
     tensors: list[Tensor | None] = [x]
     settings: list[Any] = [training, *grid, *map(type, grid)]
+    if any(type(branch) is not ConvBatchNorm for branch in convs):
+        if not all(type(branch) in (tuple, ConvBatchNorm) for branch in convs):
+            return None
+        convs, lengths = flattened(convs)
+        settings.append(lengths)
     for conv in convs:
         if type(conv) is not ConvBatchNorm or conv.process_group is not None:
             return None
@@ -167,15 +169,13 @@ def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[ConvBatchNorm, ...], 
     return dispatch.key_of("conv_projection", tuple(settings), *tensors)
 
 
-def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> None:
+def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     """Raises TypeError or ValueError for wrong arguments of a projection."""
     if dispatch.known(_key_of(x, grid, tuple(convs), training)) is None:
         _check_arguments(x, grid, convs, training)
 
 
-def _check_arguments(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool
-) -> None:
+def _check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
     if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):
@@ -188,19 +188,34 @@ def _check_arguments(
         )
     if not convs:
         raise ValueError("convs: got none, expected at least one branch")
-    for i, conv in enumerate(convs):
-        _check_conv(f"convs[{i}]", conv, x)
-        out_height, out_width = conv.output_grid(grid)
-        if out_height < 1 or out_width < 1:
-            raise ValueError(f"convs[{i}]: output of the {height}×{width} grid is empty")
-        synchronizes = training and conv.process_group is not None
-        if synchronizes and x.shape[0] == 0:
-            raise ValueError(
-                "x: got an empty batch, expected at least one image to synchronize statistics over"
-            )
-        batch_statistics = training or conv.running_mean is None
-        if batch_statistics and not synchronizes and x.shape[0] * out_height * out_width == 1:
-            raise ValueError(f"convs[{i}]: expected more than 1 value per channel when training")
+    for i, branch in enumerate(convs):
+        parts: dict[str, Any] = {f"convs[{i}]": branch}
+        if type(branch) is tuple:
+            parts = {f"convs[{i}][{j}]": conv for j, conv in enumerate(branch)}
+        if not parts:
+            raise ValueError(f"convs[{i}]: got an empty tuple, expected at least one convolution to sum")
+        for name, conv in parts.items():
+            _check_branch(name, conv, x, grid, training)
+        (first, own), *others = ((name, conv.output_grid(grid)) for name, conv in parts.items())
+        for name, other in others:
+            if other != own:
+                raise ValueError(
+                    f"{name}: gives a grid of {other[0]}×{other[1]}, expected that of {first}, "
+                    f"{own[0]}×{own[1]}, to sum them"
+                )
+
+
+def _check_branch(name: str, conv: ConvBatchNorm, x: Tensor, grid: tuple[int, int], training: bool) -> None:
+    _check_conv(name, conv, x)
+    out_height, out_width = conv.output_grid(grid)
+    if out_height < 1 or out_width < 1:
+        raise ValueError(f"{name}: output of the {grid[0]}×{grid[1]} grid is empty")
+    synchronizes = training and conv.process_group is not None
+    if synchronizes and x.shape[0] == 0:
+        raise ValueError("x: got an empty batch, expected at least one image to synchronize statistics over")
+    batch_statistics = training or conv.running_mean is None
+    if batch_statistics and not synchronizes and x.shape[0] * out_height * out_width == 1:
+        raise ValueError(f"{name}: expected more than 1 value per channel when training")
 
 
 def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:

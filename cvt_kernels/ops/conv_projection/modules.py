@@ -26,14 +26,20 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
         One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`, which also raises.
     """
     pairs = [branch if isinstance(branch, list) else [branch] for branch in branches]
-    convs = [tuple(ConvBatchNorm.from_modules(*pair) for pair in branch) for branch in pairs]
+    convs = [tuple([ConvBatchNorm.from_modules(*pair) for pair in branch]) for branch in pairs]
     modes = [[bn.training for _, bn in branch] for branch in pairs]
     if len({mode for branch in modes for mode in branch}) == 1:
         whole = [conv[0] if len(conv) == 1 else conv for conv in convs]
         return conv_projection(x, grid, whole, training=modes[0][0])
     # Somebody froze only some of them.
-    parts = [
-        [conv_projection(x, grid, [conv], training=mode)[0] for conv, mode in zip(*branch, strict=True)]
-        for branch in zip(convs, modes, strict=True)
-    ]
-    return tuple(functools.reduce(torch.add, part) for part in parts)
+    return tuple(_sum(x, grid, *branch) for branch in zip(convs, modes, strict=True))
+
+
+def _sum(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], modes: Sequence[bool]) -> Tensor:
+    """Returns the sum of convolutions whose BatchNorms are in different modes, and the class token once."""
+    first, *others = (
+        conv_projection(x, grid, [conv], training=mode)[0] for conv, mode in zip(convs, modes, strict=True)
+    )
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    spatial = functools.reduce(torch.add, (y[:, class_tokens:] for y in others), first[:, class_tokens:])
+    return torch.cat([first[:, :class_tokens], spatial], dim=1)

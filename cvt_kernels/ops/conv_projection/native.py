@@ -1,12 +1,14 @@
 """Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc).
 
-All branches are made in one pass over x. With the statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and
+All branches are made in one pass over x, and the summands of a branch are added before they are rounded, all
+in the same pass. With the statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and
 ``rstd = 1 / sqrt(variance + eps)``, in float32 (float64 for float64) until y is rounded. In training a pass
 before takes the statistics of the batch. Nothing is saved but x, the parameters and the statistics.
 
 Backward computes the convolution again in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
 ``dβ = Σ dy`` and ``dγ = Σ dy · n``, the second ``dconv = γ · rstd · (dy − mean(dy) − n · mean(dy · n))``, or
-``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights.
+``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights. The
+gradient of a sum is that of each of its summands.
 
 Sums are taken image by image in a fixed order: the same bits every time, whatever the number of threads.
 """
@@ -20,40 +22,46 @@ import torch
 from torch import Tensor
 
 from ... import checks, machine
-from ...reference import ConvBatchNorm
+from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..autograd import once_differentiable
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
 
 _MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
+_MAX_SUMMANDS = 4  # kMaxSummands, likewise
 
 
 class _Settings(NamedTuple):
-    """The numbers that the operators take: a geometry of three for each branch, and one of the others."""
+    """The numbers that the operators take: three of geometry for each convolution, and one of the others."""
 
     height: int
     width: int
     geometry: list[int]
     eps: list[float]
     constant: list[int]  # whether the statistics are constants
+    summands: list[int]  # as of ``reference.flattened``
 
     @classmethod
-    def of(cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], training: bool) -> _Settings:
+    def of(
+        cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], summands: Sequence[int], training: bool
+    ) -> _Settings:
         """Collects those of a call."""
         return cls(
             *grid,
             geometry=[n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)],
             eps=[conv.eps for conv in convs],
             constant=[int(not _takes_statistics(conv, training)) for conv in convs],
+            summands=list(summands),
         )
 
     def part(self, branches: Sequence[int]) -> _Settings:
-        """Returns those of some branches."""
+        """Returns those of some convolutions."""
         return self._replace(
             geometry=[n for i in branches for n in self.geometry[3 * i : 3 * i + 3]],
             eps=[self.eps[i] for i in branches],
             constant=[self.constant[i] for i in branches],
+            summands=[self.summands[i] for i in branches],
         )
 
 
@@ -63,7 +71,7 @@ def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
 
 
 class _ConvProjection(torch.autograd.Function):
-    """The projection by given statistics, which follow scale and shift of each branch in ``norms``.
+    """The projection by given statistics, which follow scale and shift of each convolution in ``norms``.
 
     Where they are not constants, they are those of the batch, and the gradients are of them too.
     """
@@ -72,7 +80,7 @@ class _ConvProjection(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, settings: _Settings, *tensors: Any) -> tuple[Tensor, ...]:
         ctx.settings = settings
         ctx.save_for_backward(x, *tensors)
-        ctx.set_materialize_grads(False)  # a branch that is not used costs nothing
+        ctx.set_materialize_grads(False)  # an output that is not used costs nothing
         count = len(settings.eps)
         return tuple(_infer(x, settings, tensors[:count], tensors[count:]))
 
@@ -80,13 +88,15 @@ class _ConvProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
-        count = len(douts)
+        count = len(ctx.settings.eps)
         weights, norms = tensors[:count], [tensors[i : i + 4] for i in range(count, 5 * count, 4)]
-        used = [i for i, dout in enumerate(douts) if dout is not None]
-        height, width, geometry, eps, constant = ctx.settings.part(used)
+        lengths = [length for length in ctx.settings.summands if length]
+        of_convs = [dout for dout, length in zip(douts, lengths, strict=True) for _ in range(length)]
+        used = [i for i, dout in enumerate(of_convs) if dout is not None]
+        height, width, geometry, eps, constant, summands = ctx.settings.part(used)
         dx, *gradients = _ops.conv_projection_gradients.default(
-            [douts[i] for i in used], x, height, width, [weights[i] for i in used],
-            [t for i in used for t in (norms[i][0], *norms[i][2:])], geometry, eps, constant,
+            [of_convs[i] for i in used], x, height, width, [weights[i] for i in used],
+            [t for i in used for t in (norms[i][0], *norms[i][2:])], geometry, eps, constant, summands,
         )  # fmt: skip
         dweights: list[Tensor | None] = [None] * count
         dnorms: list[Tensor | None] = [None] * (4 * count)
@@ -100,19 +110,21 @@ class _ConvProjection(torch.autograd.Function):
 def _infer(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], norms: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    height, width, geometry, eps, _ = settings
-    return _ops.conv_projection_inference.default(x, height, width, weights, norms, geometry, eps)
+    height, width, geometry, eps, _, summands = settings
+    return _ops.conv_projection_inference.default(x, height, width, weights, norms, geometry, eps, summands)
 
 
 # Shapes for torch.compile
 @torch.library.register_fake("cvt_kernels::conv_projection_inference")
 def _(
     x: Tensor, height: int, width: int, weights: list[Tensor], norms: list[Tensor | None],
-    geometry: list[int], eps: list[float],
+    geometry: list[int], eps: list[float], summands: Sequence[int] = (),
 ) -> list[Tensor]:  # fmt: skip
     class_tokens = x.shape[1] - height * width
     outs = []
     for i, weight in enumerate(weights):
+        if summands and not summands[i]:
+            continue
         stride, padding, dilation = geometry[3 * i : 3 * i + 3]
         conv = ConvBatchNorm(
             weight=weight, bn_weight=None, bn_bias=None, running_mean=None, running_var=None,
@@ -136,6 +148,7 @@ def _(
 def _(
     douts: list[Tensor], x: Tensor, height: int, width: int, weights: list[Tensor],
     norms: list[Tensor | None], geometry: list[int], eps: list[float], constant: list[int],
+    summands: Sequence[int] = (),
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     dweights = [weight.new_empty(weight.shape) for weight in weights]
     dscales, dshifts = ([x.new_empty(x.shape[2], dtype=_accumulator(x)) for _ in weights] for _ in range(2))
@@ -150,9 +163,15 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def why_unsupported(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    longest = max(len(summands(branch)) for branch in convs)
+    if longest > _MAX_SUMMANDS:
+        return f"sums up to {_MAX_SUMMANDS} convolutions, not {longest}"
+    if any(len({conv.stride for conv in summands(branch)}) > 1 for branch in convs):
+        return "sums convolutions of one stride, not of different ones"
+    convs, _ = flattened(convs)
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
@@ -170,15 +189,16 @@ def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
 
 
 def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
+    convs, lengths = flattened(convs)
     wants_gradient = _wants_gradient(x, convs)
-    settings = _Settings.of(grid, convs, training)
+    settings = _Settings.of(grid, convs, lengths, training)
     weights = [conv.weight for conv in convs]
     if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
@@ -200,7 +220,7 @@ def conv_projection(
 def _norms(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm]
 ) -> list[Tensor | None]:
-    """Returns the scale, shift, mean and variance of each branch, in the dtype of accumulators."""
+    """Returns the scale, shift, mean and variance of each convolution, in the dtype of accumulators."""
     taking = [i for i, constant in enumerate(settings.constant) if not constant]
     statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     if taking:

@@ -406,6 +406,7 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
         (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
+         "conv_projection_hybrid, "
          "conv_embedding, conv_linear, attention, attention_with_bias, attention_by_position, "
          "layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, quantize_rows, "
          "layer_norm_quantize, gelu_quantize, linear_int8, linear_float8, gather_rows, "

@@ -422,6 +422,8 @@ def why_unsupported(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
 ) -> str | None:
     """Says why this kernel cannot serve a call; None if it can."""
+    if any(type(branch) is not ConvBatchNorm for branch in convs):
+        return "a branch is a sum of convolutions"
     batch, tokens, channels = x.shape
     outputs = [weight.shape[0] for weight, _ in linears]
     parameters = [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .... import checks, dispatch
-from ....reference import ConvBatchNorm
+from ....reference import Branch, ConvBatchNorm, flattened
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums
-from .common import Geometry, class_tokens
+from .common import Geometry
 from .forward import (
     batch_statistics,
     output_shapes,
@@ -65,7 +65,7 @@ class _ConvProjection(torch.autograd.Function):
     """The projection as an autograd function.
 
     It takes (x, geometry, batch_stats, synchronized, weights, gammas, betas, means, variances), of which the
-    last five stand one after the other, one tensor of each branch.
+    last five stand one after the other, one tensor of each convolution.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ def _gradients(
     batch_stats: bool, synchronized: _Synchronized | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns [dx, *dweights, *dgammas, *dbetas]; those of the parameters are this process's share."""
-    dys = [dy.contiguous() for dy in dys]
+    dys = geometry.of_each([dy.contiguous() for dy in dys])
     sums = backward_sums(x, geometry, weights, means, variances, dys)
     all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
     if batch_stats and synchronized is not None:
@@ -128,14 +128,14 @@ def _divided(sequence: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 
 def _pack_geometry(geometry: Geometry) -> list[int]:
     """Returns a geometry as the numbers that an operator takes; its epsilons go beside it."""
-    grid, *columns, _ = geometry
-    return [*grid, *(number for column in columns for number in column)]
+    grid, *columns, _, _ = geometry
+    return [*grid, *(number for column in (*columns, geometry.lengths) for number in column)]
 
 
 def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
     height, width, *columns = numbers
-    kernel_sizes, strides, paddings, dilations = map(tuple, _divided(columns, 4))
-    return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss))
+    kernel_sizes, strides, paddings, dilations, summands = map(tuple, _divided(columns, 5))
+    return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss), summands)
 
 
 @torch.library.custom_op("cvt_kernels::conv_projection", mutates_args=())
@@ -149,11 +149,7 @@ def _forward_op(
 
 @_forward_op.register_fake
 def _(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
-    unpacked = _unpack_geometry(geometry, epss)
-    return [
-        x.new_empty(x.shape[0], h * w + class_tokens(x, unpacked), x.shape[2])
-        for h, w in unpacked.output_grids
-    ]
+    return [x.new_empty(*shape) for shape in output_shapes(x, _unpack_geometry(geometry, epss))]
 
 
 @torch.library.custom_op("cvt_kernels::conv_projection_backward", mutates_args=())
@@ -209,9 +205,10 @@ _update_op = torch.library.custom_op(
 
 
 def why_unsupported(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    convs, _ = flattened(convs)
     if x.numel() == 0:
         return "the batch is empty"
     if x.shape[1] * x.shape[2] >= 2**31:
@@ -233,11 +230,15 @@ def why_unsupported(
 
 
 def _prepare(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> Callable[[Tensor, Sequence[ConvBatchNorm]], tuple[Tensor, ...]] | None:
-    """Returns what serves calls like one in evaluation, whose tensors the kernel reads as they lie."""
-    if training:
+    """Returns what serves calls like one in evaluation, whose tensors the kernel reads as they lie.
+
+    None for sums, whose kernel reads weights that are packed at each call.
+    """
+    if training or any(type(branch) is not ConvBatchNorm for branch in convs):
         return None
+    convs, _ = flattened(convs)
     if any(tensor is None or not tensor.is_contiguous() for conv in convs for tensor in conv[:5]):
         return None
     dtype = checks.autocast_dtype(x) or x.dtype
@@ -262,7 +263,7 @@ def _prepare(
 
 @dispatch.prepared_by(_prepare)
 def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], *, training: bool
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
@@ -270,6 +271,7 @@ def conv_projection(
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
     """
     geometry = Geometry.of(grid, convs)
+    convs, _ = flattened(convs)
     weights = [conv.weight for conv in convs]
     if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
@@ -330,14 +332,14 @@ def _statistics(
 
 
 def _tracked(conv: ConvBatchNorm) -> Tensor:
-    """Returns a branch's count of batches, or one to throw away."""
+    """Returns a convolution's count of batches, or one to throw away."""
     if conv.num_batches_tracked is not None:
         return conv.num_batches_tracked
     return torch.zeros((), dtype=torch.int64, device=conv.weight.device)
 
 
 def _momentum(conv: ConvBatchNorm) -> float:
-    """Returns a branch's momentum; −1 for the average over all batches."""
+    """Returns a convolution's momentum; −1 for the average over all batches."""
     if conv.momentum is None:
         return -1.0 if conv.num_batches_tracked is not None else 0.0
     return float(conv.momentum)

@@ -317,18 +317,20 @@ def _bwd_input_block(
     END: tl.constexpr = (BLOCK - 1 + PAD) // STRIDE + 1
     STEP: tl.constexpr = BLOCK // STRIDE
     for j in tl.static_range(FIRST, END):
-        for i in tl.static_range(FIRST, END):
-            row, col = block_row * STEP + j, block_col * STEP + i
-            dconv = load_pixels(dconv_ptr, row, col, region, out_height, out_width, region.channels)
-            dconv = dconv.to(TILE.accumulator)
-            updated = ()
-            for n in tl.static_range(len(accs)):
-                acc = accs[n]
-                for t in tl.static_range(K * K):
-                    if j * STRIDE - PAD + t // K * DIL == ROW and i * STRIDE - PAD + t % K * DIL == COL + n:
-                        acc += dconv * load_weight(w_ptr, t, region, TILE)
-                updated = updated + (acc,)
-            accs = updated
+        ahead = ROW + PAD - j * STRIDE  # of the first tap's row
+        if ahead >= 0 and ahead % DIL == 0 and ahead // DIL < K:
+            for i in tl.static_range(FIRST, END):
+                row, col = block_row * STEP + j, block_col * STEP + i
+                dconv = load_pixels(dconv_ptr, row, col, region, out_height, out_width, region.channels)
+                dconv = dconv.to(TILE.accumulator)
+                updated = ()
+                for n in tl.static_range(len(accs)):
+                    acc = accs[n]
+                    for b in tl.static_range(K):
+                        if i * STRIDE - PAD + b * DIL == COL + n:
+                            acc += dconv * load_weight(w_ptr, ahead // DIL * K + b, region, TILE)
+                    updated = updated + (acc,)
+                accs = updated
     return accs
 
 
@@ -402,8 +404,9 @@ def _conv_projection_bwd_input_kernel(
         mask = class_token_mask(region)
         total = tl.zeros([BC], TILE.accumulator)
         for i in tl.static_range(len(BRANCHES)):
-            dy_ptr = dy_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + 1) * channels
-            total += tl.load(dy_ptr + region.c, mask=mask, other=0.0).to(TILE.accumulator)
+            if BRANCHES[i].summands > 0:
+                dy_ptr = dy_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + 1) * channels
+                total += tl.load(dy_ptr + region.c, mask=mask, other=0.0).to(TILE.accumulator)
         tl.store(dx_ptr + region.c, total.to(dx_ptr.dtype.element_ty), mask=mask)
         dx_ptr += channels
     own = bounds_of(region, tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK))  # in blocks

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import backends, machine
-from ....reference import ConvBatchNorm
+from .... import backends, machine, reference
 from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -158,7 +157,9 @@ class Geometry(NamedTuple):
 
     Attributes:
         grid: (H, W) of the input.
-        kernel_sizes, strides, paddings, dilations, epss: One per branch.
+        kernel_sizes, strides, paddings, dilations, epss: One per convolution.
+        summands: For each convolution how many are summed to its output, 0 if it is not the first of them, as
+            of ``reference.flattened``. Without them each is an output.
     """
 
     grid: tuple[int, int]
@@ -167,18 +168,35 @@ class Geometry(NamedTuple):
     paddings: tuple[int, ...]
     dilations: tuple[int, ...]
     epss: tuple[float, ...]
+    summands: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> Geometry:
+    def of(cls, grid: tuple[int, int], branches: Sequence[reference.Branch]) -> Geometry:
         """Returns the geometry of a public call."""
-        columns = zip(
+        convs, summands = reference.flattened(branches)
+        kernel_sizes, strides, paddings, dilations, epss = zip(
             *((c.weight.shape[3], c.stride, c.padding, c.dilation, c.eps) for c in convs), strict=True
         )
-        return cls(grid, *map(tuple, columns))
+        return cls(grid, kernel_sizes, strides, paddings, dilations, epss, summands)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """``summands``, where they are not given too."""
+        return self.summands or (1,) * len(self.strides)
+
+    @property
+    def convolutions(self) -> list[tuple[int, int, int, int]]:
+        """Kernel size, stride, padding and dilation of every convolution."""
+        return list(zip(self.kernel_sizes, self.strides, self.paddings, self.dilations, strict=True))
+
+    def of_each(self, outputs: Sequence[Any]) -> list[Any]:
+        """Returns what belongs to the output of each convolution, from what belongs to each output."""
+        lengths = [length for length in self.lengths if length]
+        return [own for own, length in zip(outputs, lengths, strict=True) for _ in range(length)]
 
     @property
     def output_grids(self) -> list[tuple[int, int]]:
-        """(Hᵢ, Wᵢ) of every branch."""
+        """(Hᵢ, Wᵢ) of every convolution."""
         height, width = self.grid
         lost = [
             d * (k - 1) + 1 - 2 * p
@@ -191,7 +209,7 @@ class Geometry(NamedTuple):
 
 @dataclass(frozen=True)
 class Branch:
-    """The constants of one branch: ``BRANCHES[i]`` in the kernels.
+    """The constants of one convolution: ``BRANCHES[i]`` in the kernels.
 
     It is a dataclass because Triton forgets the field names of NamedTuples within a tuple. Functions of one
     branch take BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
@@ -200,6 +218,8 @@ class Branch:
         kernel_size, stride, padding, dilation: Those of the convolution.
         columns: Columns of a tile on the output grid.
         rows: R, outputs below one another that a lane holds.
+        summands: How many branches from this one on are summed to its output; 0 if it is not the first.
+        folded: Whether BatchNorm is folded into the taps before they are summed up, as a walk does.
     """
 
     kernel_size: int
@@ -208,6 +228,8 @@ class Branch:
     dilation: int
     columns: int
     rows: int
+    summands: int
+    folded: bool
 
 
 class Tile(NamedTuple):
@@ -276,6 +298,8 @@ def _plan(
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
     config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
+    if max(geometry.lengths) > 1:  # twice the taps and norms: half the channels for each thread, to fit
+        config = replace(config, num_warps=2 * config.num_warps)
     channel_blocks = -(-channels // config.channels)
     col_blocks = -(-width // config.region_cols)
     region_rows = config.region_rows
@@ -306,20 +330,25 @@ def _sizes(shape: torch.Size, geometry: Geometry) -> dict[str, Any]:
 
 
 def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:
-    return tuple(
-        Branch(
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            columns=_tile_columns(config, col_blocks, width),
-            rows=config.rows if kernel_size <= 3 else 1,
+    branches: list[Branch] = []
+    for i, convolution in enumerate(geometry.convolutions):
+        first = max(n for n in range(i + 1) if geometry.lengths[n])
+        together = slice(first, first + geometry.lengths[first])  # the tiles of one output are the same
+        branches.append(
+            Branch(
+                *convolution,
+                columns=_tile_columns(config, col_blocks, geometry.output_grids[i][1]),
+                rows=config.rows if max(geometry.kernel_sizes[together]) <= 3 else 1,
+                summands=geometry.lengths[i],
+                folded=is_of_walk(*convolution) and geometry.lengths[first] > 1,
+            )
         )
-        for kernel_size, stride, padding, dilation, (_, width) in zip(
-            geometry.kernel_sizes, geometry.strides, geometry.paddings, geometry.dilations,
-            geometry.output_grids, strict=True,
-        )
-    )  # fmt: skip
+    return tuple(branches)
+
+
+def is_of_walk(kernel_size: int, stride: int, padding: int, dilation: int) -> bool:
+    """Returns whether a walk computes such a convolution."""
+    return (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
 
 
 def _tile_columns(config: RegionConfig, col_blocks: int, width: int) -> int:
@@ -543,21 +572,22 @@ def conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr,
     for _ in tl.static_range(R):
         accs = accs + (tl.zeros([P, BC], TILE.accumulator) + start,)
     for j in tl.static_range((R - 1) * STRIDE + (K - 1) * DIL + 1):  # input rows, from the first tap's on
-        for b in tl.static_range(K):
-            x = load_pixels(
-                x_ptr, row * STRIDE - PAD + j, col * STRIDE - PAD + b * DIL,
-                region, region.height, region.width, region.stride_t,
-            ).to(TILE.accumulator)  # fmt: skip
-            updated = ()
-            for r in tl.static_range(R):
-                acc = accs[r]
-                if j >= r * STRIDE and (j - r * STRIDE) % DIL == 0 and (j - r * STRIDE) // DIL < K:
-                    if len(taps) > 0:
-                        acc += x * taps[(j - r * STRIDE) // DIL * K + b]
-                    else:
-                        acc += x * load_weight(w_ptr, (j - r * STRIDE) // DIL * K + b, region, TILE)
-                updated = updated + (acc,)
-            accs = updated
+        if R > 1 or j % DIL == 0:  # else no tap is there
+            for b in tl.static_range(K):
+                x = load_pixels(
+                    x_ptr, row * STRIDE - PAD + j, col * STRIDE - PAD + b * DIL,
+                    region, region.height, region.width, region.stride_t,
+                ).to(TILE.accumulator)  # fmt: skip
+                updated = ()
+                for r in tl.static_range(R):
+                    acc = accs[r]
+                    if j >= r * STRIDE and (j - r * STRIDE) % DIL == 0 and (j - r * STRIDE) // DIL < K:
+                        if len(taps) > 0:
+                            acc += x * taps[(j - r * STRIDE) // DIL * K + b]
+                        else:
+                            acc += x * load_weight(w_ptr, (j - r * STRIDE) // DIL * K + b, region, TILE)
+                    updated = updated + (acc,)
+                accs = updated
     return accs
 
 

@@ -37,29 +37,83 @@ from .walk_forward import planned_walk_forward, walk_forward, walk_statistics
 
 
 @triton.jit
-def _fwd_branch(
-    x_ptr, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, y_ptr, eps, out_height, out_width, region,
+def _load_norm(
+    w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes one branch of a region, normalized: γ (conv(x) − mean) / √(var + ε) + β."""
+    """Returns (start, taps, scale, β) of one branch: what its sums start with, and what follows them.
+
+    Folded into the taps, BatchNorm leaves bits as the walk does, so that a sum whose other summands are 0 is
+    what the walk computes.
+    """
+    BRANCH: tl.constexpr = BRANCHES[INDEX]
+    gamma = load_channel(gamma_ptr, region, TILE)
+    scale = (gamma / tl.sqrt(load_channel(var_ptr, region, TILE) + eps))[None, :]
+    beta = load_channel(beta_ptr, region, TILE)[None, :]
+    mean = load_channel(mean_ptr, region, TILE)[None, :]
+    taps = load_taps(w_ptr, region, BRANCH, TILE)
+    # Subtracted first, in the accumulator: (β − mean · scale) would cancel where the mean is many deviations.
+    start = -mean
+    if BRANCH.folded:
+        start = beta - mean * scale
+        folded = ()
+        for t in tl.static_range(len(taps)):
+            folded = folded + (taps[t] * scale,)
+        taps = folded
+    return start, taps, scale, beta
+
+
+@triton.jit
+def _add_branch(
+    totals, x_ptr, w_ptr, norm, row, col, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Returns ``totals``, empty or R tiles, plus γ (conv(x) − mean) / √(var + ε) + β of one branch."""
+    BRANCH: tl.constexpr = BRANCHES[INDEX]
+    R: tl.constexpr = BRANCH.rows
+    start, taps, scale, beta = norm
+    accs = conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+    added = ()
+    for r in tl.static_range(R):
+        value = accs[r]
+        if not BRANCH.folded:
+            value = value * scale + beta
+        if len(totals) > 0:
+            value = totals[r] + value
+        added = added + (value,)
+    return added
+
+
+@triton.jit
+def _fwd_output(
+    x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptr, epss, out_height, out_width, region,
+    BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes one output of a region: the sum of the normalized branches from INDEX on."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     COLS: tl.constexpr = BRANCH.columns
     R: tl.constexpr = BRANCH.rows
     P: tl.constexpr = TILE.pixels
-    gamma = load_channel(gamma_ptr, region, TILE)
-    scale = (gamma / tl.sqrt(load_channel(var_ptr, region, TILE) + eps))[None, :]
-    beta = load_channel(beta_ptr, region, TILE)[None, :]
-    # Subtracted first, in the accumulator: (β − mean · scale) would cancel where the mean is many deviations.
-    start = -load_channel(mean_ptr, region, TILE)[None, :]
-    taps = load_taps(w_ptr, region, BRANCH, TILE)
+    SUMMANDS: tl.constexpr = BRANCH.summands
+    norms = ()
+    for i in tl.static_range(SUMMANDS):
+        norm = _load_norm(
+            w_ptrs[INDEX + i], gamma_ptrs[INDEX + i], beta_ptrs[INDEX + i], mean_ptrs[INDEX + i],
+            var_ptrs[INDEX + i], epss[INDEX + i], region, BRANCHES, INDEX + i, TILE,
+        )  # fmt: skip
+        norms = norms + (norm,)
     own = bounds_of(region, out_height, out_width)
     for row0 in range(own.first_row, own.end_row, P // COLS * R):
         for col0 in range(own.first_col, own.end_col, COLS):
             row, col = tile_positions(row0, col0, COLS, R, TILE)
-            accs = conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH, TILE)
+            totals = ()
+            for i in tl.static_range(SUMMANDS):
+                totals = _add_branch(
+                    totals, x_ptr, w_ptrs[INDEX + i], norms[i], row, col, region, BRANCHES, INDEX + i, TILE
+                )
             for r in tl.static_range(R):
                 valid = (row + r < own.end_row) & (col < own.end_col)
-                store_pixels(y_ptr, accs[r] * scale + beta, row + r, col, valid, region, out_width)
+                store_pixels(y_ptr, totals[r], row + r, col, valid, region, out_width)
 
 
 @triton.jit
@@ -68,26 +122,27 @@ def _conv_projection_fwd_kernel(
     height, width, channels, stride_b, stride_t, strips, col_blocks,
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes every branch of one region, normalized by the given statistics, and the class token."""
+    """Writes every output of one region, normalized by the given statistics, and the class token."""
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b
     for i in tl.static_range(len(BRANCHES)):
-        y_ptr = y_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + CLASS_TOKEN) * channels
-        if CLASS_TOKEN:
-            mask = class_token_mask(region)
-            tl.store(y_ptr + region.c, tl.load(x_ptr + region.c, mask=mask), mask=mask)
-        _fwd_branch(
-            x_ptr + CLASS_TOKEN * stride_t, w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i],
-            y_ptr + CLASS_TOKEN * channels, epss[i], out_heights[i], out_widths[i], region,
-            BRANCHES, i, TILE,
-        )  # fmt: skip
+        if BRANCHES[i].summands > 0:
+            y_ptr = y_ptrs[i] + region.image * (out_heights[i] * out_widths[i] + CLASS_TOKEN) * channels
+            if CLASS_TOKEN:
+                mask = class_token_mask(region)
+                tl.store(y_ptr + region.c, tl.load(x_ptr + region.c, mask=mask), mask=mask)
+            _fwd_output(
+                x_ptr + CLASS_TOKEN * stride_t, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs,
+                y_ptr + CLASS_TOKEN * channels, epss, out_heights[i], out_widths[i], region,
+                BRANCHES, i, TILE,
+            )  # fmt: skip
 
 
 def projection_forward(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Returns every branch (B, Tᵢ, C), normalized by the given statistics (C,)."""
+    """Returns every output (B, Tᵢ, C), of convolutions normalized by the given statistics (C,)."""
     x = maybe_contiguous(x)
     outs = [x.new_empty(*shape) for shape in output_shapes(x, geometry)]
     if is_walk(geometry):
@@ -97,8 +152,8 @@ def projection_forward(
     machine.launch(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
-        beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
-        **_others(x, geometry, plan),
+        beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances),
+        y_ptrs=tuple(geometry.of_each(outs)), **_others(x, geometry, plan),
     )  # fmt: skip
     return outs
 
@@ -126,10 +181,14 @@ def _others(x: Tensor, geometry: Geometry, plan: LaunchPlan) -> dict[str, Any]:
 
 
 def output_shapes(x: Tensor, geometry: Geometry) -> list[tuple[int, int, int]]:
-    """Returns the shape (B, Tᵢ, C) of every branch's output."""
+    """Returns the shape (B, Tᵢ, C) of every output."""
     batch, _, channels = x.shape
     tokens = class_tokens(x, geometry)
-    return [(batch, height * width + tokens, channels) for height, width in geometry.output_grids]
+    return [
+        (batch, height * width + tokens, channels)
+        for (height, width), length in zip(geometry.output_grids, geometry.lengths, strict=True)
+        if length
+    ]
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
-from .common import Geometry, WalkConfig, configuration
+from .common import Geometry, WalkConfig, configuration, is_of_walk
 
 # Launch plans ---------------------------------------------------------------------------------------------
 
@@ -85,13 +85,11 @@ class WalkPlan(NamedTuple):
 
 
 def is_walk(geometry: Geometry) -> bool:
-    """Returns whether a walk serves all branches of a geometry."""
+    """Returns whether a walk serves all branches of a geometry, each of which is an output."""
     return (
         len(geometry.strides) <= MAX_BRANCHES
-        and set(geometry.kernel_sizes) == {3}
-        and set(geometry.paddings) == {1}
-        and set(geometry.dilations) == {1}
-        and set(geometry.strides) <= {1, 2}
+        and set(geometry.lengths) == {1}
+        and all(is_of_walk(*each) for each in geometry.convolutions)
     )
 
 
