@@ -40,6 +40,7 @@ FLOORS = (
     {"cvt.pretrained"},
     {"cvt.token_pruning"},
     {"cvt.images", "cvt.model"},
+    {"cvt.segmentation"},
     {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
     {"cvt.factory"},
     {"cvt"},
