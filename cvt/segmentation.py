@@ -11,6 +11,9 @@ from .config import CvTConfig
 from .model import CvT, Stages, init_weights
 from .pretrained import PretrainedModel
 
+#: The label of pixels that count neither in training nor in evaluation.
+IGNORED = 255
+
 _DROP_RATE = 0.1  # SegFormer's
 
 

@@ -42,7 +42,7 @@ FLOORS = (
     {"cvt.images", "cvt.model"},
     {"cvt.segmentation"},
     {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
-    {"cvt.factory"},
+    {"cvt.factory", "cvt.label_maps"},
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},
