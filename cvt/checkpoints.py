@@ -407,7 +407,8 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
         if checkpoint.head == head:
             difference = f"a head of {checkpoint.num_classes} classes and the model one of {classes}"
         else:
-            difference = f"{f'a head to {checkpoint.head}' if checkpoint.head else 'no head'} and the model one to {head}"
+            theirs = f"a head to {checkpoint.head}" if checkpoint.head else "no head"
+            difference = f"{theirs} and the model one to {head}"
         warnings.warn(
             f"{checkpoint.path} has {difference}: the head was not loaded and keeps the model's own weights",
             stacklevel=2,
@@ -416,7 +417,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
 
 
 def _head_and_classes(tensors: Mapping[str, Tensor]) -> tuple[Head | None, int | None]:
-    """Returns the kind of head that a model with such weights has, and its classes; None for what it lacks."""
+    """Returns the kind of head that there are weights of, and the number of its classes, or None."""
     for head, layer in _LAST_LAYERS.items():
         weight = tensors.get(f"{layer}.weight")
         if weight is not None:

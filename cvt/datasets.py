@@ -356,7 +356,9 @@ class Batches:
                 raise ImageError("data: a whole batch of images cannot be used")
 
 
-def _collate(samples: list[tuple[Tensor, int | Tensor] | Exception]) -> tuple[Tensor, Tensor, list[Exception]]:
+def _collate(
+    samples: list[tuple[Tensor, int | Tensor] | Exception],
+) -> tuple[Tensor, Tensor, list[Exception]]:
     good = [sample for sample in samples if not isinstance(sample, Exception)]
     errors = [sample for sample in samples if isinstance(sample, Exception)]
     images = torch.stack([image for image, _ in good]) if good else torch.empty(0)

@@ -105,8 +105,8 @@ def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
         raise ImageError(f"{path}: is not a readable label map: {error}") from error
     if label_map.mode not in _INDEX_MODES:
         raise ImageError(
-            f"{path}: has pixels of mode {label_map.mode}, expected a class index of 8 bits for each, in gray "
-            "or with a palette"
+            f"{path}: has pixels of mode {label_map.mode}, expected a class index of 8 bits for each, "
+            "in gray or with a palette"
         )
     return label_map
 
@@ -181,7 +181,9 @@ def _read_classes(file: Path) -> list[str]:
 def _numbered(source: Path) -> list[str]:
     """Returns a name for each class up to the largest in the label maps of a folder."""
     files = [file for split in SPLITS for file in sorted(source.glob(f"{split}/labels/*{_SUFFIX}"))]
-    largest = max(label for file in files for label in (0, *_labels_in(read_label_map(file))) if label != IGNORED)
+    largest = max(
+        label for file in files for label in (0, *_labels_in(read_label_map(file))) if label != IGNORED
+    )
     return [f"class {label}" for label in range(largest + 1)]
 
 
@@ -248,7 +250,7 @@ def _scene(
     for _ in range(int(rng.integers(1, 4))):
         chosen = int(rng.integers(len(digits)))
         side = int(rng.integers(size * 3 // 8, size * 5 // 8))
-        place = tuple(int(n) for n in rng.integers(0, size - side, 2))
+        place = int(rng.integers(size - side)), int(rng.integers(size - side))
         drawn: Any = digits.images[chosen]
         ink = drawn.convert("L").resize((side, side), Image.Resampling.BICUBIC)
         image.paste(tuple(int(n) for n in rng.integers(160, 256, 3)), place, ink)

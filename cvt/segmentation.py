@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,7 +78,9 @@ class CvTSegmenter(Stages, PretrainedModel):
 
     def __init__(self, config: CvTConfig):
         if config.head != "segment":
-            raise ValueError(f"config: has head={config.head!r}, expected 'segment' for a class of every pixel")
+            raise ValueError(
+                f"config: has head={config.head!r}, expected 'segment' for a class of every pixel"
+            )
         super().__init__(config, count=len(config.embed_dims))
         self.feature_info = self._feature_info()
         self.decoder = Decoder(config.embed_dims, config.decoder_dim, config.num_classes)
@@ -95,6 +99,22 @@ class CvTSegmenter(Stages, PretrainedModel):
 def resize(maps: Tensor, like: Tensor) -> Tensor:
     """Interpolates maps (B, C, H, W) bilinearly to the height and width of others."""
     return F.interpolate(maps, like.shape[2:], mode="bilinear", align_corners=False)
+
+
+def pixel_loss(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, reduction: str = "mean"
+) -> Tensor:
+    """Computes the cross-entropy of the pixels that are not ignored; 0 if all are.
+
+    Args:
+        logits: (B, K, H, W) float32.
+        labels: (B, H, W): classes, or :data:`IGNORED`.
+        label_smoothing: Part of each target that is spread over all classes.
+        reduction: ``"mean"`` or ``"sum"``, over these pixels.
+    """
+    options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, labels, reduction="sum", **options)
+    return loss if reduction == "sum" else loss / (labels != IGNORED).sum().clamp_min(1)
 
 
 def build(config: CvTConfig) -> CvT | CvTSegmenter:

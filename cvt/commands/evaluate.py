@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
 
-from ..evaluation import Cost, Evaluation, cost, evaluate
+from ..evaluation import Cost, Evaluation, PixelEvaluation, cost, evaluate, evaluate_pixels
 from ..files import replacing, write_json
 from ..training.recipe import PRECISIONS
 from .common import (
@@ -25,6 +26,11 @@ from .common import (
     resolve_device,
 )
 
+if TYPE_CHECKING:
+    from ..datasets import ImageDataset
+
+_Row = tuple[str, str, str, str]
+
 _WORST = 10  # classes of a report
 
 
@@ -35,7 +41,10 @@ def add_parser(commands: Any) -> None:
         help="accuracy, loss and confusion on a data set; parameters, multiply-adds, speed, memory",
     )
     parser.add_argument(
-        "--data", required=True, help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet"
+        "--data",
+        required=True,
+        help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet; for a model of train --task "
+        "segment one with val/images/NAME.jpg and val/labels/NAME.png",
     )
     add_model_arguments(parser)
     add_labels_argument(parser)
@@ -48,11 +57,16 @@ def add_parser(commands: Any) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from ..datasets import Batches, open_dataset  # Pillow, which --help need not wait for
+    from ..label_maps import open_label_maps
 
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
-    dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
+    is_segmenter = model.config.head == "segment"
+    if is_segmenter:
+        dataset: ImageDataset = open_label_maps(data, "val", size, classes=loaded.checkpoint.labels)
+    else:
+        dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
@@ -60,7 +74,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         remarks = stack.enter_context(recorded_warnings())
         progress = tqdm(batches, unit="batch", leave=False, disable=None)
-        evaluation = evaluate(model, progress, autocast=PRECISIONS[arguments.precision])
+        run: Callable[..., Evaluation | PixelEvaluation] = evaluate_pixels if is_segmenter else evaluate
+        evaluation = run(model, progress, autocast=PRECISIONS[arguments.precision])
         costs = cost(model.config, size)
         if file is not None:
             setting = {
@@ -77,36 +92,76 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print_result(arguments, result, [*loaded.remarks, *remarks])
 
 
-def report(evaluation: Evaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
+def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
     memory = evaluation.peak_memory
+    if isinstance(evaluation, PixelEvaluation):
+        loss, classes = evaluation.sums.loss, _iou_of_classes(evaluation, labels)
+        scores = [("mIoU", evaluation.sums.miou), ("pixel accuracy", evaluation.sums.pixel_accuracy)]
+    else:
+        loss, classes = evaluation.loss, _accuracy_of_classes(evaluation, labels)
+        scores = [("top-1", evaluation.top1), ("top-5", evaluation.top5)]
     figures = [
         ("images", f"{evaluation.images}"),
-        ("top-1", f"{evaluation.top1:.2%}"),
-        ("top-5", f"{evaluation.top5:.2%}"),
-        ("loss", f"{evaluation.loss:.4f}"),
+        *((name, f"{score:.2%}") for name, score in scores),
+        ("loss", f"{loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
         ("images/s", f"{evaluation.images_per_second:.1f}"),
         ("peak memory", "unknown" if memory is None else f"{memory / 2**20:.0f} MiB"),
     ]
+    return "\n".join([*aligned(figures, right=[1]), "", *aligned(classes, right=[1, 2])])
+
+
+def _accuracy_of_classes(evaluation: Evaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest accuracy."""
     has_images = evaluation.confusion.sum(1) > 0
     ascending = [int(i) for i in evaluation.per_class.argsort(stable=True) if has_images[i]]
     classes = [("class", "images", "right", "most often taken for")]
     for i in ascending[:_WORST]:
-        row = evaluation.confusion[i].clone()
+        row = evaluation.confusion[i]
         count, right = int(row.sum()), int(row[i])
-        row[i] = 0
-        other = "" if right == count else f"{_name(int(row.argmax()), labels)} ({int(row.max())})"
-        classes.append((_name(i, labels), f"{count}", f"{right / count:.2%}", other))
-    return "\n".join([*aligned(figures, right=[1]), "", *aligned(classes, right=[1, 2])])
+        classes.append((_name(i, labels), f"{count}", f"{right / count:.2%}", _confused(row, i, labels)))
+    return classes
 
 
-def as_json(evaluation: Evaluation, costs: Cost, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the figures as numbers, with the accuracy of every class and the complete confusion matrix.
+def _iou_of_classes(evaluation: PixelEvaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest intersection over union, of those that occur."""
+    confusion, iou = evaluation.sums.confusion, evaluation.sums.iou
+    occurs = confusion.sum(0) + confusion.sum(1) > 0
+    ascending = [int(i) for i in iou.argsort(stable=True) if occurs[i]]
+    classes = [("class", "pixels", "IoU", "most often taken for")]
+    for i in ascending[:_WORST]:
+        row = confusion[i]
+        classes.append((_name(i, labels), f"{int(row.sum())}", f"{iou[i]:.2%}", _confused(row, i, labels)))
+    return classes
+
+
+def _confused(row: Tensor, i: int, labels: Sequence[str] | None) -> str:
+    """Returns the class that another is most often taken for, by its row of the confusion matrix."""
+    others = row.clone()
+    others[i] = 0
+    return f"{_name(int(others.argmax()), labels)} ({int(others.max())})" if others.any() else ""
+
+
+def as_json(
+    evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns the figures as numbers, with those of every class and the complete confusion matrix.
 
     The accuracy of a class without images is null.
     """
+    if isinstance(evaluation, PixelEvaluation):
+        figures = evaluation._asdict() | costs._asdict()
+        sums = figures.pop("sums")
+        return figures | {
+            "loss": sums.loss,
+            "miou": sums.miou,
+            "pixel_accuracy": sums.pixel_accuracy,
+            "iou": sums.iou.tolist(),
+            "confusion": sums.confusion.tolist(),
+            "labels": None if labels is None else list(labels),
+        }
     figures = evaluation._asdict() | costs._asdict()
     per_class = [None if accuracy != accuracy else accuracy for accuracy in evaluation.per_class.tolist()]
     return figures | {
