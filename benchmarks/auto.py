@@ -128,7 +128,7 @@ def settings() -> list[Setting]:
 def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
     """Yields the name of each case and the function that makes its call."""
     # Not above, since the shapes of a suite depend on what main sets.
-    from . import test_layer_norm_gelu, test_linear
+    from . import test_fused, test_layer_norm_gelu, test_linear
 
     for stage in suites.stages():
         yield stage, functools.partial(conv_projection, stage)
@@ -143,6 +143,8 @@ def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
             yield stage, functools.partial(make, stage)
         for operator in OF_8_BITS:
             yield stage, functools.partial(rows_of_8_bits, operator, stage)
+        for operator in test_fused.ON_ROWS:
+            yield stage, functools.partial(on_rows, operator, stage)
 
 
 def cases() -> list[Case]:
@@ -298,6 +300,16 @@ def transformer_block(stage: str, setting: Setting) -> Call:
         return functools.partial(call, function)
 
     return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
+
+
+def on_rows(operator: str, stage: str, setting: Setting) -> Call:
+    """Returns a call on 7 of 10 tokens of a stage."""
+    from . import test_fused
+
+    leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
+    douts = suites.results(functools.partial(call, getattr(ck.reference, operator)), leaves)
+    bind = functools.partial(functools.partial, call)
+    return Call(operator, bind, leaves, [dout.clone() for dout in douts] if setting.backward else None)
 
 
 def conv_embedding(stage: str, setting: Setting) -> Call:

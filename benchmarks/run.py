@@ -49,6 +49,7 @@ NAMES = (
     "profile",
     "model",
     "quantization",
+    "variants",
     "tune",
 )
 #: The parts of ``--tune``, which takes all the time that there is.
@@ -103,6 +104,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         script("profile", "profile_model", 15, results, tiny=tiny),
         suite("model", 240, results, tiny=tiny),
         script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
+        script("variants", "variants", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         tuning(device, results, tiny=tiny, minutes=minutes),
     ]
     on_gpu = device == "cuda"

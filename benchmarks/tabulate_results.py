@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ SCHEMA, VERSION = "benchmarks summary", 1
 AUTO_SCHEMA, AUTO_VERSION = "benchmarks auto", 1
 #: What benchmarks/quantization.py writes.
 QUANTIZATION_SCHEMA, QUANTIZATION_VERSION = "benchmarks quantization", 1
+#: What benchmarks/variants.py writes.
+VARIANTS_SCHEMA, VARIANTS_VERSION = "benchmarks variants", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
 SUITES = {
@@ -125,15 +129,15 @@ def read(path: Path, schema: str | None = None, version: int | None = None) -> d
     return content
 
 
-def page(runs: list[Run]) -> str:
-    """Returns the page."""
+def page(runs: list[Run], variants: Sequence[str] = ()) -> str:
+    """Returns the page; ``variants`` are its sections from :func:`variants_by_device`."""
     types = {run.summary["device_type"] for run in runs}
     lacking = [
         f"**There are no {name} results yet.** `{command}` makes them."
         for kind, name, command in (("cuda", "GPU", "make gpu"), ("cpu", "CPU", "make bench"))
         if kind not in types
     ]
-    return "\n\n".join([INTRODUCTION.rstrip(), *lacking, *(section(run) for run in runs)]) + "\n"
+    return "\n\n".join([INTRODUCTION.rstrip(), *lacking, *(section(run) for run in runs), *variants]) + "\n"
 
 
 def section(run: Run) -> str:
@@ -267,6 +271,39 @@ def fill(name: str, text: str, content: str) -> str:
     return before + begin + content + "\n" + end + after
 
 
+# Variants -------------------------------------------------------------------------------------------------
+
+
+def variants_by_device(results: Path) -> list[str]:
+    """Returns a section for the newest figures of each device about variants that no public CvT has.
+
+    Raises:
+        ValueError: A file is not what benchmarks/variants.py writes.
+    """
+    newest = {path.parent.parent.name: path for path in sorted(results.glob("*/*/variants.json"))}
+    return [variants_of(read(path, VARIANTS_SCHEMA, VARIANTS_VERSION), path) for path in newest.values()]
+
+
+def variants_of(content: dict[str, Any], path: Path) -> str:
+    """Returns the section of a file."""
+    facts = f"{path.parent.name}, torch {content['torch']}, {content['threads']} threads."
+    lines = [f"## Variants on {content['device']}", facts]
+    for name, rows in content["sections"].items():
+        tables = [list(group) for _, group in itertools.groupby(rows, key=list)]
+        lines += [f"### {name.replace('_', ' ').capitalize()}"] if tables else []
+        for table in tables:
+            values = [[entry(value) for value in row.values()] for row in table]
+            lines.append("\n".join(markdown([list(table[0]), *values])))
+    return "\n\n".join(lines)
+
+
+def entry(value: str | float | None) -> str:
+    """Returns a value of such a table: a text as it is, a number with four digits or more."""
+    if value is None or isinstance(value, str):
+        return value or "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 # 8-bit layers ---------------------------------------------------------------------------------------------
 
 
@@ -373,7 +410,8 @@ def main(argv: list[str] | None = None) -> int:
         runs = load(options.results)
         readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs)
         quantize = fill_quantize(options.quantize.read_text(encoding="utf-8"), options.results)
-        pages = {options.page: page(runs), options.readme: readme, options.quantize: quantize}
+        variants = variants_by_device(options.results)
+        pages = {options.page: page(runs, variants), options.readme: readme, options.quantize: quantize}
         for path, text in pages.items():
             with replacing(path) as file:
                 file.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """The operators of a frozen CvT-13 that reach over several layers, in inference.
 
 Contenders are the kernels, the same composed of other operators of this project, and PyTorch, compiled or
-not. What must move: every input and every output once.
+not. What must move: every input and every output once, but of x the rows only that are needed.
 """
 
 import functools
@@ -112,6 +112,46 @@ def conv_embedding(stage, dtype, images):
     return (image, weight, *vectors), functools.partial(_call_by_keyword, stride=stride, padding=padding)
 
 
+def tokens_and_rows(stage, dtype, images):
+    """Returns tokens, the index of 7 of 10, other ones for every image, and values for these."""
+    (height, width), channels, class_tokens = suites.stages()[stage]
+    tokens = height * width + class_tokens
+    order = suites.randn(images, tokens, dtype=torch.float32, seed=0).argsort(1)
+    rows = order[:, : kept_of(tokens)].sort(1).values
+    x, values = (suites.randn(images, n, channels, dtype=dtype, seed=n) for n in (tokens, rows.shape[1]))
+    return x, rows, values
+
+
+def kept_of(tokens):
+    return -(-7 * tokens // 10)
+
+
+def gather_rows(stage, dtype, images):
+    x, rows, _ = tokens_and_rows(stage, dtype, images)
+    return (x,), lambda function, x: function(x, rows)
+
+
+def gather_add_layer_norm(stage, dtype, images):
+    x, rows, branch = tokens_and_rows(stage, dtype, images)
+    vectors = (suites.randn(x.shape[2], dtype=dtype, seed=i) for i in (4, 5))
+    settings = {"eps": 1e-5, "dtype": None}
+    return (x, branch, *vectors), lambda function, x, *others: function(x, rows, *others, **settings)
+
+
+def scatter_rows(stage, dtype, images):
+    x, rows, values = tokens_and_rows(stage, dtype, images)
+    branch = suites.randn(*values.shape, dtype=dtype, seed=4)
+    return (x, values, branch), lambda function, x, *others: function(x, rows, *others, inplace=False)
+
+
+def unread_bytes(operator, x):
+    """Returns the bytes of x that an operator on rows has no need of."""
+    if operator not in ON_ROWS:
+        return 0
+    kept = kept_of(x.shape[1])
+    return x[:, : kept if operator == "scatter_rows" else x.shape[1] - kept].nbytes
+
+
 def _call_by_keyword(function, *tensors, **settings):
     return function(*tensors, **settings)
 
@@ -124,7 +164,11 @@ CASES = [
     linear_add,
     layer_norm_mlp,
     transformer_block,
+    gather_rows,
+    gather_add_layer_norm,
+    scatter_rows,
 ]
+ON_ROWS = ("gather_rows", "gather_add_layer_norm", "scatter_rows")
 #: What a composition may take for its parts.
 PARTS = ("composed", "triton", "native", "reference")
 
@@ -175,6 +219,6 @@ def test_fused(benchmark, stage, dtype, make, name):
             "dtype": suites.short(dtype),
             "batch": suites.batch(),
         },
-        moved=sum(t.nbytes for t in (*leaves, *outputs)),
+        moved=sum(t.nbytes for t in (*leaves, *outputs)) - unread_bytes(operator, leaves[0]),
         operations=operations_of(operator, stage),
     )

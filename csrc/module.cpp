@@ -40,6 +40,18 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def("gelu(Tensor x, Tensor? bias, str activation) -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, Tensor? bias, str activation) -> (Tensor dx, Tensor dbias)");
 
+  // rows/, on the CPU: tokens of x at `rows`, int64 (batch, count), which are unique for an image but for negative ones. Of
+  // those zeros are gathered, and nothing is scattered. Others that x does not have are refused.
+  m.def("gather_rows(Tensor x, Tensor rows) -> Tensor");
+  // h = gather_rows(x, rows) + branch and out = layer_norm(h); weight and bias are accumulators, as are mean and rstd, which
+  // are empty unless they are asked for.
+  m.def(
+      "gather_add_layer_norm(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
+      "bool with_statistics) -> (Tensor h, Tensor out, Tensor mean, Tensor rstd)");
+  // x, or zeros in the place of `tokens` tokens, with values + branch at the rows, or zeros; the second in the place of x.
+  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, int tokens) -> Tensor");
+  m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()");
+
   // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
 
@@ -82,13 +94,15 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
   // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
   // of all heads, the hidden channels and the number of heads. `weight_scales` are those of the outputs of layers that
-  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own.
+  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own. `rows`
+  // (batch, rows), int64, are the tokens that are computed, of an image ascending, then -1; `scores` (batch, keys), float32,
+  // takes how much the class token (`query` is "cls") or the mean query of the other tokens ("avg") attends to each key.
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
       "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
-      "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation) "
-      "-> ()");
+      "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation, "
+      "Tensor? rows=None, Tensor(b!)? scores=None, str query=\"\") -> ()");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,

@@ -223,15 +223,20 @@ class CvTConfig:
         if isinstance(keep, tuple | list):
             if len(keep) != depth:
                 raise ValueError(
-                    f"token_keep: got {len(keep)} values, expected one, or one for each of {depth} blocks"
+                    f"token_keep: got {len(keep)} values, expected one for each of the {depth} blocks of the "
+                    "last stage, or a single number"
                 )
             object.__setattr__(self, "token_keep", tuple(map(_check_keep, keep)))
             if keep[-1] != 1:
-                raise ValueError(f"token_keep: got {keep[-1]!r} after the last block, expected 1")
+                raise ValueError(
+                    f"token_keep: got {keep[-1]!r} after the last block, expected 1: nothing follows"
+                )
         else:
             object.__setattr__(self, "token_keep", _check_keep(keep))
             if keep != 1 and depth == 1:
-                raise ValueError(f"token_keep: got {keep!r} for a last stage of a single block, expected 1")
+                raise ValueError(
+                    f"token_keep: got {keep!r} for a last stage of one block, expected 1: nothing follows"
+                )
         bounds = self.token_keep_bounds
         if not isinstance(bounds, tuple | list) or len(bounds) != 2:
             raise TypeError(f"token_keep_bounds: got {bounds!r}, expected a least and a greatest fraction")

@@ -8,8 +8,10 @@ are torchmetrics'.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +22,7 @@ from cvt_kernels import measure, use_backend
 
 from .config import CvTConfig
 from .extras import require
+from .model import Block, Stage, Stages
 from .segmentation import IGNORED, build, pixel_loss
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
@@ -127,6 +130,21 @@ class PixelEvaluation(NamedTuple):
     images: int
     images_per_second: float
     peak_memory: int | None
+
+    @property
+    def miou(self) -> float:
+        """The intersection over union, mean over the classes."""
+        return self.sums.miou
+
+    @property
+    def pixel_accuracy(self) -> float:
+        """The fraction of the labeled pixels whose class is the most probable one."""
+        return self.sums.pixel_accuracy
+
+    @property
+    def loss(self) -> float:
+        """The cross-entropy, mean over the labeled pixels."""
+        return self.sums.loss
 
 
 class Cost(NamedTuple):
@@ -354,13 +372,19 @@ def evaluate_pixels(
     return PixelEvaluation(sums, timed.images, timed.images_per_second, _peak_memory(device))
 
 
-def cost(config: CvTConfig, image_size: int) -> Cost:
+def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = None) -> Cost:
     """Counts parameters, and the multiply-adds of one image, as torch's own counter has them.
 
     The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count:
     linear layers, both products of attention, embeddings, depthwise convolutions. Norms, activations, softmax
     and biases do not. The operators are the reference's, on the meta device, which computes nothing: so no
     kernel of our own hides from the counter, and the figure is the same on every machine.
+
+    Args:
+        config: The model.
+        image_size: Pixels of each side.
+        computed: The mean number of tokens that each block of the last stage computes, from
+            :class:`TokenCounter`; None for as many as ``token_keep="entropy"`` may keep at most.
 
     Raises:
         ValueError: The images are too small for the model.
@@ -370,9 +394,69 @@ def cost(config: CvTConfig, image_size: int) -> Cost:
     with torch.device("meta"):
         model = build(config).eval()
         image = torch.empty(1, config.in_chans, image_size, image_size)
-    with use_backend("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter, tokens = FlopCounterMode(display=False), TokenCounter(model)
+    with use_backend("reference"), torch.no_grad(), counter, tokens:
         model(image)
-    return Cost(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+    multiply_adds = counter.get_total_flops() // 2
+    if computed is not None:
+        multiply_adds -= round(tokens.multiply_adds_without(computed))
+    return Cost(sum(p.numel() for p in model.parameters()), multiply_adds)
+
+
+class TokenCounter:
+    """Counts the tokens that the blocks of a model's last stage compute, while it is entered.
+
+    It sees each call of a block by a hook, which leaves the block as fast as it is.
+
+    Args:
+        model: A model whose blocks are called, so not frozen for serving.
+    """
+
+    def __init__(self, model: Stages):
+        last = cast(Stage, model.get_submodule(f"stage{len(model.config.depths) - 1}"))
+        self._blocks = [cast(Block, block) for block in last.blocks]
+        self._calls: list[list[tuple[Tensor | int, int, int]]] = [[] for _ in self._blocks]
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> TokenCounter:
+        for block, calls in zip(self._blocks, self._calls, strict=True):
+            hook = functools.partial(self._count, calls)
+            self._hooks.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._hooks.close()
+
+    @staticmethod
+    def _count(calls: list[Any], block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, grid, *given = args
+        rows = given[0] if given else kwargs.get("rows")
+        keys = math.prod((tokens - 1) // block.attn.stride_kv + 1 for tokens in grid)
+        keys += x.shape[1] - math.prod(grid)
+        tokens = (
+            x.shape[0] * x.shape[1] if rows is None else rows.numel() if rows.is_meta else (rows >= 0).sum()
+        )
+        calls.append((tokens, x.shape[0], keys))
+
+    def means(self) -> list[float]:
+        """Returns for each block the mean over the images that it was called with, class tokens included.
+
+        Where no values are known, on the meta device, it is the largest possible number.
+        """
+        return [
+            sum(float(tokens) for tokens, _, _ in calls) / sum(images for _, images, _ in calls)
+            for calls in self._calls
+        ]
+
+    def multiply_adds_without(self, computed: Sequence[float]) -> float:
+        """Returns what an image costs less if blocks compute ``computed`` tokens, not :meth:`means`."""
+        saved = 0.0
+        for block, calls, mean, fewer in zip(self._blocks, self._calls, self.means(), computed, strict=True):
+            attention, keys = block.attn, calls[0][2]
+            layers = (attention.proj_q, attention.proj, block.mlp.fc1, block.mlp.fc2)
+            of_products = 2 * keys * attention.proj_q.out_features
+            saved += (mean - fewer) * (of_products + sum(layer.weight.numel() for layer in layers))
+        return saved
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 import cvt_kernels as ck
+from cvt_kernels.ops.rows import scatter_rows
 
 from .config import CvTConfig
 from .extras import require
@@ -32,11 +33,11 @@ from .token_pruning import interpolation, spread_keys
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright
-_PANEL, _MARGIN = 448, 24  # pixels
+_PANEL, _MARGIN, _TOP = 448, 24, 132  # pixels
 
 
 class BlockAttention(NamedTuple):
-    """The summary of how one block attends, mean over its queries.
+    """The summary of how one block attends, mean over the queries that it computes.
 
     Attributes:
         stage: Index of its stage.
@@ -59,15 +60,19 @@ class Explanation(NamedTuple):
     Attributes:
         logits: (B, num_classes).
         attention: (B, heads, H, W) on the keys of the last block, what the class token attends to; if the
-            head averages tokens, the mean over these. The class token as a key is left out.
+            head averages tokens, the mean over those that the block computed. The class token as a key is
+            left out.
         rollout: (B, H, W) on the tokens of the last stage, attention rollout through all its blocks.
         blocks: Every block of the model, in order.
+        kept: (B, blocks, H, W) bool, the tokens that each block of the last stage computed; the others had
+            dropped out before (``token_keep``).
     """
 
     logits: Tensor
     attention: Tensor
     rollout: Tensor
     blocks: tuple[BlockAttention, ...]
+    kept: Tensor
 
 
 @torch.inference_mode()
@@ -97,35 +102,44 @@ def explain(model: CvT, images: Tensor) -> Explanation:
     rows = [0] if model.config.pool == "cls" else list(range(queries - tokens, queries))
     start = torch.zeros(queries).to(matrices[0])
     start[rows] = 1 / len(rows)
-    seen = ck.attention_map(last.q, last.k, rows=rows, scale=last.attention.scale).probabilities.mean(2)
+    probabilities = ck.attention_map(last.q, last.k, rows=rows, scale=last.attention.scale).probabilities
+    seen = _mean(probabilities, last.kept[:, None, rows, None], 2)
     attention = seen[..., -math.prod(last.key_grid) :].unflatten(-1, last.key_grid)
     spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
-    rolled = rollout(matrices, spread, start)[:, -tokens:].unflatten(-1, last.grid)
-    return Explanation(logits, attention, rolled, tuple(block for block, _ in summaries))
+    in_last = torch.stack([call.kept for call in calls if call.stage == last.stage], 1)
+    rolled = rollout(matrices, spread, start, in_last)[:, -tokens:].unflatten(-1, last.grid)
+    kept = in_last[:, :, -tokens:].unflatten(-1, last.grid)
+    return Explanation(logits, attention, rolled, tuple(block for block, _ in summaries), kept)
 
 
-def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor) -> Tensor:
+def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor, kept: Tensor | None = None) -> Tensor:
     """Computes attention rollout (Abnar and Zuidema 2020): how much of each token reaches some, in the end.
 
     A block passes on half of a token as it is (the residual) and half of what its attention collects, mean
-    over the heads: Ã = (A · spread + 1) / 2, and the rollout is start · Ã_L … Ã_1.
+    over the heads: Ã = (A · spread + 1) / 2, and the rollout is start · Ã_L … Ã_1. A token that a block does
+    not compute passes on all of itself.
 
     Args:
         matrices: (B, T, S) for each block, first block first: attention probabilities.
         spread: (S, T), as from :func:`spread_keys`.
         start: (T,), weights of the tokens that are looked at after the last block, of sum 1.
+        kept: (B, blocks, T) bool, the tokens that each block computes; None for all.
 
     Returns:
         (B, T), of sum 1.
     """
     seen = start.expand(len(matrices[0]), 1, -1)
-    for matrix in reversed(matrices):
-        seen = (seen @ matrix @ spread + seen) / 2
+    for block in reversed(range(len(matrices))):
+        computed = seen if kept is None else seen * kept[:, block, None]
+        seen = seen + (computed @ matrices[block] @ spread - computed) / 2
     return seen[:, 0]
 
 
 class _AttentionCall(NamedTuple):
-    """One call of an attention module: its queries (B, T, h, D) and keys (B, S, h, D)."""
+    """One call of an attention module: its queries (B, T, h, D), keys (B, S, h, D), computed tokens (B, T).
+
+    The queries of tokens that were not computed are 0.
+    """
 
     attention: Attention
     stage: int
@@ -134,6 +148,7 @@ class _AttentionCall(NamedTuple):
     grid: Grid
     q: Tensor
     k: Tensor
+    kept: Tensor
 
     @property
     def stride(self) -> int:
@@ -152,7 +167,7 @@ def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
     seen: dict[nn.Module, Any] = {}
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        seen[module] = inputs[1] if isinstance(module, Attention) else output
+        seen[module] = inputs if isinstance(module, Attention) else output
 
     with contextlib.ExitStack() as hooks:
         for attention in itertools.chain(*attentions):
@@ -166,8 +181,26 @@ def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
                 seen[linear].unflatten(2, (attention.num_heads, -1))
                 for linear in (attention.proj_q, attention.proj_k)
             )
-            calls.append(_AttentionCall(attention, i, j, reduction, seen[attention], q, k))
+            x, grid, *given = seen[attention]
+            kept = torch.ones_like(x[..., 0], dtype=torch.bool)
+            if given:
+                (rows,) = given
+                q = scatter_rows(q.new_zeros(*x.shape[:2], q.shape[2] * q.shape[3]), rows, q.flatten(2))
+                q = q.unflatten(2, (attention.num_heads, -1))
+                kept = _scattered(rows, x.shape[1])
+            calls.append(_AttentionCall(attention, i, j, reduction, grid, q, k, kept))
     return logits, calls
+
+
+def _scattered(rows: Tensor, tokens: int) -> Tensor:
+    """Returns (B, tokens) bool, true for the tokens of ``rows`` (B, K)."""
+    values = torch.ones(*rows.shape, 1, device=rows.device)
+    return scatter_rows(values.new_zeros(len(rows), tokens, 1), rows, values)[..., 0] > 0
+
+
+def _mean(values: Tensor, kept: Tensor, dim: int) -> Tensor:
+    """Returns the mean over a dimension of the values that are kept and not NaN; NaN if there is none."""
+    return values.masked_fill(~kept, torch.nan).nanmean(dim)
 
 
 def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor | None]:
@@ -189,8 +222,9 @@ def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor
         if keep:
             matrix.append(part.probabilities.mean(1))
     # The class token has no place: its distance is NaN.
-    mean_distance = torch.cat(distance, -1).nanmean(-1) * (call.stride * call.reduction)
-    mean_entropy = torch.cat(entropy, -1).mean(-1)
+    kept = call.kept[:, None]
+    mean_distance = _mean(torch.cat(distance, -1), kept, -1) * (call.stride * call.reduction)
+    mean_entropy = _mean(torch.cat(entropy, -1), kept, -1)
     summary = BlockAttention(call.stage, call.block, call.k.shape[1], mean_entropy, mean_distance)
     return summary, torch.cat(matrix, 1) if keep else None
 
@@ -217,16 +251,22 @@ def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int
         config: Of the model.
         stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
     """
-    center, step = 0.0, 1
-    for stage in config.stages:
-        center += step * ((stage.patch_size - 1) / 2 - stage.patch_padding)
-        step *= stage.patch_stride
+    center, step = _first_token(config)
     heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
     down, across = (
         interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
         for pixels, tokens in zip(reversed(size), heat.shape, strict=True)
     )
     return _colored((down @ heat @ across.T).cpu().numpy())
+
+
+def _first_token(config: CvTConfig) -> tuple[float, int]:
+    """Returns the pixel at which token 0 of the last stage is centered, and the pixels to the next one."""
+    center, step = 0.0, 1
+    for stage in config.stages:
+        center += step * ((stage.patch_size - 1) / 2 - stage.patch_padding)
+        step *= stage.patch_stride
+    return center, step
 
 
 def _colored(values: NDArray[np.float32]) -> Image.Image:
@@ -244,7 +284,10 @@ def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1
 def pictures(
     explanation: Explanation, photo: Image.Image, config: CvTConfig, title: str
 ) -> dict[str, Image.Image]:
-    """Draws :func:`picture` of the maps ``attention`` and ``rollout`` of the first image, ``photo``."""
+    """Draws :func:`picture` of the maps ``attention`` and ``rollout`` of the first image, ``photo``.
+
+    If tokens dropped out, ``tokens`` is :func:`kept_tokens`.
+    """
     reader = "the class token" if config.pool == "cls" else "the mean token"
     words = {
         "attention": f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
@@ -254,10 +297,13 @@ def pictures(
         "attention": (explanation.attention[0].mean(0), config.stride_kv[-1]),
         "rollout": (explanation.rollout[0], 1),
     }
-    return {
+    drawn = {
         kind: picture(photo, heat, config, stride, title=title, subtitle=words[kind])
         for kind, (heat, stride) in maps.items()
     }
+    if not explanation.kept[0].all():
+        drawn["tokens"] = kept_tokens(photo, explanation.kept[0], config, title=title)
+    return drawn
 
 
 def picture(
@@ -278,18 +324,9 @@ def picture(
         "map": heat_map(photo.size, heat, config, stride),
         "overlay: the map's colors over the photograph": overlay(photo, heat, config, stride),
     }
-    zoom = max(1.0, _PANEL / photo.width)
-    width, height = round(zoom * photo.width), round(zoom * photo.height)
-    total, top = _MARGIN + 3 * (width + _MARGIN), 132
-    page = Image.new("RGB", (total, top + height + 76), "white")
-    draw = ImageDraw.Draw(page)
-    large, normal = ImageFont.load_default(30), ImageFont.load_default(18)
-    draw.text((_MARGIN, 14), _shortened(title, large, total - 2 * _MARGIN), "black", large)
-    draw.text((_MARGIN, 58), subtitle, "black", normal)
-    for i, (caption, panel) in enumerate(panels.items()):
-        left = _MARGIN + i * (width + _MARGIN)
-        draw.text((left, top - 8), caption, "black", normal, anchor="ls")
-        page.paste(panel.resize((width, height), Image.Resampling.BICUBIC), (left, top))
+    page, (width, height) = _page(panels, 76, title=title, subtitle=subtitle)
+    draw, normal = ImageDraw.Draw(page), ImageFont.load_default(18)
+    total, top = page.width, _TOP
     left, right, bar = 2 * _MARGIN + width, total - _MARGIN, top + height + 16
     page.paste(_colored(np.tile(np.linspace(0, 1, right - left, dtype=np.float32), (18, 1))), (left, bar))
     rows, columns = heat.shape
@@ -301,6 +338,63 @@ def picture(
     for x, side, text in words:
         draw.text((x, bar + 26), text, "black", normal, anchor=f"{side}a")
     return page
+
+
+def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: str) -> Image.Image:
+    """Draws which tokens each block of the last stage computed: where they had dropped out, all is pale.
+
+    Args:
+        photo: As the model saw it.
+        kept: (blocks, H, W) bool. Blocks that follow each other with the same tokens share a panel.
+        config: Of the model.
+        title: As for :func:`picture`.
+    """
+    panels = {}
+    first = 0
+    for i in range(len(kept)):
+        if i + 1 < len(kept) and torch.equal(kept[i], kept[i + 1]):
+            continue
+        blocks = f"block {i + 1}" if first == i else f"blocks {first + 1} to {i + 1}"
+        caption = f"{blocks}: {int(kept[i].sum())} of {kept[i].numel()} tokens"
+        panels[caption] = _without_dropped(photo, kept[i], config)
+        first = i + 1
+    subtitle = "Tokens that the blocks of the last stage compute; the others have dropped out"
+    return _page(panels, _MARGIN, title=title, subtitle=subtitle)[0]
+
+
+def _without_dropped(photo: Image.Image, kept: Tensor, config: CvTConfig) -> Image.Image:
+    """Returns the photograph, pale where the nearest token is not kept."""
+    center, step = _first_token(config)
+    down, across = (
+        ((torch.arange(pixels) - center) / step).round().long().clamp(0, tokens - 1)
+        for pixels, tokens in zip(reversed(photo.size), kept.shape, strict=True)
+    )
+    mask = Image.fromarray((kept.cpu()[down][:, across].numpy() * 255).astype(np.uint8))
+    pale = Image.blend(photo, Image.new("RGB", photo.size, "white"), 0.8)
+    return Image.composite(photo, pale, mask)
+
+
+def _page(
+    panels: Mapping[str, Image.Image], bottom: int, *, title: str, subtitle: str
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Draws images of one size side by side below their captions.
+
+    Returns:
+        The page, with ``bottom`` empty pixels below them, and the width and height of each.
+    """
+    first = next(iter(panels.values()))
+    zoom = max(1.0, _PANEL / first.width)
+    width, height = round(zoom * first.width), round(zoom * first.height)
+    page = Image.new("RGB", (_MARGIN + len(panels) * (width + _MARGIN), _TOP + height + bottom), "white")
+    draw = ImageDraw.Draw(page)
+    large, normal = ImageFont.load_default(30), ImageFont.load_default(18)
+    draw.text((_MARGIN, 14), _shortened(title, large, page.width - 2 * _MARGIN), "black", large)
+    draw.text((_MARGIN, 58), subtitle, "black", normal)
+    for i, (caption, panel) in enumerate(panels.items()):
+        left = _MARGIN + i * (width + _MARGIN)
+        draw.text((left, _TOP - 8), caption, "black", normal, anchor="ls")
+        page.paste(panel.resize((width, height), Image.Resampling.BICUBIC), (left, _TOP))
+    return page, (width, height)
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
@@ -342,6 +436,7 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
             block._asdict() | {"entropy": block.entropy[0].tolist(), "distance": block.distance[0].tolist()}
             for block in explanation.blocks
         ],
+        "kept": explanation.kept[0].int().tolist(),
     }
 
 

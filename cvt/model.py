@@ -335,6 +335,28 @@ class Stages(nn.Module):
     def _built_stages(self) -> list[Stage]:
         return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
 
+    def set_token_keep(
+        self, token_keep: TokenKeep | Sequence[TokenKeep], bounds: tuple[float, float] | None = None
+    ) -> None:
+        """Changes how many tokens of the last stage stay; there are no weights to it.
+
+        Args:
+            token_keep: As in :class:`CvTConfig`.
+            bounds: ``token_keep_bounds``; None keeps the present ones.
+
+        Raises:
+            TypeError: A value that is neither a number nor ``"entropy"``.
+            ValueError: A value out of range; the model is left as it was.
+        """
+        bounds = self.config.token_keep_bounds if bounds is None else bounds
+        keep = tuple(token_keep) if isinstance(token_keep, list) else token_keep
+        config = dataclasses.replace(self.config, token_keep=cast(Any, keep), token_keep_bounds=bounds)
+        self.config = config
+        for stage, built in zip(config.stages, self._built_stages(), strict=False):
+            built.token_keep_bounds = config.token_keep_bounds
+            for block, value in zip(built.blocks, stage.token_keep, strict=True):
+                cast(Block, block).token_keep = value
+
     def _check_images(self, images: Tensor) -> None:
         if torch.jit.is_tracing():  # sizes are tensors then, and what is compared becomes part of the record
             return
@@ -443,6 +465,9 @@ class CvT(Stages, PretrainedModel):
         self.head = self._build_head(num_classes).to(next(self.parameters()))
         self.head.apply(init_weights)
         self.labels = None
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.pool = self.config.pool
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""

@@ -62,6 +62,9 @@ OPERATORS = (
     "layer_norm_quantize",
     "gelu_quantize",
     "linear_int8",
+    "gather_rows",
+    "gather_add_layer_norm",
+    "scatter_rows",
 )
 
 

@@ -24,6 +24,9 @@ from . import checks
 #: Names of the GELU variants; see :func:`gelu`.
 GeluVariant = Literal["none", "tanh", "quick"]
 
+#: What the head of a model reads: the class token, or the mean of the others.
+Pool = Literal["cls", "avg"]
+
 
 class ConvBatchNorm(NamedTuple):
     """A depthwise convolution without bias followed by BatchNorm: one branch of ``conv_projection``.
@@ -699,19 +702,63 @@ def conv_embedding(
 
 
 def transformer_block(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool = False
-) -> Tensor:
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Any:
     """Computes y = x + proj(attention(linear(conv(norm1(x))))) and y + fc2(gelu(fc1(norm2(y)))).
 
-    The result takes the place of ``x`` if ``inplace``.
+    With ``rows`` (B, K) only these tokens have queries and change. The result takes the place of ``x`` if
+    ``inplace``; with ``scores`` there is a second one, that of :func:`attended_keys`.
     """
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
-    projected = conv_projection(y, grid, block.convs, training=False)
+    projected = list(conv_projection(y, grid, block.convs, training=False))
+    if rows is not None:
+        projected[0] = gather_rows(projected[0], rows)
     layers = zip(projected, block.linears, strict=True)
-    heads = (apply_linear(t, layer).unflatten(2, (block.num_heads, -1)) for t, layer in layers)
-    y = attention(*heads, scale=block.scale).flatten(2)
-    y = x + apply_linear(y, block.proj)
+    q, k, v = (apply_linear(t, layer).unflatten(2, (block.num_heads, -1)) for t, layer in layers)
+    y = attention(q, k, v, scale=block.scale).flatten(2)
+    y = (x if rows is None else gather_rows(x, rows)) + apply_linear(y, block.proj)
     hidden = layer_norm(y, block.norm2.weight, block.norm2.bias, eps=block.norm2.eps)
     hidden = gelu(apply_linear(hidden, block.fc1), approximate=block.approximate)
-    y = y + apply_linear(hidden, block.fc2)
-    return x.copy_(y) if inplace else y
+    hidden = apply_linear(hidden, block.fc2)
+    if rows is not None:
+        out = scatter_rows(x, rows, y, hidden, inplace=inplace)
+    else:
+        out = x.copy_(y + hidden) if inplace else y + hidden
+    if scores is None:
+        return out
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
+
+
+@torch.no_grad()
+def attended_keys(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    pool: Pool,
+    class_tokens: int,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Returns how much a query attends to each key (B, Nkv), summed over the heads; without a gradient.
+
+    With ``"cls"`` it is the first query, with ``"avg"`` the mean of all that are of no class token, and of
+    no row that is -1; zero if there are none. Of float32, or float64 for float64.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if pool == "cls":
+        query = q[:, :1].to(dtype)
+    elif rows is None:
+        query = q[:, class_tokens:].mean(1, keepdim=True, dtype=dtype)
+    else:
+        present = (rows >= class_tokens)[..., None, None]
+        query = (q * present).sum(1, keepdim=True, dtype=dtype) / present.sum(1, keepdim=True).clamp_min(1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    products = (query * scale * k.to(dtype)).sum(-1)  # no product of matrices, which autocast would round
+    return products.softmax(1).sum(2)

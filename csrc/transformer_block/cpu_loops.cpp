@@ -6,6 +6,10 @@
 // cache. A tile of queries passes through attention, the linear layer behind it, LayerNorm and the MLP in one go; the
 // hidden channels of the MLP are held in parts.
 //
+// If only some tokens are computed, a row of pixels is convolved whole where one of them lies in it, and these are then
+// gathered before the linear layer. A tile gathers its tokens and puts them back at its end. A row is computed in the same
+// way whichever others are.
+//
 // In front of a quantized layer the rows are rounded where they lie. The scale of a row of hidden channels depends on all of
 // them, so that these are held together, of fewer rows.
 
@@ -19,6 +23,25 @@ namespace cvt_kernels::transformer_block {
 namespace {
 
 using conv_projection::kMaxKernel;
+
+// The tokens of an image that are computed, in order; no rows if all are.
+struct Kept {
+  const int64_t* rows;
+  int64_t count;
+
+  Kept(const Block& block, int64_t image)
+      : rows(block.rows == nullptr ? nullptr : block.rows + image * block.kept), count(queries_of(block)) {
+    while (rows != nullptr && count > 0 && rows[count - 1] < 0) count--;
+  }
+
+  // How many lie before a token.
+  int64_t before(int64_t token) const {
+    if (rows == nullptr) return token;
+    int64_t place = 0;
+    while (place < count && rows[place] < token) place++;
+    return place;
+  }
+};
 
 // The first step: queries, keys and values ----------------------------------------------------------------
 
@@ -103,6 +126,16 @@ void convolve_row(const Block& block, int branch, int64_t row, Rows held, const 
   else run(conv_projection::Shape<0, 0>{});
 }
 
+// Moves the tokens of a row that are kept, the places from `begin` to `end`, to its front.
+template <class E>
+void gather(const int64_t* rows, int64_t begin, int64_t end, int64_t first, const Block& block, E* a) {
+  const int64_t stride = stride_of<E>(block.channels);
+  for (int64_t place = begin; place < end; place++) {
+    const int64_t from = rows[place] - first, to = place - begin;
+    if (from != to) std::memcpy(a + to * stride, a + from * stride, block.channels * sizeof(E));
+  }
+}
+
 template <class T, class E = Element<T>>
 void project_band(const Block& block, int64_t unit, void* memory) {
   const TileUse tile_use;
@@ -122,22 +155,34 @@ void project_band(const Block& block, int64_t unit, void* memory) {
   for (int branch = 0; branch < 3; branch++) {
     const Branch& b = block.branches[branch];
     const Linear& linear = block.linears[branch];
-    const int64_t bottom = b.height * (band + 1) / block.bands;
-    bool first = with_class_token;
-    for (int64_t row = b.height * band / block.bands; row < bottom || first;) {
-      const int64_t last = at_most(bottom, row + rows_together(b));
-      int64_t token = first ? 0 : block.class_tokens + row * b.width, rows = 0;
-      if (first) std::memcpy(scratch.a, scratch.class_token, block.channels * sizeof(E)), rows = 1;
-      for (first = false; row < last; row++, rows += b.width) {
+    const bool gathers = branch == 0 && block.rows != nullptr;
+    const Kept kept(block, image);
+    const int64_t bottom = b.height * (band + 1) / block.bands, most = rows_together(b) * b.width + block.class_tokens;
+    int64_t row = b.height * band / block.bands, token = block.class_tokens + row * b.width, rows = 0;
+    if (gathers) token = kept.before(token);
+    if (with_class_token && (!gathers || token > 0)) {
+      std::memcpy(scratch.a, scratch.class_token, block.channels * sizeof(E));
+      token = 0, rows = 1;
+    }
+    while (row < bottom || rows > 0) {
+      for (; row < bottom && rows + b.width <= most; row++) {
+        const int64_t first = block.class_tokens + row * b.width, begin = token + rows;
+        const int64_t end = gathers ? kept.before(first + b.width) : begin + b.width;
+        if (begin == end) continue;
         convolve_row(block, branch, row, held, scratch, scratch.a + rows * stride);
+        if (gathers) gather(kept.rows, begin, end, first, block, scratch.a + rows * stride);
+        rows += end - begin;
       }
+      if (rows == 0) break;
       pad_rows(scratch.a, rows, stride, block.channels);
-      E* out = static_cast<E*>(block.projected[branch]) + (image * tokens_of(block, branch) + token) * linear.outputs;
+      E* out = static_cast<E*>(block.projected[branch]) +
+               (image * projected_tokens(block, branch) + token) * linear.outputs;
       round_rows<T>(linear, scratch.a, stride, rows, scratch.rounded);
       apply<T>(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
                [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
                  store(out + r * linear.outputs + c, sums, lanes);
                });
+      token += rows, rows = 0;
     }
   }
 }
@@ -150,7 +195,7 @@ attention::Forward attention_of(const Block& block) {
   attention::Strided none{};
   attention::Forward call{
       .q = none, .k = none, .v = none,
-      .batch = block.images, .queries = tokens_of(block, 0), .keys = tokens_of(block, 1), .heads = block.heads,
+      .batch = block.images, .queries = queries_of(block), .keys = tokens_of(block, 1), .heads = block.heads,
       .head_dim = head_dim, .scale = block.scale, .out = nullptr,
   };
   call.q.token = call.k.token = call.v.token = width;
@@ -163,12 +208,12 @@ struct Attending {
   attention::Scratch<E> attention;
   Factor<E> *keys, *values;  // of all heads
   E *a, *hidden;
-  float *tile, *sums, *copy;
+  float *tile, *sums, *copy, *gathered;
   Rounded rounded;
   int64_t a_stride, hidden_size, hidden_stride, hidden_rows, sums_stride;
 
   Attending(const Block& block, Parts& parts) : sizes(attention::sizes_of<E>(attention_of<E>(block))) {
-    const int64_t rows = ceil_div(tokens_of(block), block.tiles), hidden_channels = block.fc1.outputs;
+    const int64_t rows = ceil_div(queries_of(block), block.tiles), hidden_channels = block.fc1.outputs;
     keys = parts.take<Factor<E>>(block.heads * sizes.k);
     values = parts.take<Factor<E>>(block.heads * sizes.v);
     attention.q = parts.take<Factor<E>>(sizes.q);
@@ -189,6 +234,7 @@ struct Attending {
     tile = parts.take<float>(rows * kTileColumns);
     sums = parts.take<float>(whole ? 0 : rows * sums_stride);
     copy = parts.take<float>(padded(block.channels));
+    gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
     const int64_t of_mlp = at_least(rounded_bytes(block.fc1), rounded_bytes(block.fc2));
     rounded = {parts.take<char>(at_least(rows * rounded_bytes(block.proj), hidden_rows * of_mlp)), parts.take<float>(rows)};
   }
@@ -284,11 +330,21 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
   const TileUse tile_use;
   Parts parts(memory);
   const Attending<E> scratch(block, parts);
-  const int64_t image = unit / block.tiles, tile = unit % block.tiles, tokens = tokens_of(block);
+  const int64_t image = unit / block.tiles, tile = unit % block.tiles;
+  const Kept kept(block, image);
+  if (kept.count == 0) return;
   if (previous < 0 || previous / block.tiles != image) pack_heads(block, image, scratch);
-  const int64_t first = tokens * tile / block.tiles, rows = tokens * (tile + 1) / block.tiles - first;
-  const E* q = static_cast<const E*>(block.projected[0]) + (image * tokens + first) * block.linears[0].outputs;
-  T* x = static_cast<T*>(block.x) + (image * tokens + first) * block.channels;
+  const int64_t first = kept.count * tile / block.tiles, rows = kept.count * (tile + 1) / block.tiles - first;
+  const E* q = static_cast<const E*>(block.projected[0]) + (image * queries_of(block) + first) * block.linears[0].outputs;
+  T* const tokens = static_cast<T*>(block.x) + image * tokens_of(block) * block.channels;
+  const int64_t bytes = block.channels * sizeof(T);
+  T* x = tokens + first * block.channels;
+  if (kept.rows != nullptr) {
+    x = reinterpret_cast<T*>(scratch.gathered);
+    for (int64_t r = 0; r < rows; r++) {
+      std::memcpy(x + r * block.channels, tokens + kept.rows[first + r] * block.channels, bytes);
+    }
+  }
   attend_rows(block, q, rows, scratch);
   round_rows<T>(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
   apply<T>(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
@@ -308,6 +364,64 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
     }
     add_mlp<activation.value, T>(block, rows, scratch, x);
   });
+  for (int64_t r = 0; kept.rows != nullptr && r < rows; r++) {
+    std::memcpy(tokens + kept.rows[first + r] * block.channels, x + r * block.channels, bytes);
+  }
+}
+
+// Scores --------------------------------------------------------------------------------------------------
+
+struct Scoring {
+  float *query, *products;
+
+  Scoring(const Block& block, Parts& parts) {
+    query = parts.take<float>(padded(block.linears[0].outputs));
+    products = parts.take<float>(padded(tokens_of(block, 1)));
+  }
+};
+
+template <class E>
+void add_query(const E* q, int64_t width, float* sums) {
+  for_vectors<kLanes>(width, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    store(sums + c, load(sums + c, lanes) + load(q + c, lanes), lanes);
+  });
+}
+
+template <class E>
+void score_keys(const Block& block, int64_t image, void* memory) {
+  Parts parts(memory);
+  const Scoring scratch(block, parts);
+  const Kept kept(block, image);
+  const attention::Forward call = attention_of<E>(block);
+  const int64_t width = block.linears[0].outputs, keys = call.keys;
+  const E* q = static_cast<const E*>(block.projected[0]) + image * queries_of(block) * width;
+  const E* k = static_cast<const E*>(block.projected[1]) + image * keys * width;
+  // The class token is the first one, or with rows the first of these.
+  const int64_t spatial = kept.before(block.class_tokens);
+  const bool is_mean = block.scored == Scored::mean;
+  const int64_t begin = is_mean ? spatial : 0, end = is_mean ? kept.count : 1;
+  std::memset(scratch.query, 0, width * sizeof(float));
+  for (int64_t place = begin; place < end; place++) add_query(q + place * width, width, scratch.query);
+  const float scale = static_cast<float>(block.scale * 1.4426950408889634 / at_least<int64_t>(end - begin, 1));  // 1 / ln(2)
+  float* out = block.scores + image * keys;
+  for (int64_t head = 0; head < block.heads; head++) {
+    const int64_t first = head * call.head_dim;
+    for (int64_t key = 0; key < keys; key++) {
+      const E* of_key = k + key * width + first;
+      F sums = 0;
+      for_vectors<kLanes>(call.head_dim, [&](int64_t d, auto lanes, int) LAMBDA_INLINE {
+        sums = sums + keep(load(scratch.query + first + d, lanes) * load(of_key + d, lanes), lanes);
+      });
+      scratch.products[key] = sum(sums);
+    }
+    attention::Running<float> running;
+    attention::soften<float>(scratch.products, scratch.products, keys, scale, true, running);
+    const F inverse = 1 / running.sum;
+    for_vectors<kLanes>(keys, [&](int64_t key, auto lanes, int) LAMBDA_INLINE {
+      const F shares = load(scratch.products + key, lanes) * inverse;
+      store(out + key, head == 0 ? shares : load(out + key, lanes) + shares, lanes);
+    });
+  }
 }
 
 // From the dtype of a call to the type of a template ------------------------------------------------------
@@ -344,9 +458,19 @@ void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, voi
   with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
 }
 
+int64_t score_bytes(DType, const Block& block) {
+  Parts parts(nullptr);
+  Scoring(block, parts);
+  return parts.size();
+}
+
+void score(DType dtype, const Block& block, int64_t image, void* scratch) {
+  with_element(dtype, [&](auto type) { score_keys<Element<decltype(type)>>(block, image, scratch); });
+}
+
 }  // namespace
 
-const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, project_bytes,
-                      project,          attend_bytes,            attend};
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, project_bytes, project,
+                      attend_bytes,     attend,                  score_bytes,   score};
 
 }  // namespace cvt_kernels::transformer_block

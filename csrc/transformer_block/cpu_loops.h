@@ -2,7 +2,8 @@
 //
 // A block is y = x + proj(attention(linear(conv(norm1(x))))), then y + fc2(activation(fc1(norm2(y)))), on tokens: a class
 // token or none, then the pixels of an image row by row. It takes two steps, each cut into units that threads share: first
-// the finished queries, keys and values, then all else, which goes on row by row.
+// the finished queries, keys and values, then all else, which goes on row by row. Where only some of an image's tokens are
+// computed, it is these that have queries; keys and values are of all tokens.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,8 @@ constexpr int64_t kHiddenBytes = 256 << 10;  // of all hidden channels of some r
 constexpr int64_t kFewestRows = 24;          // but at least of so many
 constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
+enum class Scored { none, class_token, mean };
+
 struct Block {
   void* x;  // (images, class_tokens + height · width, channels), where the result goes too
   int64_t images, class_tokens, height, width, channels;
@@ -35,7 +38,11 @@ struct Block {
   int64_t heads;
   double scale;
   Activation activation;
-  void* projected[3];  // (images, tokens of the branch, channels of the linear layer), of element_bytes each
+  const int64_t* rows;  // (images, kept), the tokens that are computed, ascending, then -1; none if all are
+  int64_t kept;
+  Scored scored;       // the query whose attention to each key, summed over the heads, goes to scores (images, keys)
+  float* scores;
+  void* projected[3];  // (images, projected_tokens, channels of the linear layer), of element_bytes each
   int64_t bands;       // of an image's rows: a unit of the first step
   int64_t tiles;       // of an image's queries: a unit of the second step
   int64_t margin;      // zeros beside the rows of a band
@@ -44,6 +51,11 @@ struct Block {
 static inline int64_t tokens_of(const Block& block) { return block.class_tokens + block.height * block.width; }
 static inline int64_t tokens_of(const Block& block, int branch) {
   return block.class_tokens + block.branches[branch].height * block.branches[branch].width;
+}
+
+static inline int64_t queries_of(const Block& block) { return block.rows == nullptr ? tokens_of(block) : block.kept; }
+static inline int64_t projected_tokens(const Block& block, int branch) {
+  return branch == 0 ? queries_of(block) : tokens_of(block, branch);
 }
 
 // The rows of x from which a band computes its outputs.
@@ -77,6 +89,9 @@ struct Kernels {
   int64_t (*attend_bytes)(DType, const Block&);
   // `previous` is the unit that the thread served before with the same scratch, or -1.
   void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
+  // The scores of an image, after the first step.
+  int64_t (*score_bytes)(DType, const Block&);
+  void (*score)(DType, const Block&, int64_t image, void* scratch);
 };
 
 DECLARE_PRODUCT_TABLES;

@@ -3,6 +3,7 @@
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -134,6 +135,38 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   return block;
 }
 
+// Returns the rows of all images, of which each must be ascending, followed by -1 only.
+const int64_t* rows_of(const Tensor& rows, int64_t images, int64_t tokens) {
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.dim() == 2 && rows.size(0) == images &&
+                      rows.size(1) > 0 && rows.is_contiguous(),
+                  "rows: expected contiguous int64 (batch, rows)");
+  const int64_t* data = static_cast<const int64_t*>(rows.const_data_ptr());
+  const int64_t kept = rows.size(1);
+  for (int64_t place = 0; place < images * kept; place++) {
+    const int64_t row = data[place];
+    STD_TORCH_CHECK(row >= -1 && row < tokens, "rows: got ", row, ", expected indices of ", tokens, " tokens, or -1");
+    const bool ascends = place % kept == 0 || row == -1 || row > data[place - 1];
+    const bool ended = place % kept != 0 && data[place - 1] == -1;
+    STD_TORCH_CHECK(ascends && !(ended && row != -1), "rows: expected those of an image ascending, then -1");
+  }
+  return data;
+}
+
+// Gives the block the place of its scores, and whose they are.
+void score_by(Block& block, const Tensor& scores, const std::string& query, int64_t images) {
+  STD_TORCH_CHECK(query == "cls" || query == "avg", "query: expected cls or avg");
+  STD_TORCH_CHECK(scores.scalar_type() == ScalarType::Float && scores.dim() == 2 && scores.size(0) == images &&
+                      scores.size(1) == tokens_of(block, 1) && scores.is_contiguous(),
+                  "scores: expected contiguous float32 (batch, keys)");
+  block.scored = query == "cls" ? Scored::class_token : Scored::mean;
+  block.scores = static_cast<float*>(scores.mutable_data_ptr());
+  if (query == "avg") return;
+  STD_TORCH_CHECK(block.class_tokens == 1, "query: got cls, expected avg without a class token");
+  for (int64_t image = 0; block.rows != nullptr && image < images; image++) {
+    STD_TORCH_CHECK(block.rows[image * block.kept] == 0, "rows: expected the class token of each image for its scores");
+  }
+}
+
 // The bytes of the rows that the largest band holds.
 int64_t held_bytes(const Block& block) {
   int64_t rows = 0;
@@ -149,19 +182,23 @@ void plan(Block& block) {
   block.bands = 1;
   while (block.bands < block.height && held_bytes(block) > kHeldBytes) block.bands++;
   block.bands = balanced(block.images, block.bands, block.height);
-  const int64_t tokens = tokens_of(block);
-  block.tiles = balanced(block.images, (tokens + kTileRows - 1) / kTileRows, tokens);
+  const int64_t queries = queries_of(block);
+  block.tiles = balanced(block.images, (queries + kTileRows - 1) / kTileRows, queries);
 }
 
 // Serves some images, whose queries, keys and values find room in `projected`.
 void serve(DType dtype, Block& block, char* projected) {
   for (int i = 0; i < 3; i++) {
     block.projected[i] = projected;
-    projected += block.images * tokens_of(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
+    projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
   plan(block);
   for_units(block.images * block.bands, kernels().project_bytes(dtype, block),
             [&](int64_t unit, int64_t, void* scratch) { kernels().project(dtype, block, unit, scratch); });
+  if (block.scores != nullptr) {
+    for_units(block.images, kernels().score_bytes(dtype, block),
+              [&](int64_t image, int64_t, void* scratch) { kernels().score(dtype, block, image, scratch); });
+  }
   for_units(block.images * block.tiles, kernels().attend_bytes(dtype, block),
             [&](int64_t unit, int64_t previous, void* scratch) {
               kernels().attend(dtype, block, unit, previous, scratch);
@@ -179,15 +216,21 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
                        const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
                        const std::vector<int64_t>& widths, const std::vector<Tensor>& weight_scales,
                        const std::vector<double>& input_scales, double eps1, double eps2, double scale,
-                       const std::string& activation) {
+                       const std::string& activation, const std::optional<Tensor>& rows,
+                       const std::optional<Tensor>& scores, const std::string& query) {
   const DType dtype = linear::served_dtype("x", x);
   Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales, input_scales});
   block.norm1.eps = static_cast<float>(eps1);
   block.norm2.eps = static_cast<float>(eps2);
   block.scale = scale;
   block.activation = activation_of(activation);
+  if (rows.has_value()) {
+    block.rows = rows_of(*rows, x.size(0), tokens_of(block));
+    block.kept = rows->size(1);
+  }
+  if (scores.has_value()) score_by(block, *scores, query, x.size(0));
   int64_t image_bytes = 0;
-  for (int i = 0; i < 3; i++) image_bytes += tokens_of(block, i) * block.linears[i].outputs;
+  for (int i = 0; i < 3; i++) image_bytes += projected_tokens(block, i) * block.linears[i].outputs;
   image_bytes *= kernels().element_bytes(dtype);
   const int64_t batch = x.size(0), most = std::max(kProjectedBytes / image_bytes, threads());
   const Workspace projected(std::min(batch, most) * image_bytes);
@@ -197,6 +240,8 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
     block.x = data + first * bytes;
     block.images = std::min(most, batch - first);
     serve(dtype, block, projected.data());
+    if (block.rows != nullptr) block.rows += block.images * block.kept;
+    if (block.scores != nullptr) block.scores += block.images * tokens_of(block, 1);
   }
 }
 

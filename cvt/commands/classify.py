@@ -16,6 +16,7 @@ from .common import (
     add_labels_argument,
     add_model_arguments,
     add_photos_argument,
+    add_token_keep_argument,
     load_model,
     positive_int,
     print_result,
@@ -28,6 +29,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("classify", help="print the most probable classes of photographs")
     add_photos_argument(parser)
     add_model_arguments(parser, pretrained=True)
+    add_token_keep_argument(parser)
     add_labels_argument(parser)
     parser.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
     parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from cvt_kernels import BackendUnavailable
 
 from ..checkpoints import Checkpoint, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, CvTConfig, default_image_size
+from ..config import ACTIVATIONS, PRESETS, CvTConfig, TokenKeep, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
@@ -92,6 +92,28 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
         type=positive_int,
         help="pixels (default: as trained; 224, for cvt_w24 384); from 384 on uncropped",
     )
+
+
+def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--token-keep``, for :func:`load_model`."""
+    parser.add_argument(
+        "--token-keep",
+        type=token_keep,
+        metavar="KEEP",
+        help="the fraction of the last stage's tokens that stays after a block, or entropy; one for a few "
+        "places, or one for each block with commas between (default: the checkpoint's, or else 1)",
+    )
+
+
+def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
+    """Parses an argument of argparse for the field ``token_keep`` of :class:`CvTConfig`, which checks it."""
+    try:
+        values = tuple("entropy" if part == "entropy" else float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a fraction, entropy, or several with commas between"
+        ) from error
+    return cast(tuple[TokenKeep, ...], values) if len(values) > 1 else cast(TokenKeep, values[0])
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +207,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
-    """Loads the model that the arguments of :func:`add_model_arguments` ask for.
+    """Loads the model that the arguments of :func:`add_model_arguments` ask for, and ``--token-keep``.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
@@ -194,7 +216,9 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
     with recorded_warnings() as remarks:
         given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
         checkpoint = read_checkpoint(given)
-    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation)
+    keep = getattr(arguments, "token_keep", None)
+    overrides = {} if keep is None else {"token_keep": keep}
+    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
     remarks += [*more, *preprocessing.remarks]
     default_size = preprocessing.image_size or default_image_size(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
 
-from ..evaluation import Cost, Evaluation, PixelEvaluation, cost, evaluate, evaluate_pixels
+from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels
 from ..files import replacing, write_json
+from ..model import CvT
+from ..segmentation import CvTSegmenter
 from ..training.recipe import PRECISIONS
 from .common import (
     add_batch_arguments,
@@ -24,10 +28,11 @@ from .common import (
     print_result,
     recorded_warnings,
     resolve_device,
+    token_keep,
 )
 
 if TYPE_CHECKING:
-    from ..datasets import ImageDataset
+    from ..datasets import Batches, ImageDataset
 
 _Row = tuple[str, str, str, str]
 
@@ -49,6 +54,15 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_labels_argument(parser)
     add_batch_arguments(parser)
+    parser.add_argument(
+        "--token-keep",
+        dest="token_keeps",
+        nargs="+",
+        default=[],
+        type=token_keep,
+        metavar="KEEP",
+        help="the same weights too, with these fractions of the last stage's tokens staying, or entropy",
+    )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
     parser.add_argument("--json", metavar="FILE", help="write the figures and the whole confusion matrix")
     add_device_argument(parser)
@@ -62,21 +76,23 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
-    is_segmenter = model.config.head == "segment"
-    if is_segmenter:
+    if isinstance(model, CvTSegmenter):
         dataset: ImageDataset = open_label_maps(data, "val", size, classes=loaded.checkpoint.labels)
     else:
         dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
+    for keep in arguments.token_keeps:
+        dataclasses.replace(model.config, token_keep=keep)  # which fails before the long run
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         remarks = stack.enter_context(recorded_warnings())
-        progress = tqdm(batches, unit="batch", leave=False, disable=None)
-        run: Callable[..., Evaluation | PixelEvaluation] = evaluate_pixels if is_segmenter else evaluate
-        evaluation = run(model, progress, autocast=PRECISIONS[arguments.precision])
-        costs = cost(model.config, size)
+        runs = [
+            _measure(model, keep, batches, size, PRECISIONS[arguments.precision])
+            for keep in (model.config.token_keep, *arguments.token_keeps)
+        ]
+        evaluation, costs = runs[0].evaluation, runs[0].cost
         if file is not None:
             setting = {
                 "checkpoint": arguments.checkpoint,
@@ -86,25 +102,89 @@ def _evaluate(arguments: argparse.Namespace) -> None:
                 "precision": arguments.precision,
                 "device": str(device),
             }
-            write_json(file, setting | as_json(evaluation, costs, labels))
+            content = setting | as_json(evaluation, costs, labels)
+            content["token_keep"] = [run.as_json() for run in runs]
+            write_json(file, content)
     heading = f"{arguments.checkpoint} on {data}, {size}×{size} pixels, {arguments.precision} on {device}"
     result = [heading, "", report(evaluation, costs, labels)]
+    if len(runs) > 1:
+        result += ["", *token_table(runs)]
     print_result(arguments, result, [*loaded.remarks, *remarks])
+
+
+class Measured(NamedTuple):
+    """The figures of a model for one ``token_keep``; ``tokens`` are the means of :class:`TokenCounter`."""
+
+    token_keep: Any
+    evaluation: Evaluation | PixelEvaluation
+    cost: Cost
+    tokens: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures that depend on how many tokens stay; ``tokens`` counts class tokens too."""
+        scores = (
+            ("miou", "pixel_accuracy") if isinstance(self.evaluation, PixelEvaluation) else ("top1", "top5")
+        )
+        figures = {name: getattr(self.evaluation, name) for name in (*scores, "loss", "images_per_second")}
+        return {
+            "token_keep": self.token_keep,
+            **figures,
+            "multiply_adds": self.cost.multiply_adds,
+            "tokens": self.tokens,
+        }
+
+
+def _measure(
+    model: CvT | CvTSegmenter, keep: Any, batches: Batches, size: int, autocast: torch.dtype | None
+) -> Measured:
+    """Evaluates a model in which ``keep`` is then set."""
+    model.set_token_keep(keep)
+    progress = tqdm(batches, unit="batch", leave=False, disable=None)
+    with TokenCounter(model) as counter:
+        run: Callable[..., Evaluation | PixelEvaluation] = (
+            evaluate if isinstance(model, CvT) else evaluate_pixels
+        )
+        evaluation = run(model, progress, autocast=autocast)
+    tokens = counter.means()
+    return Measured(keep, evaluation, cost(model.config, size, tokens), tokens)
+
+
+def token_table(runs: Sequence[Measured]) -> list[str]:
+    """Returns a table of models that differ in how many tokens stay, the model as it was loaded first."""
+    first = runs[0]
+    title = "mIoU" if isinstance(first.evaluation, PixelEvaluation) else "top-1"
+    rows = [("tokens kept", "computed", title, "multiply-adds", "of the first", "images/s")]
+    for run in runs:
+        score = run.evaluation.miou if isinstance(run.evaluation, PixelEvaluation) else run.evaluation.top1
+        keep = run.token_keep if isinstance(run.token_keep, tuple) else (run.token_keep,)
+        rows.append(
+            (
+                ",".join(each if isinstance(each, str) else f"{each:g}" for each in keep),
+                f"{sum(run.tokens) / (len(run.tokens) * run.tokens[0]):.1%}",
+                f"{score:.2%}",
+                _scaled(run.cost.multiply_adds),
+                f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
+                f"{run.evaluation.images_per_second:.1f}",
+            )
+        )
+    lines = aligned(rows, right=[1, 2, 3, 4, 5])
+    note = "computed: the part of the tokens that blocks of the last stage compute, mean of blocks and images"
+    return [*lines, "", note]
 
 
 def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
     memory = evaluation.peak_memory
     if isinstance(evaluation, PixelEvaluation):
-        loss, classes = evaluation.sums.loss, _iou_of_classes(evaluation, labels)
-        scores = [("mIoU", evaluation.sums.miou), ("pixel accuracy", evaluation.sums.pixel_accuracy)]
+        classes = _iou_of_classes(evaluation, labels)
+        scores = [("mIoU", evaluation.miou), ("pixel accuracy", evaluation.pixel_accuracy)]
     else:
-        loss, classes = evaluation.loss, _accuracy_of_classes(evaluation, labels)
+        classes = _accuracy_of_classes(evaluation, labels)
         scores = [("top-1", evaluation.top1), ("top-5", evaluation.top5)]
     figures = [
         ("images", f"{evaluation.images}"),
         *((name, f"{score:.2%}") for name, score in scores),
-        ("loss", f"{loss:.4f}"),
+        ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
         ("images/s", f"{evaluation.images_per_second:.1f}"),
@@ -155,9 +235,9 @@ def as_json(
         figures = evaluation._asdict() | costs._asdict()
         sums = figures.pop("sums")
         return figures | {
-            "loss": sums.loss,
-            "miou": sums.miou,
-            "pixel_accuracy": sums.pixel_accuracy,
+            "loss": evaluation.loss,
+            "miou": evaluation.miou,
+            "pixel_accuracy": evaluation.pixel_accuracy,
             "iou": sums.iou.tolist(),
             "confusion": sums.confusion.tolist(),
             "labels": None if labels is None else list(labels),

@@ -13,6 +13,7 @@ from .common import (
     add_device_argument,
     add_model_arguments,
     add_photos_argument,
+    add_token_keep_argument,
     load_model,
     print_result,
     resolve_device,
@@ -27,11 +28,13 @@ def add_parser(commands: Any) -> None:
     )
     add_photos_argument(parser)
     add_model_arguments(parser)
+    add_token_keep_argument(parser)
     parser.add_argument(
         "--output",
         required=True,
         metavar="DIR",
-        help="for explain.json, and for each photograph NAME.attention.png and NAME.rollout.png",
+        help="for explain.json, and for each photograph NAME.attention.png and NAME.rollout.png, with "
+        "NAME.tokens.png where tokens dropped out",
     )
     parser.add_argument(
         "--plot",

@@ -28,7 +28,7 @@ from ..files import replacing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, load_model, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
 from .onnx_nodes import with_nodes
 
 FORMATS = ("pt2", "onnx")
@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser("export", help="write a model for torch.export or ONNX, and compare the two")
     add_model_arguments(parser)
+    add_token_keep_argument(parser)
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--output", required=True, metavar="FILE")
     parser.set_defaults(run=_export)

@@ -16,6 +16,7 @@ from ..segmentation import CvTSegmenter
 from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from .common import (
     add_device_argument,
+    add_token_keep_argument,
     build_model,
     positive_int,
     print_remarks,
@@ -53,6 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224; for digits 16)")
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
     parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
+    add_token_keep_argument(parser)
     parser.add_argument("--workers", type=int, default=0, help="processes that decode images (default: 0)")
     parser.add_argument(
         "--corrupt", choices=("error", "skip"), default="error", help="files that are no images"
@@ -130,7 +132,7 @@ def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT | CvTSegmenter:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
-    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale")}
+    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale", "token_keep")}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     overrides |= {"num_classes": classes, "head": arguments.task}
     activation = arguments.activation

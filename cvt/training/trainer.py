@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from ..checkpoints import ModelCard, load_pickle
+from ..config import CvTConfig
 from ..datasets import Batches, ImageDataset
 from ..files import replacing
 from ..huggingface import BEST
@@ -340,6 +341,8 @@ class Trainer:
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
         state = load_pickle(path)
+        # An earlier version knew fewer fields.
+        state["same"]["config"] = dataclasses.asdict(CvTConfig(**state["same"]["config"]))
         different = [
             f"{name} {str(then)[:80]}, now {str(self._same.get(name))[:80]}"
             for name, then in state["same"].items()

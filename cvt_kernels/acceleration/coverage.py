@@ -12,6 +12,7 @@ from torch import nn
 from .. import backends, dispatch
 from ..ops.linear_int8.modules import QuantizedLayer
 from ..tables import aligned
+from . import ours
 from .entries import BlockEntry
 from .freezing import find_stages, operators_served, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
@@ -130,10 +131,11 @@ class _Row(NamedTuple):
 
 def _rows_of(model: nn.Module) -> list[_Row]:
     """Returns the rows of a model in its order; stages are among them where they are frozen."""
-    rows = {
-        path: _Row(path, block, _why_not_fused(block, entry), functools.partial(_operators_of, block, entry))
-        for path, block, entry in find_blocks(model)
-    }
+    on_rows = ours.blocks_on_rows(model)
+    rows = {}
+    for path, block, entry in find_blocks(model):
+        operators_of = functools.partial(_operators_of, block, entry, block in on_rows)
+        rows[path] = _Row(path, block, _why_not_fused(block, entry), operators_of)
     for path, stage, stage_entry in find_stages(model):
         if is_fused(stage):
             reason = why_not_served(stage, stage_entry)
@@ -141,9 +143,10 @@ def _rows_of(model: nn.Module) -> list[_Row]:
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 
 
-def _operators_of(block: nn.Module, entry: BlockEntry, device_type: str) -> tuple[str, ...]:
+def _operators_of(block: nn.Module, entry: BlockEntry, on_rows: bool, device_type: str) -> tuple[str, ...]:
     """Returns the public operators, but ``linear``, that a block calls on a type of device."""
     names = entry.operators(block, device_type)
+    names = ours.operators_on_rows(names) if on_rows else names
     quantized = any(isinstance(block._modules.get(name), QuantizedLayer) for name in entry.layers)
     return tuple(dict.fromkeys((*names, "linear_int8"))) if quantized else names
 

@@ -162,8 +162,17 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
 # What a frozen stage is watched for -----------------------------------------------------------------------
 
 
-#: The numbers and names that a module's work depends on, besides those of convolutions.
-_SETTINGS = ("eps", "num_heads", "scale", "approximate")
+#: The numbers and names that the work of the stage or of a module depends on, besides those of convolutions.
+_SETTINGS = (
+    "eps",
+    "num_heads",
+    "scale",
+    "approximate",
+    "token_keep",
+    "token_keep_bounds",
+    "pool",
+    "stride_kv",
+)
 
 
 class _Watch:
@@ -184,7 +193,7 @@ class _Watch:
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = parts.folded()
-        self._settings = [(space, name) for space in self._spaces for name in _SETTINGS if name in space]
+        self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 

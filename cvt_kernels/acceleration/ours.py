@@ -6,7 +6,7 @@ their modules one by one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -94,6 +94,7 @@ def _stage_parts(self: Any) -> StageParts:
         norm=self.patch_embed.norm,
         class_token=class_token,
         blocks=[_block_parts(block) for block in self.blocks],
+        token_keep_bounds=getattr(self, "token_keep_bounds", (0.0, 1.0)),
     )
 
 
@@ -111,6 +112,8 @@ def _block_parts(self: Any) -> BlockParts:
         approximate=self.mlp.approximate,
         fc2=self.mlp.fc2,
         layer_scales=(_layer_scale(self.ls1), _layer_scale(self.ls2)),
+        token_keep=getattr(self, "token_keep", 1.0),
+        pool=getattr(attn, "pool", "cls"),
     )
 
 
@@ -127,9 +130,10 @@ def _tokens(result: tuple[Tensor, tuple[int, int]]) -> Tensor:
 
 
 def _why_stage_unsupported(stage: Any) -> str | None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
     for block in stage.blocks:
-        if getattr(block, "token_keep", 1) != 1:
-            return "drops tokens"
+        if getattr(block, "token_keep", 1) != 1 and not on_cpu:
+            return "drops tokens, which frozen stages do on a CPU only"
         attention = getattr(block, "attn", None)
         if getattr(attention, "position_bias", None) is not None:
             return "attention has a bias by position"
@@ -153,6 +157,28 @@ STAGE = StageEntry(
     result=_tokens_and_grid,
     tokens=_tokens,
 )
+
+
+def blocks_on_rows(model: nn.Module) -> set[nn.Module]:
+    """Returns the blocks, with their attention, that compute on some of the tokens: others dropped before."""
+    found: set[nn.Module] = set()
+    for stage in model.modules():
+        cls = own_class(type(stage))
+        if cls is None or cls.__name__ != "Stage":
+            continue
+        has_dropped = False
+        for block in cast(Any, stage).blocks:
+            if has_dropped:
+                found |= {block, block._modules.get("attn", block)}
+            has_dropped = has_dropped or getattr(block, "token_keep", 1) != 1
+    return found
+
+
+def operators_on_rows(operators: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the operators that a block calls on some of the tokens, from those that it calls on all."""
+    if "conv_projection" in operators:
+        return (*operators, "gather_rows")
+    return ("layer_norm", "gather_add_layer_norm", "scatter_rows")
 
 
 def recognize(module: nn.Module) -> BlockEntry | None:

@@ -6,6 +6,9 @@ stream and add no biases: the stream has the biases of all blocks from its start
 class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So
 at the end of the stage the stream is what it should be. Products of 8-bit numbers add their own biases, where
 they are scaled.
+
+A stage that drops tokens is served on a CPU only: the tokens that have dropped out would lack the biases of
+later blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
+from ..ops.token_selection import TokenKeep, scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..reference import (
     AnyLinear,
@@ -33,6 +37,7 @@ from ..reference import (
     GeluVariant,
     Linear,
     Norm,
+    Pool,
     QuantizedLinear,
     QuantizedRows,
     TransformerBlock,
@@ -71,6 +76,8 @@ class BlockParts(NamedTuple):
         activation: The module of its GELU; None where it is none.
         layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma``; None where
             there are none.
+        token_keep: How many tokens stay after the block; 1 for all.
+        pool: The query that says which.
     """
 
     norm1: nn.LayerNorm
@@ -85,6 +92,8 @@ class BlockParts(NamedTuple):
     fc2: nn.Linear | LinearInt8
     activation: nn.Module | None = None
     layer_scales: tuple[Any, Any] = (None, None)
+    token_keep: TokenKeep = 1.0
+    pool: Pool = "cls"
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules whose work a served block does."""
@@ -112,6 +121,7 @@ class StageParts(NamedTuple):
         norm: The LayerNorm of the embedding.
         class_token: (1, 1, C); None where the stage has none.
         blocks: Its blocks.
+        token_keep_bounds: The least and the greatest fraction of tokens that stay, where entropy decides.
     """
 
     conv: nn.Conv2d
@@ -119,6 +129,7 @@ class StageParts(NamedTuple):
     norm: nn.LayerNorm
     class_token: Tensor | None
     blocks: Sequence[BlockParts]
+    token_keep_bounds: tuple[float, float] = (0.0, 1.0)
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules whose work a served stage does."""
@@ -243,6 +254,8 @@ def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
         names += ["linear_add_layer_norm", "linear_gelu"]
     if any(quantized):
         names += ["conv_projection", "layer_norm_quantize", "linear_int8"]
+    if any(block.token_keep != 1 for block in blocks):
+        names += ["conv_projection", "gather_rows", "scatter_rows"]
     return names
 
 
@@ -390,19 +403,42 @@ def serve(stage: FoldedStage, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
         image, stage.conv_weight, stage.conv_bias, norm.weight, stage.norm_bias,
         stride=stride, padding=padding, eps=norm.eps, class_token=stage.class_token,
     )  # fmt: skip
-    for block in stage.blocks:
-        stream = _serve_block(block, stream, grid)
+    rows = None
+    for block, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
+        if parts.token_keep == 1:
+            stream = _serve_block(block, stream, grid, rows)
+        else:
+            assert isinstance(block, TransformerBlock)
+            stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
     return stream, grid
+
+
+def _serve_and_drop(
+    block: TransformerBlock,
+    stream: Tensor,
+    grid: tuple[int, int],
+    rows: Tensor | None,
+    stage: StageParts,
+    parts: BlockParts,
+) -> tuple[Tensor, Tensor]:
+    """Computes a block in the place of the stream; returns it, and the tokens that stay after it."""
+    stream, received = transformer_block(stream, grid, block, rows=rows, scores=parts.pool, inplace=True)
+    scores = scores_of_tokens(received, grid, block.convs[1].stride)
+    class_token = stage.class_token is not None
+    bounds = stage.token_keep_bounds
+    return stream, select_tokens(scores, rows, parts.token_keep, bounds, class_token=class_token)
 
 
 def _output_size(size: int, conv: nn.Conv2d) -> int:
     return (size + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 
-def _serve_block(block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Computes a block, mostly in the place of the stream."""
+def _serve_block(
+    block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tuple[int, int], rows: Tensor | None
+) -> Tensor:
+    """Computes a block, mostly in the place of the stream; with ``rows``, on a CPU, of these tokens."""
     if isinstance(block, TransformerBlock):
-        return transformer_block(stream, grid, block, inplace=True)
+        return transformer_block(stream, grid, block, rows=rows, inplace=True)
     parts, norm1 = block.parts, block.parts.norm1
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
     heads = (tokens.unflatten(2, (parts.num_heads, -1)) for tokens in _project(block, y, grid))

@@ -13,6 +13,7 @@ using namespace sanitized;
 using transformer_block::Activation;
 using transformer_block::Block;
 using transformer_block::Branch;
+using transformer_block::Scored;
 using transformer_block::tokens_of;
 
 struct Geometry {
@@ -166,24 +167,49 @@ struct RandomConvolution {
   }
 };
 
+// The probabilities of a head's keys.
+std::vector<double> probabilities_of(const Sizes& sizes, double scale, int64_t head, const std::vector<double>& q,
+                                     const Rows& k) {
+  std::vector<double> shares(k.size());
+  double total = 0;
+  for (size_t key = 0; key < k.size(); key++) {
+    double score = 0;
+    for (int64_t d = head * sizes.head_dim; d < (head + 1) * sizes.head_dim; d++) score += q[d] * k[key][d];
+    total += shares[key] = std::exp(scale * score);
+  }
+  for (double& share : shares) share /= total;
+  return shares;
+}
+
 Rows attention_of(const Sizes& sizes, double scale, const Rows& q, const Rows& k, const Rows& v) {
   Rows out(q.size(), std::vector<double>(sizes.heads * sizes.head_dim));
   for (size_t query = 0; query < q.size(); query++) {
     for (int64_t head = 0; head < sizes.heads; head++) {
-      const int64_t first = head * sizes.head_dim, end = first + sizes.head_dim;
-      std::vector<double> weights(k.size());
-      double total = 0;
+      const std::vector<double> shares = probabilities_of(sizes, scale, head, q[query], k);
       for (size_t key = 0; key < k.size(); key++) {
-        double score = 0;
-        for (int64_t d = first; d < end; d++) score += q[query][d] * k[key][d];
-        total += weights[key] = std::exp(scale * score);
-      }
-      for (size_t key = 0; key < k.size(); key++) {
-        for (int64_t d = first; d < end; d++) out[query][d] += weights[key] / total * v[key][d];
+        for (int64_t d = head * sizes.head_dim; d < (head + 1) * sizes.head_dim; d++) out[query][d] += shares[key] * v[key][d];
       }
     }
   }
   return out;
+}
+
+// How much the class token, or the mean of the queries of other tokens, attends to each key; `rows` are the queries' tokens.
+std::vector<double> scores_of(const Sizes& sizes, double scale, Scored scored, const std::vector<int64_t>& rows,
+                              const Rows& q, const Rows& k) {
+  std::vector<double> query(q[0].size()), scores(k.size());
+  double count = 0;
+  for (const int64_t row : rows) {
+    if ((scored == Scored::mean) != (row >= sizes.class_tokens)) continue;
+    for (size_t d = 0; d < query.size(); d++) query[d] += q[row][d];
+    count++;
+  }
+  for (double& d : query) d /= std::max(count, 1.0);
+  for (int64_t head = 0; head < sizes.heads; head++) {
+    const std::vector<double> shares = probabilities_of(sizes, scale, head, query, k);
+    for (size_t key = 0; key < k.size(); key++) scores[key] += shares[key];
+  }
+  return scores;
 }
 
 double activated(Activation activation, double x) {
@@ -201,8 +227,20 @@ void add(Rows& rows, const Rows& others) {
 // The roundings of Q, K, V, proj, fc1 and fc2.
 using Roundings = std::array<Rounding, 6>;
 
+// The tokens of each image that are computed: all of them; or every second one, in the second image a token less.
+enum class Chosen { all, some };
+
+std::vector<std::vector<int64_t>> rows_of_images(Chosen chosen, int64_t images, int64_t tokens) {
+  std::vector<std::vector<int64_t>> rows(images);
+  for (int64_t image = 0; image < images; image++) {
+    for (int64_t token = 0; token < tokens; token += chosen == Chosen::all ? 1 : 2) rows[image].push_back(token);
+    if (chosen == Chosen::some && image == 1 && rows[image].size() > 2) rows[image].pop_back();
+  }
+  return rows;
+}
+
 template <class T>
-void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& roundings = {}) {
+void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& roundings = {}, Chosen chosen = Chosen::all) {
   const auto& kernels = transformer_block::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2;
   const RandomNorm norm1(sizes.channels), norm2(sizes.channels);
@@ -223,13 +261,24 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
   block.proj = proj.linear, block.fc1 = fc1.linear, block.fc2 = fc2.linear;
   block.heads = sizes.heads, block.scale = 0.7, block.activation = sizes.activation;
   block.bands = sizes.bands, block.tiles = sizes.tiles;
+  const std::vector<std::vector<int64_t>> rows = rows_of_images(chosen, images, tokens_of(block));
+  std::vector<int64_t> all_rows;
+  if (chosen == Chosen::some) {
+    block.kept = rows[0].size();
+    block.tiles = std::min(block.tiles, block.kept);
+    for (int64_t image = 0; image < images; image++) {
+      all_rows.insert(all_rows.end(), rows[image].begin(), rows[image].end());
+      all_rows.resize((image + 1) * block.kept, -1);
+    }
+    block.rows = all_rows.data();
+  }
   Memory projected[3];
   for (int i = 0; i < 3; i++) {
     block.branches[i] = convolutions[i].branch;
     block.packed[i] = convolutions[i].packed.data();
     block.linears[i] = linears[i].linear;
     block.margin = std::max(block.margin, block.branches[i].padding);
-    projected[i] = memory(images * tokens_of(block, i) * width * kernels.element_bytes(dtype));
+    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype));
     block.projected[i] = projected[i].get();
   }
   const int64_t tokens = tokens_of(block);
@@ -240,8 +289,18 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
     const Memory scratch = memory(kernels.project_bytes(dtype, block));
     kernels.project(dtype, block, unit, scratch.get());
   }
+  const Scored scored[] = {Scored::mean, Scored::class_token};
+  const int64_t keys = tokens_of(block, 1), queries_scored = 1 + sizes.class_tokens;
+  std::vector<float> scores[] = {std::vector<float>(images * keys), std::vector<float>(images * keys)};
+  for (int64_t query = 0; query < queries_scored; query++) {
+    block.scored = scored[query], block.scores = scores[query].data();
+    for (int64_t image = 0; image < images; image++) {
+      const Memory scratch = memory(kernels.score_bytes(dtype, block));
+      kernels.score(dtype, block, image, scratch.get());
+    }
+  }
   const Memory scratch = memory(kernels.attend_bytes(dtype, block));
-  for (int64_t unit = 0; unit < images * sizes.tiles; unit++) {
+  for (int64_t unit = 0; unit < images * block.tiles; unit++) {
     kernels.attend(dtype, block, unit, unit - 1, scratch.get());
   }
 
@@ -256,6 +315,16 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
       for (double& h : row) h = activated(sizes.activation, h);
     }
     add(expected, fc2(hidden));
+    const Rows given = rows_of(&before[image * tokens * sizes.channels], tokens, sizes.channels);
+    for (int64_t row = 0; row < tokens; row++) {
+      if (std::find(rows[image].begin(), rows[image].end(), row) == rows[image].end()) expected[row] = given[row];
+    }
+    for (int64_t query = 0; query < queries_scored; query++) {
+      const auto wanted = scores_of(sizes, block.scale, scored[query], rows[image], q_k_v[0], q_k_v[1]);
+      for (int64_t key = 0; key < keys; key++) {
+        expect_close("a score", scores[query][image * keys + key], wanted[key], tolerance);
+      }
+    }
     const Rows actual = rows_of(&x[image * tokens * sizes.channels], tokens, sizes.channels);
     for (int64_t row = 0; row < tokens; row++) {
       for (int64_t c = 0; c < sizes.channels; c++) {
@@ -279,10 +348,14 @@ int main() {
     run<float>(DType::float32, 1e-4, sizes);
     run<BFloat16>(DType::bfloat16, 0.1, sizes);
     run<Half>(DType::float16, 1e-2, sizes);
+    run<float>(DType::float32, 1e-4, sizes, {}, Chosen::some);
+    run<BFloat16>(DType::bfloat16, 0.1, sizes, {}, Chosen::some);
+    run<Half>(DType::float16, 1e-2, sizes, {}, Chosen::some);
     // A number that lies between two integers may be rounded to the other one: the formula is in float64.
     constexpr auto kDynamic = Rounding::dynamic, kFixed = Rounding::fixed, kNone = Rounding::none;
     run<float>(DType::float32, 0.1, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
     run<float>(DType::float32, 0.1, sizes, {kFixed, kNone, kDynamic, kFixed, kNone, kFixed});
+    run<float>(DType::float32, 0.1, sizes, {kDynamic, kNone, kDynamic, kFixed, kDynamic, kFixed}, Chosen::some);
     run<float>(DType::float32, 0.1, sizes, {kNone, kFixed, kNone, kNone, kDynamic, kNone});
   }
   std::printf("done\n");

@@ -455,6 +455,12 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         if operator == "gelu_quantize":
             return Sample((x, randn(channels)), keywords | {"approximate": "tanh"}, images * tokens**2)
         return Sample((x, randn(channels), randn(channels)), keywords | eps, images * tokens**2)
+    if operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):
+        rows, norm = torch.arange(tokens**2).expand(images, -1), (randn(channels), randn(channels))
+        if operator == "gather_add_layer_norm":
+            return Sample((x, rows, randn(*x.shape), *norm), eps, x.numel())
+        others = [] if operator == "gather_rows" else [randn(*x.shape), randn(*x.shape)]
+        return Sample((x, rows, *others), {}, x.numel())
     if operator == "gelu":
         return Sample((x,), {"approximate": "tanh"}, x.numel())
     if operator == "bias_gelu":

@@ -27,6 +27,9 @@ _OPERATORS = (
     "gelu_quantize",
     "linear_int8",
     "linear_float8",
+    "gather_rows",
+    "gather_add_layer_norm",
+    "scatter_rows",
     "layer_norm_gelu",
 )
 

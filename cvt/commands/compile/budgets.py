@@ -30,6 +30,9 @@ _FAMILIES = {
     "gelu_quantize": "cvt_kernels.ops.linear_int8.triton.common",
     "linear_int8": "cvt_kernels.ops.linear_int8.triton.common",
     "linear_float8": "cvt_kernels.ops.linear_int8.triton.common",
+    "gather_rows": "cvt_kernels.ops.rows.triton.common",
+    "gather_add_layer_norm": "cvt_kernels.ops.rows.triton.common",
+    "scatter_rows": "cvt_kernels.ops.rows.triton.common",
 }
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.

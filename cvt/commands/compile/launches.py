@@ -347,6 +347,62 @@ def linear_float8_launches(
     ]
 
 
+def gather_rows_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launch that gathers 7 of 10 tokens of a stage, and for training that of its gradient."""
+    from cvt_kernels.ops.rows.triton import forward
+
+    x, rows, values = _rows_of_tokens(stage, batch, dtype)
+    with machine.recorded_launches(chip) as launches:
+        forward.gather_rows_forward(x, rows)
+        if training:
+            forward.scatter_rows_forward(None, rows, values, None, x.shape[1])
+    return launches
+
+
+def gather_add_layer_norm_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launch that gathers 7 of 10 tokens, adds and normalizes, and those of its gradients."""
+    from cvt_kernels.ops.rows.triton import backward, forward
+
+    x, rows, values = _rows_of_tokens(stage, batch, dtype)
+    vector = x.new_empty(x.shape[2])
+    with machine.recorded_launches(chip) as launches:
+        h, y = forward.gather_add_layer_norm_forward(x, rows, values, vector, vector, 1e-5, dtype)
+        if training:
+            dh, *_ = backward.layer_norm_backward(y, h, h, vector, vector, 1e-5)
+            forward.scatter_rows_forward(None, rows, dh, None, x.shape[1])
+    return launches
+
+
+def scatter_rows_launches(
+    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
+) -> list[machine.Launch]:
+    """Returns the launches that put 7 of 10 tokens back with a branch, one in place; or with gradients."""
+    from cvt_kernels.ops.rows.triton import forward
+
+    x, rows, values = _rows_of_tokens(stage, batch, dtype)
+    with machine.recorded_launches(chip) as launches:
+        forward.scatter_rows_forward(x, rows, values, values, x.shape[1])
+        if training:
+            forward.scatter_rows_forward(x, rows, None, None, x.shape[1])
+            forward.gather_rows_forward(x, rows)
+        else:
+            forward.scatter_rows_inplace_forward(x, rows, values, values)
+    return launches
+
+
+def _rows_of_tokens(stage: Stage, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a stage's tokens, the index of 7 of 10, and values for these."""
+    (height, width), channels, class_tokens, _ = stage
+    tokens = height * width + class_tokens
+    x = torch.empty(batch, tokens, channels, dtype=dtype, device="meta")
+    rows = torch.empty(batch, -(-7 * tokens // 10), dtype=torch.int64, device="meta")
+    return x, rows, x.new_empty(*rows.shape, channels)
+
+
 #: Operators with Triton kernels, by name. CvT's attention has no bias.
 TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection": conv_projection_launches,
@@ -363,6 +419,9 @@ TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "gelu_quantize": gelu_quantize_launches,
     "linear_int8": linear_int8_launches,
     "linear_float8": linear_float8_launches,
+    "gather_rows": gather_rows_launches,
+    "gather_add_layer_norm": gather_add_layer_norm_launches,
+    "scatter_rows": scatter_rows_launches,
 }
 #: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
 CUDA_OPERATOR = "layer_norm_gelu"

@@ -28,6 +28,7 @@ _TRITON_TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.int64: "i64",
+    torch.int32: "i32",
     torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
 }

@@ -395,6 +395,56 @@ def _rounding(launch: machine.Launch) -> Work:
     return Work(programs=_programs(launch), outputs=moved[1].numel(), bytes=_bytes(moved), trips=())
 
 
+# Rows of tokens -------------------------------------------------------------------------------------------
+
+
+def _gathered_rows(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    rows, out = arguments["rows_ptr"], arguments["out_ptr"]
+    return Work(
+        programs=_programs(launch), outputs=out.numel(), bytes=_bytes(rows) + 2 * _bytes(out), trips=()
+    )
+
+
+def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:
+    rows, *moved = (launch.arguments[f"{name}_ptr"] for name in ("rows", "branch", "h", "y"))
+    size = _bytes(rows, moved) + moved[0].numel() * launch.arguments["x_ptr"].element_size()
+    return Work(programs=_programs(launch), outputs=sum(t.numel() for t in moved[1:]), bytes=size, trips=())
+
+
+def _inverted_index(launch: machine.Launch) -> Work:
+    """Describes the kernel whose loops go over the tokens and over the index of an image."""
+    rows, places = launch.arguments["rows_ptr"], launch.arguments["places_ptr"]
+    trips = tuple(-(-tensor.shape[1] // launch.arguments["CHUNK"]) for tensor in (places, rows))
+    size = _bytes(rows, places)
+    return Work(programs=_programs(launch), outputs=places.numel(), bytes=size, trips=trips)
+
+
+def _scattered_rows(launch: machine.Launch) -> Work:
+    arguments = launch.arguments
+    x, places, values, branch, out = (
+        arguments[f"{name}_ptr"] for name in ("x", "places", "values", "branch", "out")
+    )
+    size = _bytes(places, out, *(tensor for tensor in (values, branch) if tensor is not None))
+    if x is not None:  # but for the tokens of the index
+        size += (x.shape[1] - arguments["count"]) * _bytes(x) // x.shape[1]
+    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=())
+
+
+def _scattered_rows_in_place(launch: machine.Launch) -> Work:
+    rows, *values = (launch.arguments[f"{name}_ptr"] for name in ("rows", "values", "branch"))
+    size = _bytes(rows, values) + _bytes(values[0])
+    return Work(programs=_programs(launch), outputs=values[0].numel(), bytes=size, trips=())
+
+
+def _normalized_rows_backward(launch: machine.Launch) -> Work:
+    """Describes the kernel whose loop goes over a program's tiles."""
+    moved = [launch.arguments[f"{name}_ptr"] for name in ("dy", "dh", "h", "out", "sums")]
+    programs = _programs(launch)
+    trips = (launch.arguments["tiles"] / programs,)
+    return Work(programs=programs, outputs=moved[3].numel(), bytes=_bytes(moved), trips=trips)
+
+
 # The embedding --------------------------------------------------------------------------------------------
 
 
@@ -477,5 +527,11 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_quantize_rows_kernel": _rounding,
     "_layer_norm_quantize_kernel": _rounding,
     "_gelu_quantize_kernel": _rounding,
+    "_gather_rows_kernel": _gathered_rows,
+    "_gather_add_layer_norm_kernel": _gathered_and_normalized_rows,
+    "_gather_add_layer_norm_backward_kernel": _normalized_rows_backward,
+    "_scatter_rows_kernel": _scattered_rows,
+    "_scatter_rows_places_kernel": _inverted_index,
+    "_scatter_rows_inplace_kernel": _scattered_rows_in_place,
     "_linear_add_layer_norm_kernel": functools.partial(_linear, results=("h", "y")),
 }

@@ -50,6 +50,13 @@ def add_parser(commands: Any) -> None:
         help="prove the calls of the model that cvt quantize makes too",
     )
     parser.add_argument(
+        "--token-keep",
+        type=float,
+        default=1.0,
+        metavar="FRACTION",
+        help="prove the calls of the model with this setting, which keeps a part of its tokens (default: 1)",
+    )
+    parser.add_argument(
         "--seconds",
         type=positive_int,
         default=60,
@@ -84,6 +91,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         dtypes=arguments.dtype or (["bfloat16", "float32"] if is_gpu else ["float32", "bfloat16"]),
         train=arguments.train,
         quantized=arguments.quantized,
+        token_keep=arguments.token_keep,
     )
     questions = collect(workload, device)
     store = verdicts.store_for(device)

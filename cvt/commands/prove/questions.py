@@ -34,6 +34,7 @@ class Workload(NamedTuple):
         dtypes: Names of ``DTYPES``.
         train: Whether a training step belongs to it, besides the forward of inference.
         quantized: Whether the forward of the quantized model does too.
+        token_keep: The fraction of the tokens that stay, as of ``CvTConfig``; 1 for all.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Workload(NamedTuple):
     dtypes: list[str]
     train: bool
     quantized: bool = False
+    token_keep: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class TensorLike:
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.dtype == torch.int8:
             return tensor.random_(-127, 128, generator=generator)
+        if self.dtype == torch.int64 and len(self.shape) == 2:  # rows of tokens, which are unique
+            return tensor.copy_(torch.arange(self.shape[1]))
         if not self.dtype.is_floating_point:
             return tensor.fill_(1)
         if len(self.shape) > 1:
@@ -144,7 +148,7 @@ class _Collector:
         weights = torch.float32 if train else dtype
         shape = batch_size, 3, workload.image_size, workload.image_size
         with torch.device("meta"):
-            model = create_model(workload.model).to(weights).train(train)
+            model = create_model(workload.model, token_keep=workload.token_keep).to(weights).train(train)
             if quantized:
                 _quantize(model, weights)
         with (

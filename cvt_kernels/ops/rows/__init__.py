@@ -1,20 +1,52 @@
 """Rows of tokens by an index for each image: gathered with the LayerNorm after, put back with the sum before.
 
-They serve blocks that compute on some of the tokens only. ``rows`` names them, ascending; -1 after them fills
-up an image that has fewer than others of its batch: zeros are gathered for it, and nothing is put back.
+They serve blocks that compute on some of the tokens only. ``rows`` names them, unique within an image; -1
+fills up an image that has fewer than others of its batch: zeros are gathered for it, and nothing is put back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ... import reference
+from ... import backends, checks, dispatch
+from ..layer_norm_gelu import check_layer_norm
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
+
+_TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
+_SAMPLE = 2**18  # elements
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns the tokens of x (B, T, C) at ``rows`` (B, K), ``(B, K, C)``; zeros where a row is -1."""
-    return reference.gather_rows(x, rows)
+    """Returns the tokens of x at ``rows``; zeros where a row is -1.
+
+    Args:
+        x: ``(B, T, C)``; float16, bfloat16, float32 or float64.
+        rows: ``(B, K)`` int64, the tokens of each image, unique within it; or -1, as often as needed. Others
+            below T are not checked on a GPU, which would have to be waited for; they count as -1 there.
+
+    Returns:
+        ``(B, K, C)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype.
+        ValueError: A wrong shape or device.
+        RuntimeError: On a CPU, a row that x does not have.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("gather_rows", x, rows)
+    key = dispatch.key_of("gather_rows", None, x, rows)
+    known = dispatch.known(key)
+    if known is None:
+        _check_index(x, rows)
+    out = dispatch.call("gather_rows", x, rows)
+    if known is None:
+        dispatch.remember(key, "gather_rows", x, rows)
+    return out
 
 
 def gather_add_layer_norm(
@@ -27,12 +59,167 @@ def gather_add_layer_norm(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (h, layer_norm(h)) with h = gather_rows(x, rows) + branch."""
-    return reference.gather_add_layer_norm(x, rows, branch, weight, bias, eps=eps, dtype=dtype)
+    """Computes h = gather_rows(x, rows) + branch and layer_norm(h).
+
+    Args:
+        x: As in :func:`gather_rows`.
+        rows: See there.
+        branch: ``(B, K, C)``, of the dtype of ``x``.
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the (biased) variance.
+        dtype: As in :func:`cvt_kernels.layer_norm`, for the LayerNorm. The sum keeps its dtype.
+
+    Returns:
+        The sum and its LayerNorm, each ``(B, K, C)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or ``eps`` not positive.
+        RuntimeError: On a CPU, a row that x does not have.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    args = x, rows, branch, weight, bias
+    settings: dict[str, Any] = {"eps": eps, "dtype": dtype}
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("gather_add_layer_norm", *args, **settings)
+    key = dispatch.key_of("gather_add_layer_norm", (eps, type(eps), dtype), *args)
+    known = dispatch.known(key)
+    if known is None:
+        _check_index(x, rows)
+        _check_rows("branch", branch, x, rows)
+        check_layer_norm(x, weight, bias, eps)
+        if dtype is not None:
+            checks.check_float_dtype("dtype", dtype)
+    out = dispatch.call("gather_add_layer_norm", *args, **settings)
+    if known is None:
+        dispatch.remember(key, "gather_add_layer_norm", *args, **settings)
+    return out
 
 
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
-    """Returns x (B, T, C) with values + branch (B, K, C) at ``rows`` (B, K), but where a row is -1."""
-    return reference.scatter_rows(x, rows, values, branch, inplace=inplace)
+    """Returns x with values + branch in the places of the tokens at ``rows``.
+
+    Args:
+        x: As in :func:`gather_rows`.
+        rows: See there; where it is -1, nothing is written.
+        values: ``(B, K, C)``, of the dtype of ``x``.
+        branch: Added to ``values``, of their shape and dtype; None for nothing.
+        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+
+    Returns:
+        ``(B, T, C)``; ``x`` itself if ``inplace``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or ``inplace`` where a gradient is wanted or ``x`` is not
+            contiguous.
+        RuntimeError: On a CPU, a row that x does not have.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    args = x, rows, values, branch
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("scatter_rows", *args, inplace=inplace)
+    key = dispatch.key_of("scatter_rows", (inplace, type(inplace)), *args)
+    known = dispatch.known(key)
+    if known is None or inplace:  # the last check depends on more than the key has
+        _check_index(x, rows)
+        _check_rows("values", values, x, rows)
+        if branch is not None:
+            _check_rows("branch", branch, x, rows)
+        _check_inplace(inplace, x, values, branch)
+    out = dispatch.call("scatter_rows", *args, inplace=inplace)
+    if known is None:
+        dispatch.remember(key, "scatter_rows", *args, inplace=inplace)
+    return out
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
+def _check_index(x: Tensor, rows: Tensor) -> None:
+    checks.check_float_tensor("x", x, _TOKENS)
+    checks.check_rank("x", x, 3, _TOKENS)
+    if x.shape[1] == 0 or x.shape[2] == 0:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected tokens and channels")
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows: got {type(rows).__name__}, expected a tensor {_INDEX}")
+    if rows.dtype != torch.int64:
+        raise TypeError(f"rows: got dtype {checks.dtype_name(rows.dtype)}, expected int64")
+    checks.check_rank("rows", rows, 2, _INDEX)
+    if rows.shape[0] != x.shape[0]:
+        raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
+    if rows.device != x.device:
+        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+
+
+def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
+    checks.check_float_tensor(name, tensor, _ROWS)
+    checks.check_shape(name, tensor, (*rows.shape, x.shape[2]), _ROWS)
+    checks.check_like(name, tensor, "x", x)
+
+
+def _check_inplace(inplace: bool, *tensors: Tensor | None) -> None:
+    if not inplace:
+        return
+    if checks.wants_gradient(*tensors):
+        raise ValueError("inplace: got True where a gradient is wanted, expected False")
+    x = tensors[0]
+    assert x is not None
+    if not x.is_contiguous():
+        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+
+
+# Registration ---------------------------------------------------------------------------------------------
+
+
+def _signature(
+    x: Tensor,
+    rows: Tensor,
+    *tensors: Tensor | None,
+    eps: float = 0.0,
+    dtype: torch.dtype | None = None,
+    inplace: bool = False,
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, *tensors)
+    given = tuple(tensor is not None for tensor in tensors)
+    named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
+    mixed = any(tensor is not None and tensor.ndim == 3 and tensor.dtype != x.dtype for tensor in tensors)
+    return gradient, x.shape, rows.shape[1], x.stride(2) == 1, given, mixed, named, inplace
+
+
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    count: int,
+    adjacent: bool,
+    given: Sequence[bool],
+    mixed: bool,
+    named: torch.dtype | None,
+    inplace: bool,
+) -> str:
+    batch, tokens, channels = shape
+    words = f"{size_class(batch * count * channels)} of {size_class(batch * tokens * channels)} elements, "
+    words += f"{channels} channels"
+    if not all(given):
+        words += ", without a branch" if len(given) == 2 else ", without weight or bias"
+    words += ", mixed dtypes" if mixed else ""
+    words += "" if named is None else f", to {checks.dtype_name(named)}"
+    return words + (", in place" if inplace else "") + ("" if adjacent else ", strided")
+
+
+def _sample(factor: int, x: Tensor, *others: Tensor | None, **settings: Any) -> Any:
+    images = images_within(_SAMPLE * factor, x.shape[0], x.numel())
+    parts = [t[:images] if t is not None and t.ndim > 1 else t for t in (x, *others)]
+    if settings.get("inplace"):
+        parts[0] = x[:images].clone()  # a trial in place must not change what the caller has
+    return tuple(parts), settings
+
+
+for _operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):
+    register_triton(_operator, __name__)
+    register_native(_operator, __name__)
+    register_reference(_operator)
+    backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))

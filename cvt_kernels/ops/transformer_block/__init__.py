@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args, overload
 
 import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import LIMITS, AnyLinear, ConvBatchNorm, Linear, Norm, QuantizedLinear, TransformerBlock
+from ...reference import (
+    LIMITS,
+    AnyLinear,
+    ConvBatchNorm,
+    Linear,
+    Norm,
+    Pool,
+    QuantizedLinear,
+    TransformerBlock,
+    attended_keys,
+)
 from ..attention import attention
 from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, conv_projection, geometry_of
@@ -22,15 +32,46 @@ from ..layer_norm_gelu import check_approximate, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
 from ..registration import images_within, register_composed, register_native, register_reference, size_class
+from ..rows import gather_rows, scatter_rows
 from . import onednn
 
 _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
 
 
+@overload
 def transformer_block(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool = False
-) -> Tensor:
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: None = None,
+    inplace: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Any:
     """Computes a block of CvT: x + attention and x + MLP, each of a LayerNorm (Wu et al. 2021, section 3).
 
     BatchNorm normalizes by the running statistics. Quantized layers, any of the six, serve only: there is no
@@ -41,10 +82,16 @@ def transformer_block(
         grid: ``(H, W)`` of the spatial tokens.
         block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
             not changed.
+        rows: ``(B, K)`` int64, the tokens of each image that are computed, ascending, then -1 to fill up; the
+            others stay as they are, but all have keys and values. None for all tokens.
+        scores: ``"cls"`` to return how much the class token attends to each key too, which must be among the
+            rows, ``"avg"`` for the mean query of the other tokens that are computed; None for neither.
         inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
 
     Returns:
-        The shape and dtype of ``x``; ``x`` itself if ``inplace``.
+        The shape and dtype of ``x``; ``x`` itself if ``inplace``. With ``scores`` a second tensor
+        ``(B, Nkv)``, float32 (float64 for float64), the probabilities summed over the heads, without a
+        gradient.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
@@ -52,21 +99,35 @@ def transformer_block(
             gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
+    chosen = _chosen(rows, scores)
     if torch.jit.is_tracing():
-        return dispatch.call_recorded("transformer_block", x, grid, block, inplace=inplace)
-    key = _key_of(x, grid, block, inplace)
+        return dispatch.call_recorded("transformer_block", x, grid, block, **chosen, inplace=inplace)
+    key = _key_of(x, grid, block, rows, scores, inplace)
     known = dispatch.known(key)
     if known is None:
-        _check(x, grid, block, inplace)
+        _check(x, grid, block, rows, scores, inplace)
     elif known.run is not None:
-        return known.run(x, block)
-    out = dispatch.call("transformer_block", x, grid, block, inplace=inplace)
+        return known.run(x, block, rows)
+    out = dispatch.call("transformer_block", x, grid, block, **chosen, inplace=inplace)
     if known is None:
-        dispatch.remember(key, "transformer_block", x, grid, block, inplace=inplace)
+        dispatch.remember(key, "transformer_block", x, grid, block, **chosen, inplace=inplace)
     return out
 
 
-def _key_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> Any:
+def _chosen(rows: Tensor | None, scores: Pool | None) -> dict[str, Any]:
+    """Returns what chooses tokens among the arguments, only where it is given: other backends may lack it."""
+    given = {"rows": rows, "scores": scores}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _key_of(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    rows: Tensor | None,
+    scores: Pool | None,
+    inplace: bool,
+) -> Any:
     """Returns the key of a call; None where nothing is remembered, as of wrong arguments."""
     if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not TransformerBlock:
         return None
@@ -75,34 +136,66 @@ def _key_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: 
         for conv in block.convs:
             numbers += conv[6:11]
         kinds = tuple(map(type, (*numbers, *block.layers())))
-        settings = tuple(numbers), kinds, block.approximate, inplace
-        return dispatch.key_of("transformer_block", settings, x, *block.tensors())
+        settings = tuple(numbers), kinds, block.approximate, scores, inplace
+        return dispatch.key_of("transformer_block", settings, x, *block.tensors(), rows)
     except (AttributeError, TypeError, ValueError):  # a part of the block is not what it should be
         return None
 
 
 def _prepare_composition(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
-) -> Callable[[Tensor, TransformerBlock], Tensor]:
-    return lambda x, block: _compose(x, grid, block, inplace=inplace)
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Callable[..., Any]:
+    return lambda x, block, rows: _compose(x, grid, block, rows=rows, scores=scores, inplace=inplace)
 
 
 @dispatch.prepared_by(_prepare_composition)
-def _compose(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
+def _compose(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Any:
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
-    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block))
+    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))
     y = attention(q, k, v, scale=block.scale).flatten(2)
+    if rows is None:
+        out = _finish(y, x, block, inplace)
+        out = x.copy_(out) if inplace and out is not x else out
+    else:
+        gathered = gather_rows(x, rows)
+        may_replace = not checks.wants_gradient(gathered, *block.tensors())
+        out = scatter_rows(x, rows, _finish(y, gathered, block, may_replace), inplace=inplace)
+    if scores is None:
+        return out
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
+
+
+def _finish(y: Tensor, x: Tensor, block: TransformerBlock, inplace: bool) -> Tensor:
+    """Returns x after the block, from the result of attention."""
     stream, y = _add_and_hide(y, x, block, inplace)
-    out = _add(y, block.fc2, stream, inplace=not checks.wants_gradient(y, stream, *block.fc2))
-    return x.copy_(out) if inplace and out is not x else out
+    return _add(y, block.fc2, stream, inplace=not checks.wants_gradient(y, stream, *block.fc2))
 
 
-def _project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
+def _project(
+    y: Tensor, grid: tuple[int, int], block: TransformerBlock, rows: Tensor | None
+) -> Sequence[Tensor]:
     """Returns queries, keys and values."""
     plain = [layer for layer in block.linears if isinstance(layer, Linear)]
-    if len(plain) == len(block.linears):
+    if rows is None and len(plain) == len(block.linears):
         return conv_linear(y, grid, block.convs, plain)
-    projected = conv_projection(y, grid, block.convs, training=False)
+    projected = list(conv_projection(y, grid, block.convs, training=False))
+    if rows is not None:
+        projected[0] = gather_rows(projected[0], rows)
     return [
         linear(tokens, *layer) if isinstance(layer, Linear) else linear_int8(tokens, **layer._asdict())
         for tokens, layer in zip(projected, block.linears, strict=True)
@@ -139,7 +232,14 @@ def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
 _LAYERS = (Linear, QuantizedLinear)
 
 
-def _check(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> None:
+def _check(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    rows: Tensor | None,
+    scores: Pool | None,
+    inplace: bool,
+) -> None:
     _check_parts(block)
     check_arguments(x, grid, block.convs, training=False)
     _check_grids(grid, block.convs)
@@ -147,12 +247,38 @@ def _check(x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: b
     for name in ("norm1", "norm2"):
         _check_norm(f"block.{name}", getattr(block, name), x)
     _check_layers(x, block)
+    if rows is not None:
+        _check_rows(rows, x)
+    if scores is not None:
+        _check_scores(scores, x.shape[1] - grid[0] * grid[1])
     if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
     if inplace and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if inplace and not x.is_contiguous():
         raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+
+
+def _check_rows(rows: object, x: Tensor) -> None:
+    """Raises for rows that are no indices of the tokens of x; their values are left to the backends."""
+    meaning = "(batch, rows)"
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows: got {type(rows).__name__}, expected a tensor {meaning}")
+    if rows.dtype != torch.int64:
+        raise TypeError(f"rows: got dtype {checks.dtype_name(rows.dtype)}, expected int64")
+    checks.check_rank("rows", rows, 2, meaning)
+    batch, tokens = x.shape[:2]
+    if rows.shape[0] != batch or not 1 <= rows.shape[1] <= tokens:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}")
+    if rows.device != x.device:
+        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+
+
+def _check_scores(scores: object, class_tokens: int) -> None:
+    if scores not in get_args(Pool):
+        raise ValueError(f"scores: got {scores!r}, expected 'cls', 'avg' or None")
+    if scores == "cls" and not class_tokens:
+        raise ValueError("scores: got 'cls' for tokens without a class token, expected 'avg'")
 
 
 def _check_parts(block: TransformerBlock) -> None:
@@ -273,7 +399,13 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: st
 
 
 def _signature(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *block.tensors())
     mean = block.convs[0].running_mean
@@ -291,6 +423,8 @@ def _signature(
         widths,
         settings,
         kinds,
+        None if rows is None else rows.shape[1],
+        scores,
     )
 
 
@@ -311,6 +445,8 @@ def _shape_class(
     widths: tuple[int, int],
     settings: tuple[Any, ...],
     kinds: Sequence[str],
+    kept: int | None,
+    scores: Pool | None,
 ) -> str:
     batch, tokens, channels = shape
     attended, hidden = widths
@@ -326,15 +462,28 @@ def _shape_class(
         words += f", {kind} in " + " ".join(
             name for name, each in zip(_NAMES, kinds, strict=True) if each == kind
         )
+    words += "" if kept is None else f", {size_class(kept, 2)} tokens computed"
+    words += "" if scores is None else f", with scores of {scores}"
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 
 
 def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+    factor: int,
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    images = x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())]
+    count = images_within(_SAMPLE * factor, x.shape[0], x.numel())
     # A trial in place must not change what the caller has.
-    return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
+    images = x[:count].clone() if inplace else x[:count]
+    given = None if rows is None else rows[:count]
+    # The scores of bfloat16 are made of a single query that is rounded: chance would decide which is better.
+    proven = None if x.dtype == torch.bfloat16 else scores
+    return (images, grid, block), {**_chosen(given, proven), "inplace": inplace}
 
 
 register_native("transformer_block", __name__, forward_only=True)

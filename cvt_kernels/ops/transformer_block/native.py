@@ -3,8 +3,8 @@
 Weights are packed once for this CPU. A call takes two steps. First a band of an image's rows is normalized,
 convolved and multiplied into finished queries, keys and values; then a tile of queries passes through
 attention, the linear layer behind it, LayerNorm and the MLP in one go. Nothing else goes through memory.
-Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. In front of a
-quantized layer rows are rounded where they lie, and the products are of 8-bit integers. The same bits every
+Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. Where only
+some tokens are computed, only they have queries and pass through the second step. In front of a quantized layer rows are rounded where they lie, and the products are of 8-bit integers. The same bits every
 time, whatever the number of threads.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import checks, dispatch, machine
-from ...reference import AnyLinear, ConvBatchNorm, Linear, Norm, TransformerBlock
+from ...reference import AnyLinear, ConvBatchNorm, Linear, Norm, Pool, TransformerBlock
 from .. import packing
 
 machine.load_extension()
@@ -30,14 +30,19 @@ _MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 
 
 def why_unsupported(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
 ) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
-    if any(
-        type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *block.tensors()) if tensor is not None
-    ):
+    tensors = (x, *block.tensors(), rows)
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors if tensor is not None):
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
@@ -136,13 +141,27 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
 
 
 def _prepare(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
-) -> Callable[[Tensor, TransformerBlock], Tensor]:
-    return lambda x, block: transformer_block(x, grid, block, inplace=inplace)
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Callable[..., Any]:
+    return lambda x, block, rows: transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
 
 
 @dispatch.prepared_by(_prepare)
-def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     scale = block.scale
@@ -151,8 +170,20 @@ def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock,
     eps = block.norm1.eps, block.norm2.eps
     settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
     packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
+    received = None if scores is None else _new_scores(x, grid, block)
     if out.numel():
-        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate)
+        chosen = () if rows is None and scores is None else (_contiguous(rows), received, scores or "")
+        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate, *chosen)
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
-    return out
+    return out if scores is None else (out, received)
+
+
+def _contiguous(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.contiguous()
+
+
+def _new_scores(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor:
+    height, width = block.convs[1].output_grid(grid)
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return torch.empty(x.shape[0], class_tokens + height * width, dtype=torch.float32)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, dispatch
-from ...reference import AnyLinear, TransformerBlock
+from ...reference import AnyLinear, Pool, TransformerBlock, attended_keys
 from ..attention import attention
 from ..conv_projection import conv_projection
 from ..layer_norm_gelu import layer_norm
 from ..packing import packed
+from ..rows import gather_rows, scatter_rows
 
 _QUICK = 1.702  # of QuickGELU
 
@@ -92,7 +93,13 @@ def why_unavailable(device_type: str) -> str | None:
 
 
 def why_unsupported(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
 ) -> str | None:
     """Says why these linear layers cannot serve a call; None if they can."""
     library = _library()
@@ -121,28 +128,51 @@ def why_unsupported(
 
 
 def _prepare(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool
-) -> Callable[[Tensor, TransformerBlock], Tensor]:
-    return lambda x, block: transformer_block(x, grid, block, inplace=inplace)
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Callable[..., Any]:
+    return lambda x, block, rows: transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
 
 
 @dispatch.prepared_by(_prepare)
-def transformer_block(x: Tensor, grid: tuple[int, int], block: TransformerBlock, *, inplace: bool) -> Tensor:
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool = False,
+) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     activation = _ACTIVATIONS[block.approximate]
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
-    projected = conv_projection(y, grid, block.convs, training=False)
+    projected = list(conv_projection(y, grid, block.convs, training=False))
+    if rows is not None:
+        projected[0] = gather_rows(projected[0], rows)
     q, k, v = (
         _linear(tokens, each).unflatten(2, (heads, -1))
         for tokens, each in zip(projected, block.linears, strict=True)
     )
     y = attention(q, k, v, scale=block.scale).flatten(2)
-    stream = _linear_add(y, block.proj, x.contiguous())
+    stream = _linear_add(y, block.proj, x.contiguous() if rows is None else gather_rows(x, rows))
     y = layer_norm(stream, norm2.weight, norm2.bias, eps=norm2.eps)
     y = _linear(y, block.fc1, activation.name, activation.algorithm, activation.factor)
     y = _linear_add(y, block.fc2, stream, 1 / activation.factor)
-    return x.copy_(y) if inplace else y
+    if rows is not None:
+        out = scatter_rows(x, rows, y, inplace=inplace)
+    else:
+        out = x.copy_(y) if inplace else y
+    if scores is None:
+        return out
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
 
 
 def _linear(

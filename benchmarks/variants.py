@@ -1,0 +1,279 @@
+"""Measures variants of CvT that no public model has, each beside the plain model in the same run.
+
+``python -m benchmarks.variants FILE`` writes JSON; ``--sections`` chooses some of it. A section is a function
+of ``tiny`` (a smoke test) in :data:`SECTIONS`. It returns rows: a value by the name of its column, which says
+the unit (``"images/s"``, ``"multiply-adds, G"``, ``"top-1, %"``). A value is a number, a text, or None where
+there is none. Consecutive rows with the same columns are a table of docs/results.md, in this order and as
+they are, so ratios and medians are made here. What is set beside one another is timed by :func:`speeds`, in
+turns. Models have random weights unless the section says otherwise; all sections together take at most eight
+minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.datasets import Batches, RandomCrop, open_dataset
+from cvt.evaluation import cost, evaluate, evaluate_pixels
+from cvt.factory import randomize
+from cvt.files import replacing, write_json
+from cvt.label_maps import open_label_maps, save_digit_scenes
+from cvt.model import CvT
+from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
+from cvt.training.trainer import Trainer
+from cvt_kernels import measure
+
+from . import suites
+
+SCHEMA, VERSION = "benchmarks variants", 1
+
+Row = dict[str, str | float | None]
+
+
+def main() -> None:
+    """Measures, and writes the file."""
+    parser = suites.script_parser("variants", __doc__)
+    parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
+    options = parser.parse_args()
+    report = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "device": suites.device_name(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "sections": {name: SECTIONS[name](options.tiny) for name in options.sections},
+    }
+    with replacing(options.path) as file:
+        write_json(file, report, indent=1)
+
+
+def speeds(calls: Mapping[str, Callable[[], Any]], batch: int, tiny: bool) -> dict[str, float]:
+    """Returns the images per second of calls that are timed in turns, by the median of their runs."""
+    timed = measure.seconds_in_turns(list(calls.values()), 2 if tiny else 10, suites.DEVICE)
+    return {name: batch / statistics.median(seconds) for name, seconds in zip(calls, timed, strict=True)}
+
+
+def serving(model: nn.Module, images: Tensor) -> Callable[[], Tensor]:
+    """Returns a call of a model, whose kernels have been proven."""
+
+    def call() -> Tensor:
+        with torch.inference_mode():
+            return model(images)
+
+    call()
+    return call
+
+
+def random_images(batch: int, tiny: bool) -> Tensor:
+    """Returns images of noise, 224×224."""
+    size = 64 if tiny else 224
+    return suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
+
+
+# Token pruning --------------------------------------------------------------------------------------------
+
+KEEPS: tuple[Any, ...] = (1.0, 0.9, 0.7, 0.5, "entropy")
+PIXELS, EPOCHS = 16, 12  # of digits; of the model that learns them here
+FINE_TUNED = 0.7  # the fraction that models of digits are trained for
+
+
+def token_pruning(tiny: bool) -> list[Row]:
+    """Returns the cost and speed of CvT-13 for each fraction, and the accuracy of the model of digits."""
+    plain = create_model("cvt_13").eval()
+    randomize(plain)
+    rows = []
+    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+        rows += speeds_by_keep(plain, random_images(batch, tiny), tiny)
+    return [*rows, *digits_by_keep(tiny)]
+
+
+def speeds_by_keep(plain: nn.Module, images: Tensor, tiny: bool) -> list[Row]:
+    """Returns a row for each fraction, of the model as it is and frozen for serving."""
+    batch, size = images.shape[0], images.shape[2]
+    calls, figures = {}, {}
+    for keep in KEEPS:
+        model = create_model("cvt_13", token_keep=keep).eval()
+        model.load_state_dict(plain.state_dict())
+        figures[keep] = cost(model.config, size).multiply_adds / 1e9
+        for kind, made in (
+            ("plain", model.to(suites.DEVICE)),
+            ("frozen", ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)),
+        ):
+            calls[f"{kind} {keep}"] = serving(made, images)
+    rate = speeds(calls, batch, tiny)
+    return [
+        {
+            "batch": batch,
+            "keep": str(keep),
+            "multiply-adds, G": figures[keep],
+            "of the plain model's": figures[keep] / figures[1.0],
+            **{
+                column: value
+                for kind in ("plain", "frozen")
+                for column, value in (
+                    (f"{kind}, images/s", rate[f"{kind} {keep}"]),
+                    (f"{kind}, × as fast", rate[f"{kind} {keep}"] / rate[f"{kind} 1.0"]),
+                )
+            },
+        }
+        for keep in KEEPS
+    ]
+
+
+def digits_by_keep(tiny: bool) -> list[Row]:
+    """Returns the accuracy on digits of models whole, with tokens dropped, and trained for that.
+
+    In the model of the package tokens can drop out before its last block only, where a class token does not
+    see what became of the others. So a deeper one is trained here, with a last stage of 4 blocks on 8×8
+    tokens.
+    """
+    shipped = create_model(checkpoint="digits")
+    rows = [fine_tuned("digits (cvt_nano)", shipped, 1 if tiny else 5)]
+    if not tiny:
+        torch.manual_seed(0)
+        config = dataclasses.replace(MODELS["cvt_nano"], depths=(1, 4), patch_strides=(2, 1), num_classes=10)
+        deeper = create_model(config)
+        train_on_digits(deeper, EPOCHS)
+        rows.append(fine_tuned("cvt_nano with 4 blocks on 8×8 tokens", deeper, 5))
+    return rows
+
+
+def fine_tuned(name: str, model: CvT, epochs: int) -> Row:
+    """Returns the accuracy of a model whole, with tokens dropped, and after epochs of training so."""
+    whole = cost(model.config, PIXELS).multiply_adds
+    before = accuracy(model)
+    model.set_token_keep(FINE_TUNED)
+    dropped = accuracy(model)
+    train_on_digits(model, epochs, lr=5e-4)
+    return {
+        "model": name,
+        "keep": str(FINE_TUNED),
+        "multiply-adds": f"{cost(model.config, PIXELS).multiply_adds / whole:.1%}",
+        "whole, top-1, %": before,
+        "dropped, top-1, %": dropped,
+        f"after {epochs} epochs, top-1, %": accuracy(model),
+    }
+
+
+def train_on_digits(model: CvT, epochs: int, **options: Any) -> None:
+    """Trains a model on scanned digits; it is left with the weights of the last epoch."""
+    config = TrainConfig(
+        **DIGITS_OPTIONS | {"epochs": epochs, "warmup_epochs": min(1.0, epochs / 2)} | options
+    )
+    crop = RandomCrop(config.min_scale, flip=config.flip)
+    sets = open_dataset("digits", "train", PIXELS, random_crop=crop), open_dataset("digits", "val", PIXELS)
+    with tempfile.TemporaryDirectory() as scratch:
+        Trainer(model, *sets, config, output=scratch, device=suites.DEVICE).fit()
+
+
+def accuracy(model: CvT) -> float:
+    """Returns the percentage of the held-out digits that a model recognizes."""
+    held_out = open_dataset("digits", "val", PIXELS)
+    return 100 * evaluate(model.to(suites.DEVICE), Batches(held_out, 120)).top1
+
+
+# Sections -------------------------------------------------------------------------------------------------
+
+
+def weight_pruning(tiny: bool) -> list[Row]:
+    """Returns nothing yet."""
+    return []
+
+
+def hybrid(tiny: bool) -> list[Row]:
+    """Returns nothing yet."""
+    return []
+
+
+def position_bias(tiny: bool) -> list[Row]:
+    """Returns nothing yet."""
+    return []
+
+
+# Segmentation ---------------------------------------------------------------------------------------------
+
+SCENE_PIXELS, SCENE_EPOCHS = 48, 30
+DECODER_DIM = 64  # of the model of scenes
+
+
+def segmentation(tiny: bool) -> list[Row]:
+    """Returns what the head costs a CvT-13, and what a small model learns of scenes of digits."""
+    return [*cost_of_the_head(tiny), scenes_learned(tiny)]
+
+
+def cost_of_the_head(tiny: bool) -> list[Row]:
+    """Returns a row for CvT-13 without a head, with one for pixels, and that frozen for serving."""
+    settings: dict[str, Any] = {"head": "segment", "num_classes": 150}
+    backbone, model = (
+        create_model("cvt_13", features_only=True).eval(),
+        create_model("cvt_13", **settings).eval(),
+    )
+    randomize(model)
+    batch = 2 if tiny else 4
+    images = random_images(batch, tiny).to(suites.DEVICE)
+    frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
+    models = {
+        "stages alone": backbone.to(suites.DEVICE),
+        "segmenter": model.to(suites.DEVICE),
+        "frozen": frozen,
+    }
+    rate = speeds({name: serving(each, images) for name, each in models.items()}, batch, tiny)
+    whole, size = cost(model.config, images.shape[2]).multiply_adds, images.shape[2]
+    without = cost(create_model("cvt_13", num_classes=0).config, size).multiply_adds
+    return [
+        {
+            "CvT-13, 150 classes": name,
+            "batch": batch,
+            "multiply-adds, G": (without if name == "stages alone" else whole) / 1e9,
+            "images/s": rate[name],
+        }
+        for name in models
+    ]
+
+
+def scenes_learned(tiny: bool) -> Row:
+    """Returns the mean intersection over union of a cvt_nano that was trained on digits on photographs."""
+    epochs, size = (1, 32) if tiny else (SCENE_EPOCHS, SCENE_PIXELS)
+    options = {"epochs": epochs, "batch_size": 32, "lr": 4e-3, "warmup_epochs": min(1.0, epochs / 2)}
+    config = TrainConfig(**SEGMENT_OPTIONS | options | {"min_scale": 0.5, "flip": 0.0, "clip_norm": 1.0})
+    torch.manual_seed(0)
+    model = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=DECODER_DIM, num_classes=11)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = save_digit_scenes(
+            scratch, train=64 if tiny else 1024, val=32 if tiny else 128, image_size=size
+        )
+        crop = RandomCrop(config.min_scale, flip=config.flip)
+        held_out = open_label_maps(folder, "val", size)
+        sets = open_label_maps(folder, "train", size, random_crop=crop), held_out
+        Trainer(model, *sets, config, output=folder / "run", device=suites.DEVICE).fit()
+        figures = evaluate_pixels(model, Batches(held_out, 32))
+    background = figures.sums.confusion[0].sum() / figures.sums.confusion.sum()
+    return {
+        "model": "cvt_nano, digits on photographs",
+        "epochs": epochs,
+        "mIoU, %": 100 * figures.miou,
+        "pixel accuracy, %": 100 * figures.pixel_accuracy,
+        "mIoU of the photograph everywhere, %": 100 * background.item() / 11,
+    }
+
+
+SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
+    "token_pruning": token_pruning,
+    "weight_pruning": weight_pruning,
+    "hybrid": hybrid,
+    "position_bias": position_bias,
+    "segmentation": segmentation,
+}
+
+if __name__ == "__main__":
+    main()

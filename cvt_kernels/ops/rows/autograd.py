@@ -1,0 +1,170 @@
+"""Operators on rows with their gradients, on top of the kernels of a backend.
+
+Rows are unique, so that the gradient of a gather is a scatter into zeros, and that of a scatter a gather:
+nothing is added up, and the same call gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..autograd import once_differentiable
+
+
+class Kernels(NamedTuple):
+    """The kernels of a backend.
+
+    Attributes:
+        gather: (x, rows) → the rows.
+        scatter: (x or None for zeros, rows, values or None for zeros, branch or None, number of tokens) → x
+            with values + branch at the rows, of the dtype of x or, without it, of the values.
+        scatter_: (x, rows, values, branch or None); it writes to x.
+        gather_add_layer_norm: (x, rows, branch, weight, bias, eps, dtype of the LayerNorm, whether a gradient
+            is wanted) → h, its LayerNorm, and what the gradient needs besides, a list.
+        layer_norm_backward: (dy, dh or None, h, weight, bias, eps, that list) → gradients of h, weight, bias,
+            the latter two None where there is no such parameter.
+    """
+
+    gather: Callable[..., Tensor]
+    scatter: Callable[..., Tensor]
+    scatter_: Callable[..., None]
+    gather_add_layer_norm: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
+    layer_norm_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+#: The kernels by the name of their backend, which is what autograd functions are given: torch.compile traces
+#: through them, and takes a name for a constant.
+KERNELS: dict[str, Kernels] = {}
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backend: str, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.backend, ctx.tokens = backend, x.shape[1]
+        return KERNELS[backend].gather(x, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return None, KERNELS[ctx.backend].scatter(None, rows, dout, None, ctx.tokens), None
+
+
+class _GatherAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backend: str,
+        x: Tensor,
+        rows: Tensor,
+        branch: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        run = KERNELS[backend].gather_add_layer_norm
+        h, y, statistics = run(x, rows, branch, weight, bias, eps, dtype, True)
+        ctx.save_for_backward(rows, h, weight, bias, *statistics)
+        ctx.backend, ctx.tokens, ctx.eps = backend, x.shape[1], eps
+        ctx.dtypes = x.dtype, branch.dtype
+        ctx.set_materialize_grads(False)  # often only one of the two outputs is used
+        return h, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, h, weight, bias, *statistics = ctx.saved_tensors
+        kernels = KERNELS[ctx.backend]
+        dweight = dbias = None
+        if dy is not None:
+            given = dy, dh, h, weight, bias, ctx.eps, statistics
+            dh, dweight, dbias = kernels.layer_norm_backward(*given)
+        if dh is None:
+            return (None,) * 8
+        of_x, of_branch = ctx.dtypes
+        dx = kernels.scatter(None, rows, dh.to(of_x), None, ctx.tokens) if ctx.needs_input_grad[1] else None
+        return None, dx, None, dh.to(of_branch), dweight, dbias, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backend: str, x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.backend, ctx.tokens = backend, x.shape[1]
+        ctx.dtypes = values.dtype, None if branch is None else branch.dtype
+        return KERNELS[backend].scatter(x, rows, values, branch, x.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        kernels = KERNELS[ctx.backend]
+        dx = kernels.scatter(dout, rows, None, None, ctx.tokens) if ctx.needs_input_grad[1] else None
+        of_values, of_branch = ctx.dtypes
+        dvalues = kernels.gather(dout, rows)
+        dbranch = None if of_branch is None else dvalues.to(of_branch)
+        return None, dx, None, dvalues.to(of_values), dbranch
+
+
+# The operators, without autograd's bookkeeping where no gradient is wanted ---------------------------------
+
+
+def gather_rows(backend: str, x: Tensor, rows: Tensor) -> Tensor:
+    """Computes ``cvt_kernels.gather_rows`` by the kernels of a backend."""
+    if checks.wants_gradient(x):
+        return _Gather.apply(backend, x, rows)
+    return KERNELS[backend].gather(x, rows)
+
+
+def gather_add_layer_norm(
+    backend: str,
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend; y has the dtype ``dtype``."""
+    if checks.wants_gradient(x, branch, weight, bias):
+        return _GatherAddLayerNorm.apply(backend, x, rows, branch, weight, bias, eps, dtype)
+    run = KERNELS[backend].gather_add_layer_norm
+    h, y, _ = run(x, rows, branch, weight, bias, eps, dtype, False)
+    return h, y
+
+
+def scatter_rows(
+    backend: str, x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
+) -> Tensor:
+    """Computes ``cvt_kernels.scatter_rows`` by the kernels of a backend."""
+    if inplace:
+        KERNELS[backend].scatter_(x, rows, values, branch)
+        return x
+    if checks.wants_gradient(x, values, branch):
+        return _Scatter.apply(backend, x, rows, values, branch)
+    return KERNELS[backend].scatter(x, rows, values, branch, x.shape[1])
+
+
+def result_dtypes(x: Tensor, branch: Tensor, named: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtypes of h = x + branch, as PyTorch promotes them, and of its LayerNorm.
+
+    That is the one that the caller names, but for float64; else that of ``F.layer_norm``.
+    """
+    stream = torch.promote_types(x.dtype, branch.dtype)
+    if stream == torch.float64:
+        return stream, stream
+    if named is not None:
+        return stream, named
+    of_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
+    return stream, torch.float32 if of_autocast else stream

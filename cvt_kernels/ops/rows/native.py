@@ -1,0 +1,163 @@
+"""Rows of tokens by the compiled extension (csrc), on CPUs.
+
+A row is read once and written once: ``gather_add_layer_norm`` normalizes it while it is in the cache, and
+``scatter_rows`` takes each token from x or from the values, by the inverse of the index. x may have any
+strides but between channels; other inputs that are not contiguous are copied first, and results are
+contiguous. Indices that x does not have are refused. The backward of LayerNorm is that of ``layer_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import checks, machine
+from . import autograd
+
+machine.load_extension()
+_ops = torch.ops.cvt_kernels
+
+
+def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings: object) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    if checks.forward_mode_enabled():
+        return "forward-mode differentiation is not supported"
+    return None
+
+
+# Shapes for torch.compile, which traces through the functions of autograd ----------------------------------
+
+
+@torch.library.register_fake("cvt_kernels::gather_rows")
+def _(x: Tensor, rows: Tensor) -> Tensor:
+    return x.new_empty(*rows.shape, x.shape[2])
+
+
+@torch.library.register_fake("cvt_kernels::gather_add_layer_norm")
+def _(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    with_statistics: bool,
+) -> tuple[Tensor, ...]:
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    count = rows.shape[0] * rows.shape[1] if with_statistics else 0
+    made = [x.new_empty(branch.shape) for _ in range(2)]
+    return *made, *[x.new_empty(count, dtype=accumulator) for _ in range(2)]
+
+
+@torch.library.register_fake("cvt_kernels::scatter_rows")
+def _(x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int) -> Tensor:
+    like = values if x is None else x
+    assert like is not None
+    return like.new_empty(rows.shape[0], tokens, like.shape[2])
+
+
+@torch.library.register_fake("cvt_kernels::scatter_rows_")
+def _(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
+    return None
+
+
+# The kernels, which know one dtype in a call ---------------------------------------------------------------
+
+
+def _scatter(
+    x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int
+) -> Tensor:
+    return _ops.scatter_rows.default(x, rows, *_of_dtype(x, values, branch), tokens)
+
+
+def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
+    values_of_dtype, branch = _of_dtype(x, values, branch)
+    _ops.scatter_rows_.default(x, rows, values_of_dtype, branch)
+    if not x.is_inference() and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(x)  # the stable ABI has no kernel that does
+
+
+def _of_dtype(
+    x: Tensor | None, values: Tensor | None, branch: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns values and branch in the dtype of x; their sum, if they differ from it or from each other."""
+    if x is None or values is None:
+        return values, branch
+    if branch is not None and not values.dtype == branch.dtype == x.dtype:
+        values, branch = values + branch, None
+    return values.to(x.dtype), branch
+
+
+def _gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    stream = torch.promote_types(x.dtype, branch.dtype)
+    args = x.to(stream), rows, branch.to(stream), _vector(weight, stream), _vector(bias, stream)
+    h, y, *statistics = _ops.gather_add_layer_norm.default(*args, eps, with_gradient)
+    return h, y.to(dtype), statistics
+
+
+def _vector(given: Tensor | None, stream: torch.dtype) -> Tensor | None:
+    accumulator = torch.float64 if stream == torch.float64 else torch.float32
+    return None if given is None else given.detach().to(accumulator).contiguous()
+
+
+def _layer_norm_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    statistics: list[Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    mean, rstd = (statistic.view(h.shape[:2]) for statistic in statistics)
+    dh, _, dweight, dbias = _ops.layer_norm_backward.default(
+        dy.to(h.dtype), dh, h, mean, rstd, weight, bias, "identity", False
+    )
+    return dh, None if weight is None else dweight, None if bias is None else dbias
+
+
+autograd.KERNELS["native"] = autograd.Kernels(
+    gather=_ops.gather_rows.default,
+    scatter=_scatter,
+    scatter_=_scatter_in_place,
+    gather_add_layer_norm=_gather_add_layer_norm,
+    layer_norm_backward=_layer_norm_backward,
+)
+
+
+# The backend: the public functions of the same names, whose checks it relies on ----------------------------
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Computes ``cvt_kernels.gather_rows``."""
+    return autograd.gather_rows("native", x, rows)
+
+
+def gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.gather_add_layer_norm``."""
+    _, result = autograd.result_dtypes(x, branch, dtype)
+    args = x, rows, branch, weight, bias
+    return autograd.gather_add_layer_norm("native", *args, eps=eps, dtype=result)
+
+
+def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+    """Computes ``cvt_kernels.scatter_rows``."""
+    return autograd.scatter_rows("native", x, rows, values, branch, inplace=inplace)

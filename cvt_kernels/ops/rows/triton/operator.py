@@ -1,0 +1,191 @@
+"""The Triton kernels on rows as PyTorch sees them: torch.compile, and the backend's functions.
+
+In eager mode the launchers are called directly; a registered operator would cost more host time per call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .... import checks
+from .. import autograd
+from .backward import layer_norm_backward
+from .common import MAX_CHANNELS
+from .forward import (
+    gather_add_layer_norm_forward,
+    gather_rows_forward,
+    scatter_rows_forward,
+    scatter_rows_inplace_forward,
+)
+
+# The operators of torch.compile ---------------------------------------------------------------------------
+
+_gather_op = torch.library.custom_op(
+    "cvt_kernels::triton_gather_rows", gather_rows_forward, mutates_args=(),
+    schema="(Tensor x, Tensor rows) -> Tensor",
+)  # fmt: skip
+_gather_add_layer_norm_op = torch.library.custom_op(
+    "cvt_kernels::triton_gather_add_layer_norm", gather_add_layer_norm_forward, mutates_args=(),
+    schema="(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+)  # fmt: skip
+_scatter_op = torch.library.custom_op(
+    "cvt_kernels::triton_scatter_rows", scatter_rows_forward, mutates_args=(),
+    schema="(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor",
+)  # fmt: skip
+_scatter_inplace_op = torch.library.custom_op(
+    "cvt_kernels::triton_scatter_rows_", scatter_rows_inplace_forward, mutates_args=("x",),
+    schema="(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()",
+)  # fmt: skip
+
+
+@torch.library.custom_op("cvt_kernels::triton_rows_layer_norm_backward", mutates_args=())
+def _layer_norm_backward_op(
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> list[Tensor]:
+    gradients = layer_norm_backward(dy, dh, h, weight, bias, eps)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_gather_op.register_fake
+def _(x, rows):
+    return x.new_empty(*rows.shape, x.shape[2])
+
+
+@_gather_add_layer_norm_op.register_fake
+def _(x, rows, branch, weight, bias, eps, dtype):
+    h = torch.empty_like(branch, dtype=torch.promote_types(x.dtype, branch.dtype))
+    return h, torch.empty_like(branch, dtype=dtype)
+
+
+@_scatter_op.register_fake
+def _(x, rows, values, branch, tokens):
+    like = values if x is None else x
+    return like.new_empty(rows.shape[0], tokens, like.shape[2])
+
+
+@_layer_norm_backward_op.register_fake
+def _(dy, dh, h, weight, bias, eps):
+    return [torch.empty_like(given) for given in (h, weight, bias) if given is not None]
+
+
+# The kernels, whose inputs are contiguous but for x --------------------------------------------------------
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """Returns tokens whose channels are adjacent."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _gather(x: Tensor, rows: Tensor) -> Tensor:
+    run = _gather_op if torch.compiler.is_compiling() else gather_rows_forward
+    return run(_rows_of(x), rows.contiguous())
+
+
+def _scatter(
+    x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int
+) -> Tensor:
+    run = _scatter_op if torch.compiler.is_compiling() else scatter_rows_forward
+    x = None if x is None else _rows_of(x)
+    return run(x, rows.contiguous(), _contiguous(values), _contiguous(branch), tokens)
+
+
+def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
+    args = x, rows.contiguous(), values.contiguous(), _contiguous(branch)
+    if torch.compiler.is_compiling():
+        _scatter_inplace_op(*args)
+        return
+    scatter_rows_inplace_forward(*args)
+    if not x.is_inference():  # whose changes are not counted
+        torch.autograd.graph.increment_version(x)
+
+
+def _gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    run = _gather_add_layer_norm_op if torch.compiler.is_compiling() else gather_add_layer_norm_forward
+    args = _rows_of(x), rows.contiguous(), branch.contiguous(), _contiguous(weight), _contiguous(bias)
+    h, y = run(*args, eps, dtype)
+    return h, y, []
+
+
+def _layer_norm_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    statistics: list[Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    args = dy.contiguous(), _contiguous(dh), h, _contiguous(weight), _contiguous(bias), eps
+    if not torch.compiler.is_compiling():
+        return layer_norm_backward(*args)
+    out, *gradients = _layer_norm_backward_op(*args)
+    dweight = None if weight is None else gradients.pop(0)
+    return out, dweight, None if bias is None else gradients.pop(0)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+autograd.KERNELS["triton"] = autograd.Kernels(
+    gather=_gather,
+    scatter=_scatter,
+    scatter_=_scatter_in_place,
+    gather_add_layer_norm=_gather_add_layer_norm,
+    layer_norm_backward=_layer_norm_backward,
+)
+
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings: object) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    if rows.numel() == 0:
+        return "the batch is empty"
+    if x.is_cuda and x.dtype == torch.float64:
+        return "float64 is computed in Triton's interpreter only"
+    if x.shape[2] > MAX_CHANNELS:
+        return f"tokens have {x.shape[2]} channels, more than {MAX_CHANNELS}"
+    if max(x.stride(1) * x.shape[1], rows.shape[1] * x.shape[2]) >= 2**31 or rows.numel() >= 2**31 - 2**13:
+        return "the tokens of one image have 2³¹ elements or more, or there are as many rows"
+    if checks.forward_mode_enabled():
+        return "forward-mode differentiation is not supported"
+    return None
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Computes ``cvt_kernels.gather_rows``, whose checks it relies on."""
+    return autograd.gather_rows("triton", x, rows)
+
+
+def gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.gather_add_layer_norm``, whose checks it relies on."""
+    _, result = autograd.result_dtypes(x, branch, dtype)
+    args = x, rows, branch, weight, bias
+    return autograd.gather_add_layer_norm("triton", *args, eps=eps, dtype=result)
+
+
+def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+    """Computes ``cvt_kernels.scatter_rows``, whose checks it relies on."""
+    return autograd.scatter_rows("triton", x, rows, values, branch, inplace=inplace)

@@ -1,0 +1,409 @@
+"""Token pruning in the model: which tokens stay, what they cost, gradients, and ways to run such a model."""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import cvt_kernels as ck
+from cvt import CvTConfig, create_model
+from cvt.commands import main
+from cvt.commands.export import export
+from cvt.config import PRESETS
+from cvt.evaluation import TokenCounter, cost
+from cvt.explanation import explain, kept_tokens, photograph, pictures
+from cvt.factory import randomize
+from cvt.images import sample_photos
+from cvt.token_pruning import select_tokens, spread_keys
+from cvt.training.recipe import MODELS
+from tests.checks import bad, python_blocks, run_blocks
+
+DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,
+                 patch_sizes=(7, 3), patch_strides=(4, 2), patch_paddings=(2, 1), cls_token=(False, True),
+                 mlp_ratio=2.0, qkv_bias=True, kernel_size=3, stride_q=1, stride_kv=2, drop_rate=0.0,
+                 attn_drop_rate=0.0)  # fmt: skip
+X = torch.randn(3, 3, 64, 48, generator=torch.Generator().manual_seed(3))
+
+
+def deep(**overrides):
+    """Returns a model whose attention prefers some tokens: the grid of its last stage is 8×6."""
+    model = create_model(DEEP, **overrides).eval()
+    randomize(model)
+    with torch.no_grad():
+        for block in model.stage1.blocks:
+            block.attn.proj_q.weight.mul_(6.0)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _reference():
+    with ck.use_backend("reference"):
+        yield
+
+
+# What is computed -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def by_masks(model, images, keep_count):
+    """Returns the last tokens of a model whose blocks compute everything and change kept tokens only."""
+    x, grid = model.stage0(images)
+    stage = model.stage1
+    x, grid = stage.patch_embed(x.unflatten(1, grid).permute(0, 3, 1, 2))
+    x = torch.cat([stage.cls_token.expand(len(x), 1, -1), x], 1)
+    kept = torch.ones(x.shape[:2], dtype=torch.bool)
+    masks = []
+    for block in stage.blocks:
+        masks.append(kept[:, 1:].clone())
+        seen = {}
+        layers = (block.attn.proj_q, block.attn.proj_k)
+        keep_result = functools.partial(lambda kept, module, inputs, out: kept.update({module: out}), seen)
+        hooks = [layer.register_forward_hook(keep_result) for layer in layers]
+        x = torch.where(kept[..., None], block(x, grid), x)
+        for hook in hooks:
+            hook.remove()
+        if block.token_keep == 1:
+            continue
+        q, k = (seen[layer].unflatten(2, (2, -1)) for layer in layers)
+        if model.config.pool == "cls":
+            query = q[:, :1]
+        else:
+            query = (q * kept[..., None, None])[:, 1:].sum(1, keepdim=True)
+            query = query / kept[:, 1:].sum(1)[:, None, None, None]
+        p = torch.einsum("bqhd,bkhd->bhqk", query * block.attn.scale, k).softmax(-1).sum(1)[:, 0]
+        scores = (p @ spread_keys(grid, 2, class_token=True))[:, 1:].masked_fill(~kept[:, 1:], -1.0)
+        earlier_first = 1 - 1e-3 * torch.arange(48) / 48
+        for i in range(len(x)):
+            best = (scores[i] * earlier_first).topk(keep_count(scores[i], block.token_keep)).indices
+            kept[i, 1:] = False
+            kept[i, 1 + best] = True
+    return x, torch.stack(masks, 1)
+
+
+def count_by_fraction(scores, keep):
+    return math.ceil(keep * int((scores >= 0).sum()))
+
+
+def count_by_entropy(scores, keep):
+    present = scores[scores >= 0]
+    p = present / present.sum()
+    spread = math.exp(-(p * p.log()).sum())
+    least, most = 0.3 * len(present), 0.95 * len(present)
+    return math.ceil(min(max(spread, least), most))
+
+
+@pytest.mark.parametrize("pool", ["cls", "avg"])
+@pytest.mark.parametrize(("keep", "count"), [(0.6, count_by_fraction), ("entropy", count_by_entropy)])
+def test_it_is_the_model_in_which_only_kept_tokens_change(pool, keep, count):
+    model = deep(pool=pool, token_keep=keep, token_keep_bounds=(0.3, 0.95))
+    expected, masks = by_masks(model, X, count)
+    counts = masks.sum(-1)
+    assert (counts[:, -1] < 48 * 0.7).all()
+    if keep == "entropy":
+        assert len(set(counts[:, -1].tolist())) > 1  # the images differ in their budgets
+    explanation = explain(model, X)
+    assert torch.equal(explanation.kept.flatten(2), masks)
+    with torch.no_grad():
+        torch.testing.assert_close(model._tokens(X), expected)
+        alone = torch.cat([model(image[None]) for image in X])
+        torch.testing.assert_close(alone, model(X))
+        assert not torch.allclose(model(X), deep(pool=pool)(X), rtol=1e-3)
+
+
+def test_all_tokens_kept_are_the_model_as_it_is():
+    plain = deep()
+    with torch.no_grad():
+        expected = plain(X)
+        assert torch.equal(deep(token_keep=(1.0, 1, 1.0, 1.0))(X), expected)
+        everything = deep(token_keep="entropy", token_keep_bounds=(1.0, 1.0))
+        assert torch.equal(everything(X), expected)
+        for images in (X[:1], X[:, :, :32, :32], X[:, :, :32].repeat(1, 1, 1, 2)):
+            torch.testing.assert_close(everything(images), plain(images))
+    assert list(plain.state_dict()) == list(deep(token_keep=0.5).state_dict())
+
+
+def test_selection():
+    scores = torch.tensor([[0.1, 0.4, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25]])
+    rows = select_tokens(scores, None, 0.5, (0.5, 0.9), class_token=True)
+    assert rows.tolist() == [[0, 2, 4], [0, 1, 2]]
+    assert select_tokens(scores, rows, 0.5, (0.5, 0.9), class_token=True).tolist() == [[0, 4], [0, 1]]
+    # exp(entropy) is 2.57 and 4.
+    rows = select_tokens(scores, None, "entropy", (0.25, 1.0), class_token=False)
+    assert rows.tolist() == [[0, 1, 3, -1], [0, 1, 2, 3]]
+    assert select_tokens(scores, rows, "entropy", (0.1, 0.5), class_token=False).tolist() == [[1, 3], [0, 1]]
+    assert select_tokens(scores[:1], None, "entropy", (0.25, 0.5), class_token=False).tolist() == [[1, 3]]
+    many = torch.rand(1, 100)
+    assert select_tokens(many, None, 0.55, (0.5, 0.9), class_token=False).shape == (1, 55)
+
+
+def test_features_hooks_and_other_pools():
+    with torch.no_grad():
+        plain, pruned = deep(), deep(token_keep=0.5)
+        (last,) = create_model(DEEP, features_only=True, out_indices=(1,), token_keep=0.5).eval()(X)
+        assert last.shape == (3, 16, 8, 6)
+        calls = []
+        pruned.stage1.blocks[2].register_forward_hook(lambda module, args, out: calls.append((args, out)))
+        logits = pruned(X)
+        ((x, grid, rows), (out, scores)) = calls[0]
+        assert (grid, rows.shape, scores.shape) == ((8, 6), (3, 13), (3, 48))
+        changed = (out != x).any(-1)
+        assert torch.equal(changed.nonzero()[:, 1].view(3, 13), rows)
+        pruned.set_token_keep(1.0)
+        assert torch.equal(pruned(X), plain(X))
+        pruned.set_token_keep([0.5, 0.5, 0.5, 1])
+        assert torch.equal(pruned(X), logits)
+        with pytest.raises(ValueError, match="token_keep: got 0, expected a fraction above 0"):
+            pruned.set_token_keep(0)
+        assert pruned.config.token_keep == (0.5, 0.5, 0.5, 1.0)
+        pruned.reset_classifier(5, pool="avg")
+        averaged = deep(token_keep=0.5, pool="avg")
+        averaged.head.load_state_dict(pruned.head.state_dict())
+        torch.testing.assert_close(pruned(X), averaged(X))
+
+
+@pytest.mark.parametrize(
+    ("depth", "after"), [(2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (8, [2, 4, 6]), (10, [2, 5, 7])]
+)
+def test_a_single_number_applies_after_quarters(depth, after):
+    stage = dataclasses.replace(DEEP, depths=(1, depth), token_keep=0.7).stages[-1]
+    assert [i + 1 for i, keep in enumerate(stage.token_keep) if keep == 0.7] == after
+    assert stage.token_keep[-1] == 1
+    assert dataclasses.replace(DEEP, token_keep=0.7).stages[0].token_keep == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"token_keep": 0.0}, "token_keep: got 0.0, expected a fraction above 0 and at most 1"),
+        ({"token_keep": 1.5}, "token_keep: got 1.5, expected a fraction"),
+        ({"token_keep": math.nan}, "token_keep: got nan, expected a fraction"),
+        ({"token_keep": True}, "token_keep: got True, expected a number"),
+        ({"token_keep": None}, "token_keep: got None, expected a number"),
+        ({"token_keep": "0.7"}, "token_keep: got '0.7', expected a fraction or 'entropy'"),
+        ({"token_keep": (0.7, 1.0)}, "got 2 values, expected one for each of the 4 blocks of the last stage"),
+        ({"token_keep": (0.7, 1.0, 0.7, 0.7)}, "token_keep: got 0.7 after the last block, expected 1"),
+        ({"token_keep": (0.7, "all", 0.7, 1)}, "token_keep: got 'all', expected a fraction or 'entropy'"),
+        ({"token_keep": 0.7, "depths": (1, 1)}, "token_keep: got 0.7 for a last stage of one block"),
+        ({"token_keep": "entropy", "depths": (1, 1)}, "got 'entropy' for a last stage of one block"),
+        ({"token_keep_bounds": (0.9, 0.5)}, "token_keep_bounds: got 0.9 and 0.5, expected the smaller one"),
+        ({"token_keep_bounds": (0.0, 0.5)}, "token_keep_bounds: got 0.0, expected a fraction above 0"),
+        ({"token_keep_bounds": 0.5}, "token_keep_bounds: got 0.5, expected a least and a greatest"),
+    ],
+)
+def test_settings_that_are_refused(overrides, message):
+    with pytest.raises((TypeError, ValueError)) as error:
+        dataclasses.replace(DEEP, **overrides)
+    assert message in str(error.value)
+
+
+# Cost -----------------------------------------------------------------------------------------------------
+
+
+def test_multiply_adds_of_cvt_13_are_those_of_the_page():
+    page = Path(__file__).parents[2].joinpath("docs", "token_pruning.md").read_text(encoding="utf-8")
+    keeps = (1.0, 0.9, 0.7, 0.5, "entropy")
+    dense, *others = (
+        cost(dataclasses.replace(PRESETS["cvt_13"], token_keep=keep), 224).multiply_adds for keep in keeps
+    )
+    for keep, multiply_adds in zip(keeps[1:4], others, strict=False):
+        figures = f"| {multiply_adds / 1e9:.2f} | {100 * multiply_adds / dense:.1f} % |"
+        assert re.search(rf"^\| {keep} \| .* {re.escape(figures)}$", page, re.MULTILINE)
+    assert others[1] <= 0.82 * dense
+    assert others[3] == others[0]  # as many as may stay, before there are images
+    names = run_blocks(python_blocks(page))
+    assert names["model"].config.stages[-1].token_keep[3:7] == (0.8, 1.0, 1.0, 0.6)
+
+
+def test_multiply_adds_of_the_tokens_that_images_kept():
+    by_entropy = dataclasses.replace(DEEP, token_keep="entropy", token_keep_bounds=(0.1, 0.9))
+    for keep in (0.5, 0.9):
+        fixed = dataclasses.replace(DEEP, token_keep=keep)
+        model = create_model(fixed).eval()
+        with TokenCounter(model) as tokens, torch.no_grad():
+            model(X[:, :, :48])
+            model(X[:1, :, :48])
+        assert tokens.means()[:2] == [37.0, math.ceil(keep * 36) + 1]
+        assert cost(fixed, 48, tokens.means()) == cost(fixed, 48) == cost(by_entropy, 48, tokens.means())
+    model = deep(token_keep="entropy", token_keep_bounds=(0.3, 0.95))
+    with TokenCounter(model) as tokens, torch.no_grad():
+        model(X)
+    expected = explain(model, X).kept.flatten(2).sum(-1).float().mean(0) + 1
+    assert tokens.means() == pytest.approx(expected.tolist())
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+def gradients(model, step):
+    model.zero_grad()
+    step(model).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("keep", [0.6, "entropy"])
+def test_every_parameter_gets_a_gradient(keep):
+    model = deep(token_keep=keep).train()
+    plain = gradients(deep().train(), lambda m: m(X))
+    for gradient, of_all in zip(gradients(model, lambda m: m(X)), plain, strict=True):
+        assert gradient.isfinite().all()
+        assert gradient.any() == of_all.any()  # the query of a class token has no convolution
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(X)
+    assert logits.dtype == torch.bfloat16
+    logits.float().sum().backward()
+
+
+def test_gradients_are_those_of_the_model_in_which_only_kept_tokens_change():
+    torch.manual_seed(0)
+    model = deep(token_keep=0.6).double()
+    x = X.double()
+    rows = [args[2] if len(args) > 2 else None for args in block_calls(model, x)]
+
+    def masked(model):
+        stage = model.stage1
+        t, grid = model.stage0(x)
+        t, grid = stage.patch_embed(t.unflatten(1, grid).permute(0, 3, 1, 2))
+        t = torch.cat([stage.cls_token.expand(len(t), 1, -1), t], 1)
+        for block, kept in zip(stage.blocks, rows, strict=True):
+            mask = torch.ones(t.shape[:2]) if kept is None else torch.zeros(t.shape[:2]).scatter(1, kept, 1.0)
+            t = torch.where(mask[..., None] > 0, block(t, grid), t)
+        return model.head(F.layer_norm(t, (16,), model.norm.weight, model.norm.bias)[:, 0])
+
+    for ours, expected in zip(gradients(model, lambda m: m(x)), gradients(model, masked), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def block_calls(model, x):
+    calls = []
+    hooks = [
+        block.register_forward_pre_hook(lambda module, args: calls.append(args))
+        for block in model.stage1.blocks
+    ]
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model = deep(token_keep=0.6).train()
+    expected = gradients(copy.deepcopy(model), lambda m: m(X))
+    for block in model.stage1.blocks:
+        forward = block.forward
+        block.forward = lambda *args, _forward=forward, **kw: checkpoint(
+            _forward, *args, use_reentrant=False, **kw
+        )
+    for ours, each in zip(gradients(model, lambda m: m(X)), expected, strict=True):
+        torch.testing.assert_close(ours, each)
+
+
+def test_compiled_without_a_break():
+    x = X[:2, :, :32, :32]
+    model = deep(depths=(1, 3), token_keep=("entropy", 0.5, 1.0)).train()
+    expected = gradients(copy.deepcopy(model), lambda m: m(x))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for ours, each in zip(gradients(compiled, lambda m: m(x)), expected, strict=True):
+        torch.testing.assert_close(ours, each, rtol=1e-3, atol=1e-4)
+
+
+# Explanation ----------------------------------------------------------------------------------------------
+
+
+def test_explanation_of_a_model_that_drops_tokens():
+    model = deep(token_keep=0.5)
+    explanation = explain(model, X)
+    assert explanation.kept.flatten(2).sum(-1).tolist() == [[48, 24, 12, 6]] * 3
+    assert explanation.rollout.flatten(1).sum(1).max() <= 1.0001
+    # A token that drops out after the first block reaches the class token by keys and its own values only:
+    # attended by the later blocks, it has a share; what it collected itself ends with the first block.
+    assert (explanation.rollout > 0).all()
+    assert not any(
+        block.entropy.isnan().any() or block.distance.isnan().any() for block in explanation.blocks
+    )
+    photo = photograph(X[0].clamp(-2, 2))
+    drawn = pictures(explanation, photo, model.config, "a title")
+    assert list(drawn) == ["attention", "rollout", "tokens"]
+    plain = explain(deep(), X)
+    assert plain.kept.all()
+    assert list(pictures(plain, photo, model.config, "a title")) == ["attention", "rollout"]
+    whole, half = torch.ones(8, 6, dtype=torch.bool), torch.zeros(8, 6, dtype=torch.bool)
+    half[:, :3] = True
+    page = kept_tokens(photo, torch.stack([whole, half, half]), model.config, title="t")
+    assert page.width == 24 + 2 * (448 + 24)
+    left, right = page.getpixel((24 + 448 + 24 + 40, 400)), page.getpixel((24 + 448 + 24 + 440, 400))
+    assert min(right) >= 200 > min(left)
+
+
+# Commands -------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_sets_fractions_side_by_side(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    options = ["evaluate", "--data", "digits", "--checkpoint", "digits", "--batch-size", "180"]
+    assert main([*options, "--token-keep", "0.5", "entropy", "--json", str(file)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = lines[next(i for i, words in enumerate(lines) if words[:2] == ["tokens", "kept"]) :]
+    assert [row[0] for row in table[1:4]] == ["1", "0.5", "entropy"]
+    assert table[2][1] == f"{(1 + 9 / 17) / 2:.1%}"
+    plain, half, entropy = json.loads(file.read_text())["token_keep"]
+    config = MODELS["cvt_nano"]
+    expected = cost(dataclasses.replace(config, num_classes=10, token_keep=0.5), 16).multiply_adds
+    assert half["multiply_adds"] == expected < entropy["multiply_adds"] < plain["multiply_adds"]
+    assert half["tokens"] == [17.0, 9.0]
+    assert 9 < entropy["tokens"][1] < 16
+    assert plain["top1"] == half["top1"]  # a class token in a last block does not see what others compute
+    assert "expected a fraction above 0" in bad(capsys, main, *options, "--token-keep", "0.5", "2")
+    assert "got 'half', expected a fraction, entropy" in bad(capsys, main, *options, "--token-keep", "half")
+
+
+def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
+    output = str(tmp_path / "run")
+    options = ["train", "--data", "digits", "--checkpoint", "digits", "--output", output, "--epochs", "1"]
+    assert main([*options, "--token-keep", "0.7,1"]) == 0
+    model = create_model(checkpoint=output)
+    assert model.config.token_keep == (0.7, 1.0)
+    assert [block.token_keep for block in model.stage1.blocks] == [0.7, 1.0]
+    # A run of an earlier version, which knew no such fields, can be gone on with.
+    last = torch.load(tmp_path / "run" / "last.pth", weights_only=True)
+    capsys.readouterr()
+    assert "token_keep" in last["same"]["config"]
+    assert "was trained with config" in bad(capsys, main, *options, "--resume", "--token-keep", "0.5")
+    photo = str(sample_photos()[0])
+    seen = tmp_path / "seen"
+    assert main(["explain", photo, "--checkpoint", output, "--output", str(seen)]) == 0
+    assert sorted(file.name for file in seen.glob("*.tokens.png")) == ["china.tokens.png"]
+    (entry,) = json.loads((seen / "explain.json").read_text())["photos"]
+    assert [sum(map(sum, block)) for block in entry["kept"]] == [16, 12]
+    whole = tmp_path / "whole"
+    options = ["explain", photo, "--checkpoint", output, "--output", str(whole)]
+    assert main([*options, "--token-keep", "1"]) == 0
+    assert not list(whole.glob("*.tokens.png"))
+    capsys.readouterr()
+    assert main(["classify", photo, "--checkpoint", output, "--token-keep", "2"]) == 2
+    assert "token_keep: got 2.0" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
+    options = ["train", "--data", "digits", "--output", str(tmp_path), "--epochs", "1"]
+    assert main(options) == 0
+    path = tmp_path / "last.pth"
+    state = torch.load(path, weights_only=True)
+    for name in ("token_keep", "token_keep_bounds"):
+        del state["same"]["config"][name]
+    torch.save(state, path)
+    assert main([*options, "--resume"]) == 0
+
+
+def test_exported(tmp_path):
+    model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
+    with ck.use_backend("auto"):
+        assert export(model, tmp_path / "model", "onnx", image_size=32) < 1e-4

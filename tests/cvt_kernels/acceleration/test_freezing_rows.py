@@ -1,0 +1,280 @@
+"""Frozen stages that drop tokens, on a CPU: they choose the same tokens and compute the same as the model."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+import cvt.model
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.factory import randomize
+from cvt_kernels.acceleration import freezing, stages
+from cvt_kernels.ops import token_selection
+from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests.checks import assert_accurate, not_built
+from tests.cvt.models import two_stages
+from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels
+from tests.upstream import images, in_float64
+
+BACKENDS = [("reference",), ("composed", "reference"), *([] if not_built() else [("native", "reference")])]
+POOLS = [("cls", True), ("avg", True), ("avg", False)]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Chosen:
+    """The tokens that stages choose, frozen or not, and the scores by which they do."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.rows, self.scores, self.served = monkeypatch, [], [], 0
+        monkeypatch.setattr(stages, "select_tokens", self.note)
+        monkeypatch.setattr(cvt.model, "select_tokens", self.note)
+        monkeypatch.setattr(freezing, "serve", self.serve)
+
+    def note(self, scores, *args, **settings):
+        rows = token_selection.select_tokens(scores, *args, **settings)
+        self.scores.append(scores)
+        self.rows.append(rows)
+        return rows
+
+    def serve(self, *args):
+        self.served += 1
+        return stages.serve(*args)
+
+    def repeat(self, rows):
+        """Lets models choose these rows, whatever their scores: near ties fall either way."""
+        given = iter(rows)
+        self.monkeypatch.setattr(cvt.model, "select_tokens", lambda *args, **settings: next(given))
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    return Chosen(monkeypatch)
+
+
+def make(keep=0.6, pool="cls", class_token=True, *, bounds=(0.3, 0.9), layer_scale=None):
+    config = dataclasses.replace(
+        two_stages(), depths=(1, 4), cls_token=(False, class_token), pool=pool, token_keep=keep,
+        token_keep_bounds=bounds, layer_scale=layer_scale, drop_path_rate=0.0,
+    )  # fmt: skip
+    model = create_model(config)
+    randomize(model)
+    return model.eval()
+
+
+def frozen(model):
+    """Returns a frozen copy of a model."""
+    return ck.accelerate(copy.deepcopy(model), freeze=True)
+
+
+def run(model, x, chosen):
+    """Returns the logits and the rows that were chosen on the way, which must be of so many drops."""
+    before = len(chosen.rows)
+    with ck.use_backend("reference"):
+        out = model(x)
+    rows = chosen.rows[before:]
+    assert len(rows) == 3
+    return out, rows
+
+
+@pytest.mark.parametrize("backends", BACKENDS, ids=lambda backends: backends[0])
+@pytest.mark.parametrize(("pool", "class_token"), POOLS)
+@pytest.mark.parametrize(("keep", "batch"), [(0.6, 3), ("entropy", 1), ("entropy", 3)])
+def test_results_are_as_accurate(keep, batch, pool, class_token, backends, chosen):
+    own = make(keep, pool, class_token)
+    x = images(batch, 28, 36)
+    with ck.use_backend(*backends):
+        out = frozen(own)(x)
+    assert chosen.served == 2
+    assert len(chosen.rows) == 3
+    kept = [rows.shape[1] for rows in chosen.rows]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+    if batch == 1:
+        assert all((rows >= 0).all() for rows in chosen.rows)
+    rows = chosen.rows[:]
+    chosen.repeat(rows)
+    with ck.use_backend("reference"):
+        same = own(x)
+    chosen.repeat(rows)
+    exact = in_float64(copy.deepcopy(own))(x.double())
+    assert_accurate(out, same, exact, floor=4)
+
+
+def test_the_same_tokens_are_chosen(chosen):
+    """Among 5×5 tokens no two have the same keys, so that the scores are well apart."""
+    for keep in (0.6, "entropy"):
+        own = make(keep)
+        x = images(2, 20, 20)
+        _, expected = run(own, x, chosen)
+        _, rows = run(frozen(own), x, chosen)
+        assert all(map(torch.equal, rows, expected))
+
+
+def test_budgets_differ_within_a_batch(chosen):
+    own = make("entropy", bounds=(0.1, 1.0))
+    own.stage1.blocks[0].attn.proj_q.weight.mul_(20)  # attention that is not the same everywhere
+    x = images(4, 36, 36)
+    x[1:] *= torch.tensor([0.05, 3.0, 0.5]).view(3, 1, 1, 1)
+    out, rows = run(frozen(own), x, chosen)
+    assert any((each == -1).any() for each in rows)
+    # Alone, an image has a budget of its own, and no row that is -1; the rest is the same.
+    for i, image in enumerate(x):
+        alone, of_image = run(frozen(own), image[None], chosen)
+        assert all(torch.equal(a[0], b[i][b[i] >= 0]) for a, b in zip(of_image, rows, strict=True))
+        torch.testing.assert_close(alone[0], out[i], rtol=1e-4, atol=1e-5)
+
+
+def test_keeping_all_is_the_same_as_no_pruning(chosen):
+    own = make(1.0)
+    x = images(2, 20, 20)
+    expected = frozen(own)(x)
+    for block in own.stage1.blocks:
+        block.token_keep = 1
+    assert torch.equal(frozen(own)(x), expected)
+    assert not chosen.rows
+    assert chosen.served == 4
+
+
+def test_layer_scale(chosen):
+    own = make(layer_scale=0.1)
+    x = images(2, 28, 36)
+    out = frozen(own)(x)
+    chosen.repeat(chosen.rows[:])
+    torch.testing.assert_close(own(x), out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backends", BACKENDS[1:], ids=lambda backends: backends[0])
+def test_quantized_layers(backends, chosen):
+    own = make("entropy")
+    for path, layer in list(own.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and ".blocks." in path:
+            parent, _, name = path.rpartition(".")
+            setattr(own.get_submodule(parent), name, LinearInt8.from_float(layer).eval())
+    x = images(3, 28, 36)
+    with ck.use_backend(*backends):
+        out = frozen(own)(x)
+    assert chosen.served == 2
+    chosen.repeat(chosen.rows[:])
+    with ck.use_backend("reference"):
+        assert decibels(own(x), out) > 25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype, chosen):
+    own = make().to(dtype)
+    x = images(2, 28, 36, dtype)
+    out = frozen(own)(x)
+    assert chosen.served == 2
+    chosen.repeat(chosen.rows[:])
+    torch.testing.assert_close(own(x), out, rtol=0.05, atol=0.05)
+
+
+# What is watched ------------------------------------------------------------------------------------------
+
+
+def another_fraction(stage):
+    stage.blocks[1].token_keep = 0.3
+
+
+def entropy(stage):
+    stage.blocks[0].token_keep = "entropy"
+
+
+def no_pruning(stage):
+    for block in stage.blocks:
+        block.token_keep = 1.0
+
+
+def later(stage):
+    stage.blocks[0].token_keep = 1.0
+
+
+def another_pool(stage):
+    for block in stage.blocks:
+        block.attn.pool = "avg"
+
+
+@pytest.mark.parametrize("change", [another_fraction, entropy, no_pruning, later, another_pool])
+def test_changed_settings_are_noticed(change, chosen):
+    own = make()
+    fused, x = frozen(own), images(2, 20, 20)
+    before = fused(x)
+    change(fused.stage1)
+    change(own.stage1)
+    out = fused(x)
+    assert chosen.served == 4
+    assert not torch.equal(out, before)
+    torch.testing.assert_close(out, own(x), rtol=1e-4, atol=1e-5)
+
+
+def test_changed_bounds_are_noticed(chosen):
+    own = make("entropy", bounds=(0.2, 0.3))
+    fused, x = frozen(own), images(2, 20, 20)
+    fused(x)
+    fused.stage1.token_keep_bounds = (0.8, 0.9)
+    fused(x)
+    kept = [rows.shape[1] - 1 for rows in chosen.rows]
+    assert max(kept[:3]) < 9
+    assert kept[3] >= 20
+
+
+# Where it is served ---------------------------------------------------------------------------------------
+
+
+def test_elsewhere_the_blocks_run():
+    own = make().to("meta")
+    assert freezing.why_not_freezable(own.stage1, freezing.STAGES["cvt Stage"]) == (
+        "drops tokens, which frozen stages do on a CPU only"
+    )
+    assert freezing.why_not_freezable(own.stage0, freezing.STAGES["cvt Stage"]) is None
+
+
+def test_coverage_names_the_operators():
+    fused = frozen(make())
+    rows = {row.path: row for row in ck.coverage(fused)}
+    assert rows["stage1"].fused
+    with ck.use_backend("composed", "reference"):
+        row = next(row for row in ck.coverage(fused) if row.path == "stage1")
+    assert {"transformer_block", "gather_rows", "scatter_rows"} <= set(row.backends)
+
+
+def test_verify_compares_them():
+    report = ck.verify(frozen(make()), images(2, 20, 20), rounds=1)
+    assert report.passed, report
+
+
+def test_copies_pickles_and_restored_models(chosen):
+    own = make()
+    fused, x = frozen(own), images(2, 20, 20)
+    out = fused(x)
+    assert torch.equal(pickle.loads(pickle.dumps(fused))(x), out)
+    assert chosen.served == 4
+    torch.testing.assert_close(ck.restore(fused)(x), out, rtol=1e-4, atol=1e-5)
+    assert chosen.served == 4
+
+
+@pytest.mark.parametrize("keep", [0.6, "entropy"])
+def test_under_torch_compile_a_stage_is_one_operator(keep, chosen):
+    torch.compiler.reset()
+    fused, x = frozen(make(keep)), images(2, 20, 20)
+    expected = fused(x)
+    compiled = torch.compile(fused, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), expected)
+    assert chosen.served == 4
+
+
+def test_an_exported_program_holds_the_blocks(chosen):
+    fused, x = frozen(make()), images(2, 20, 20)
+    expected = fused(x)
+    with ck.use_backend("reference"):
+        program = torch.export.export(fused, (x,))
+    assert chosen.served == 2
+    torch.testing.assert_close(program.module()(x), expected, rtol=1e-4, atol=1e-5)
