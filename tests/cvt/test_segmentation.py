@@ -1,6 +1,7 @@
 """CvT with a class of every pixel: its head, weights of and for other models, label maps, figures."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from cvt.factory import randomize
 from cvt.images import ImageError
 from cvt.label_maps import LabelMapDataset, open_label_maps, save_digit_scenes
 from cvt.segmentation import Decoder, pixel_loss
+from tests.checks import python_blocks, run_blocks
 from tests.cvt.models import SMALL, equal, small
 
 SEGMENT = dataclasses.replace(SMALL, head="segment", decoder_dim=12, num_classes=5)
@@ -297,6 +299,17 @@ def test_scenes_of_digits(tmp_path):
     assert len(labels.unique()) > 3
     with pytest.raises(ValueError, match="image_size: got 8, expected at least 16"):
         save_digit_scenes(tmp_path, image_size=8)
+
+
+def test_the_page_of_segmentation(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "segmentation.md"
+    with pytest.warns(UserWarning, match="has a head to classify and the model one to segment"):
+        names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert names["logits"].shape == (2, 21, 64, 96)
+    assert equal(names["again"].state_dict(), names["tuned"].state_dict())
+    assert names["figures"].images == 16
+    assert "%" in capsys.readouterr().out
 
 
 # Figures --------------------------------------------------------------------------------------------------
