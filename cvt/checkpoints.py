@@ -379,16 +379,15 @@ def _locate(
 def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> LoadReport:
     """Loads weights into a model of this package; every parameter and buffer must be there and fit.
 
-    A head for another number of classes, or for another task, is not loaded: the model's own stays as it is,
-    with a warning. The
-    model's ``labels`` and ``preprocessing`` become those of the checkpoint.
+    A head for another number of classes, or of another kind, is not loaded: the model's own stays as it is,
+    with a warning. The model's ``labels`` and ``preprocessing`` become those of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
         checkpoint: A path or name as for :func:`read_checkpoint`, or what that returned.
 
     Raises:
-        TypeError: ``model`` is none.
+        TypeError: ``model`` is of another package.
         FileNotFoundError: Nothing is there.
         CheckpointError: The file is not a checkpoint of this model.
     """

@@ -488,6 +488,9 @@ def _check(name: str, answers: Answers) -> None:
 
 def _check_pixels(name: str, images: Tensor, labels: Tensor, logits: Tensor) -> None:
     expected = (len(images), *images.shape[2:])
+    if logits.ndim != 4 or (len(logits), *logits.shape[2:]) != expected:
+        sizes = ", ".join(map(str, (len(images), "classes", *images.shape[2:])))
+        raise ValueError(f"{name}: got logits of shape {tuple(logits.shape)}, expected ({sizes})")
     if labels.dtype != torch.int64 or labels.shape != expected:
         raise ValueError(
             f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "

@@ -375,6 +375,8 @@ def test_evaluation_of_pixels():
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_pixels(model, [(x, wrong)])
+    with pytest.raises(ValueError, match=r"got logits of shape \(2, 10\), expected \(2, classes, 64, 96\)"):
+        evaluate_pixels(small(), [(images(), torch.zeros(2, 64, 96, dtype=torch.long))])
     with pytest.raises(ValueError, match="logits that are not finite"):
         evaluate_pixels(_Fixed(logits / 0), [(x, labels)])
 
