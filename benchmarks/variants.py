@@ -250,7 +250,7 @@ def scenes_learned(tiny: bool) -> Row:
     model = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=DECODER_DIM, num_classes=11)
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_digit_scenes(
-            scratch, train=64 if tiny else 1024, val=32 if tiny else 128, image_size=size
+            scratch, train=64 if tiny else 512, val=32 if tiny else 128, image_size=size
         )
         crop = RandomCrop(config.min_scale, flip=config.flip)
         held_out = open_label_maps(folder, "val", size)
