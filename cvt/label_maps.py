@@ -191,18 +191,26 @@ def _numbered(source: Path) -> list[str]:
 
 
 def save_digit_scenes(
-    folder: str | os.PathLike[str], *, train: int = 256, val: int = 64, image_size: int = 64, seed: int = 0
+    folder: str | os.PathLike[str],
+    *,
+    train: int = 256,
+    val: int = 64,
+    image_size: int = 64,
+    apart: bool = True,
+    seed: int = 0,
 ) -> Path:
     """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
 
     The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
-    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9.
+    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9; or 1 is
+    all ink.
 
     Args:
         folder: Made if it does not exist.
         train: Number of images for training.
         val: Number of images for validation.
         image_size: Pixels of each side, each with three digits at most.
+        apart: Whether each digit is a class of its own.
         seed: The same seed makes the same images.
 
     Returns:
@@ -225,9 +233,12 @@ def save_digit_scenes(
         for i in range(count):
             background = _background(photos[i % len(photos)], split, image_size, rng)
             image, label_map = _scene(background, digits, rng)
+            if not apart:
+                label_map = label_map.point(lambda label: min(label, 1))
             image.save(images / f"{i:05}.jpg", quality=95)
             label_map.save(labels / f"{i:05}{_SUFFIX}")
-    (folder / _CLASSES).write_text("\n".join(["photograph", *digits.classes]) + "\n", encoding="utf-8")
+    names = ["photograph", *(digits.classes if apart else ["ink"])]
+    (folder / _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
     return folder
 
 

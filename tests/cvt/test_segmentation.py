@@ -87,7 +87,7 @@ def test_dropout_is_for_training_alone():
 
 
 def test_every_weight_has_a_gradient():
-    """Which DistributedDataParallel expects."""
+    """DistributedDataParallel expects that."""
     model = segmenter(drop_path_rate=0.0).train()
     model(images(1)).square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []

@@ -72,7 +72,7 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
 
 
 def test_a_backbone_is_tuned(train, tmp_path):
-    """That of the digits in the package, whose head is for classes of images."""
+    """The weights of the digits in the package have a head for classes of images."""
     code, _, err = train("--task", "segment", "--epochs", 1, "--checkpoint", "digits", "--lr", 1e-9)
     assert code == 0
     assert "has a head to classify and the model one to segment: the head was not loaded" in err

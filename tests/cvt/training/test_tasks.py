@@ -8,7 +8,6 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 
 from cvt import create_model
 from cvt.datasets import Batches, RandomCrop
@@ -75,12 +74,7 @@ def test_best_weights_are_those_of_the_best_miou(label_maps, tmp_path):
 
 def test_ink_is_told_from_photographs(tmp_path):
     """By a tiny model after seconds of training, clearly better than by the most frequent class."""
-    save_digit_scenes(tmp_path, train=128, val=32, image_size=32)
-    for file in tmp_path.glob("*/labels/*.png"):
-        with Image.open(file) as digits:
-            ink = digits.point(lambda label: min(label, 1))
-        ink.save(file)
-    (tmp_path / "classes.txt").write_text("photograph\nink\n")
+    save_digit_scenes(tmp_path, train=128, val=32, image_size=32, apart=False)
     config = dataclasses.replace(TINY, embed_dims=(16, 32), decoder_dim=32, num_classes=2)
     options = {
         "lr": 1e-2,
