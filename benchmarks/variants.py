@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.datasets import Batches, RandomCrop, open_dataset
-from cvt.evaluation import cost, evaluate, evaluate_pixels
+from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
 from cvt.files import replacing, write_json
 from cvt.label_maps import open_label_maps, save_digit_scenes
@@ -104,10 +104,13 @@ def speeds_by_keep(plain: nn.Module, images: Tensor, tiny: bool) -> list[Row]:
     for keep in KEEPS:
         model = create_model("cvt_13", token_keep=keep).eval()
         model.load_state_dict(plain.state_dict())
-        figures[keep] = cost(model.config, size).multiply_adds / 1e9
+        model.to(suites.DEVICE)
+        with TokenCounter(model) as tokens, torch.inference_mode():
+            model(images)
+        figures[keep] = cost(model.config, size, tokens.means()).multiply_adds / 1e9
         for kind, made in (
-            ("plain", model.to(suites.DEVICE)),
-            ("frozen", ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)),
+            ("plain", model),
+            ("frozen", ck.accelerate(copy.deepcopy(model), freeze=True)),
         ):
             calls[f"{kind} {keep}"] = serving(made, images)
     rate = speeds(calls, batch, tiny)
@@ -154,7 +157,7 @@ def fine_tuned(name: str, model: CvT, epochs: int) -> Row:
     before = accuracy(model)
     model.set_token_keep(FINE_TUNED)
     dropped = accuracy(model)
-    train_on_digits(model, epochs, lr=5e-4)
+    train_on_digits(model, epochs, lr=1e-4)
     return {
         "model": name,
         "keep": str(FINE_TUNED),

@@ -132,7 +132,8 @@ def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT | CvTSegmenter:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
-    overrides = {name: getattr(arguments, name) for name in ("drop_path_rate", "layer_scale", "token_keep")}
+    names = ("drop_path_rate", "layer_scale", "token_keep")
+    overrides: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     overrides |= {"num_classes": classes, "head": arguments.task}
     activation = arguments.activation

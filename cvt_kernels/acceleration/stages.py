@@ -403,8 +403,9 @@ def serve(stage: FoldedStage, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
         image, stage.conv_weight, stage.conv_bias, norm.weight, stage.norm_bias,
         stride=stride, padding=padding, eps=norm.eps, class_token=stage.class_token,
     )  # fmt: skip
+    blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
     rows = None
-    for block, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
+    for block, parts in zip(blocks, stage.parts.blocks, strict=True):
         if parts.token_keep == 1:
             stream = _serve_block(block, stream, grid, rows)
         else:

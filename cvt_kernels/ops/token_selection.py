@@ -6,12 +6,14 @@ and what a key receives is shared among the tokens that it stands for (:func:`sp
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..machine import is_capturing
 from ..reference import Pool, attended_keys
 
@@ -75,7 +77,9 @@ def score_tokens(
 def scores_of_tokens(received: Tensor, grid: Grid, stride: int) -> Tensor:
     """Returns the scores of tokens (B, H·W) from what their keys receive (B, Nkv), a class token left out."""
     spread = spread_keys(grid, stride, class_token=False, device=received.device).to(received.dtype)
-    return received[:, -spread.shape[0] :] @ spread
+    autocast = checks.autocast_enabled(received)  # which would round them, so that more are equal
+    with torch.autocast(received.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        return received[:, -spread.shape[0] :] @ spread
 
 
 @torch.no_grad()

@@ -58,11 +58,11 @@ CALLS = {
     "quantize_rows": lambda x: ck.quantize_rows(x, scale=SCALES[0, 0]),
     "layer_norm_quantize": lambda x: ck.layer_norm_quantize(x, *NORM[:2], shift=NORM.bias),
     "gelu_quantize": lambda x: ck.gelu_quantize(x, NORM.bias, approximate="quick"),
-    "gather_rows": lambda x: ck.gather_rows(x, ROWS.expand(len(x), -1)),
+    "gather_rows": lambda x: ck.gather_rows(x, ROWS.expand(x.shape[0], -1)),
     "gather_add_layer_norm": lambda x: ck.gather_add_layer_norm(
-        x, ROWS.expand(len(x), -1), x[:, :3], *NORM[:2]
+        x, ROWS.expand(x.shape[0], -1), x[:, :3], *NORM[:2]
     ),
-    "scatter_rows": lambda x: ck.scatter_rows(x, ROWS.expand(len(x), -1), x[:, :3], x[:, 1:4]),
+    "scatter_rows": lambda x: ck.scatter_rows(x, ROWS.expand(x.shape[0], -1), x[:, :3], x[:, 1:4]),
     "linear_int8": lambda x: ck.linear_int8(
         ck.quantize_rows(x), INTEGERS, SCALES.flatten(), LINEAR.bias, approximate="quick", residual=x
     ),

@@ -401,9 +401,8 @@ def _rounding(launch: machine.Launch) -> Work:
 def _gathered_rows(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     rows, out = arguments["rows_ptr"], arguments["out_ptr"]
-    return Work(
-        programs=_programs(launch), outputs=out.numel(), bytes=_bytes(rows) + 2 * _bytes(out), trips=()
-    )
+    size = _bytes(rows, out, out)
+    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=())
 
 
 def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:

@@ -39,14 +39,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     if torch.jit.is_tracing():
         return dispatch.call_recorded("gather_rows", x, rows)
-    key = dispatch.key_of("gather_rows", None, x, rows)
-    known = dispatch.known(key)
-    if known is None:
-        _check_index(x, rows)
-    out = dispatch.call("gather_rows", x, rows)
-    if known is None:
-        dispatch.remember(key, "gather_rows", x, rows)
-    return out
+    _check_index(x, rows)
+    return dispatch.call("gather_rows", x, rows)
 
 
 def gather_add_layer_norm(
@@ -83,18 +77,12 @@ def gather_add_layer_norm(
     settings: dict[str, Any] = {"eps": eps, "dtype": dtype}
     if torch.jit.is_tracing():
         return dispatch.call_recorded("gather_add_layer_norm", *args, **settings)
-    key = dispatch.key_of("gather_add_layer_norm", (eps, type(eps), dtype), *args)
-    known = dispatch.known(key)
-    if known is None:
-        _check_index(x, rows)
-        _check_rows("branch", branch, x, rows)
-        check_layer_norm(x, weight, bias, eps)
-        if dtype is not None:
-            checks.check_float_dtype("dtype", dtype)
-    out = dispatch.call("gather_add_layer_norm", *args, **settings)
-    if known is None:
-        dispatch.remember(key, "gather_add_layer_norm", *args, **settings)
-    return out
+    _check_index(x, rows)
+    _check_rows("branch", branch, x, rows)
+    check_layer_norm(x, weight, bias, eps)
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
+    return dispatch.call("gather_add_layer_norm", *args, **settings)
 
 
 def scatter_rows(
@@ -122,18 +110,13 @@ def scatter_rows(
     args = x, rows, values, branch
     if torch.jit.is_tracing():
         return dispatch.call_recorded("scatter_rows", *args, inplace=inplace)
-    key = dispatch.key_of("scatter_rows", (inplace, type(inplace)), *args)
-    known = dispatch.known(key)
-    if known is None or inplace:  # the last check depends on more than the key has
-        _check_index(x, rows)
-        _check_rows("values", values, x, rows)
-        if branch is not None:
-            _check_rows("branch", branch, x, rows)
-        _check_inplace(inplace, x, values, branch)
-    out = dispatch.call("scatter_rows", *args, inplace=inplace)
-    if known is None:
-        dispatch.remember(key, "scatter_rows", *args, inplace=inplace)
-    return out
+    _check_index(x, rows)
+    _check_rows("values", values, x, rows)
+    if branch is not None:
+        _check_rows("branch", branch, x, rows)
+    if inplace:
+        _check_inplace(x, values, branch)
+    return dispatch.call("scatter_rows", *args, inplace=inplace)
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -161,13 +144,9 @@ def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
     checks.check_like(name, tensor, "x", x)
 
 
-def _check_inplace(inplace: bool, *tensors: Tensor | None) -> None:
-    if not inplace:
-        return
-    if checks.wants_gradient(*tensors):
+def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:
+    if checks.wants_gradient(x, values, branch):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    x = tensors[0]
-    assert x is not None
     if not x.is_contiguous():
         raise ValueError("x: is not contiguous, expected it to be with inplace=True")
 

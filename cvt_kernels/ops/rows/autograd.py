@@ -136,7 +136,7 @@ def gather_add_layer_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend; y has the dtype ``dtype``."""
+    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend, y in ``dtype``."""
     if checks.wants_gradient(x, branch, weight, bias):
         return _GatherAddLayerNorm.apply(backend, x, rows, branch, weight, bias, eps, dtype)
     run = KERNELS[backend].gather_add_layer_norm
@@ -156,15 +156,19 @@ def scatter_rows(
     return KERNELS[backend].scatter(x, rows, values, branch, x.shape[1])
 
 
-def result_dtypes(x: Tensor, branch: Tensor, named: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of h = x + branch, as PyTorch promotes them, and of its LayerNorm.
+def sum_dtype(x: Tensor, branch: Tensor) -> torch.dtype:
+    """Returns the dtype of x + branch, as PyTorch promotes it."""
+    return x.dtype if x.dtype == branch.dtype else torch.promote_types(x.dtype, branch.dtype)
+
+
+def result_dtype(x: Tensor, branch: Tensor, named: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of the LayerNorm of x + branch.
 
     That is the one that the caller names, but for float64; else that of ``F.layer_norm``.
     """
-    stream = torch.promote_types(x.dtype, branch.dtype)
+    stream = sum_dtype(x, branch)
     if stream == torch.float64:
-        return stream, stream
+        return stream
     if named is not None:
-        return stream, named
-    of_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
-    return stream, torch.float32 if of_autocast else stream
+        return named
+    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") else stream

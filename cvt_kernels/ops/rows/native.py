@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import checks, machine
+from ..layer_norm_gelu import native as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
 from . import autograd
 
 machine.load_extension()
@@ -73,7 +74,7 @@ def _scatter(
 def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     values_of_dtype, branch = _of_dtype(x, values, branch)
     _ops.scatter_rows_.default(x, rows, values_of_dtype, branch)
-    if not x.is_inference() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not x.is_inference():
         torch.autograd.graph.increment_version(x)  # the stable ABI has no kernel that does
 
 
@@ -98,7 +99,7 @@ def _gather_add_layer_norm(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    stream = torch.promote_types(x.dtype, branch.dtype)
+    stream = autograd.sum_dtype(x, branch)
     args = x.to(stream), rows, branch.to(stream), _vector(weight, stream), _vector(bias, stream)
     h, y, *statistics = _ops.gather_add_layer_norm.default(*args, eps, with_gradient)
     return h, y.to(dtype), statistics
@@ -106,7 +107,7 @@ def _gather_add_layer_norm(
 
 def _vector(given: Tensor | None, stream: torch.dtype) -> Tensor | None:
     accumulator = torch.float64 if stream == torch.float64 else torch.float32
-    return None if given is None else given.detach().to(accumulator).contiguous()
+    return None if given is None else given.to(accumulator).contiguous()
 
 
 def _layer_norm_backward(
@@ -153,7 +154,7 @@ def gather_add_layer_norm(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.gather_add_layer_norm``."""
-    _, result = autograd.result_dtypes(x, branch, dtype)
+    result = autograd.result_dtype(x, branch, dtype)
     args = x, rows, branch, weight, bias
     return autograd.gather_add_layer_norm("native", *args, eps=eps, dtype=result)
 

@@ -3,9 +3,10 @@
 Weights are packed once for this CPU. A call takes two steps. First a band of an image's rows is normalized,
 convolved and multiplied into finished queries, keys and values; then a tile of queries passes through
 attention, the linear layer behind it, LayerNorm and the MLP in one go. Nothing else goes through memory.
-Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. Where only
-some tokens are computed, only they have queries and pass through the second step. In front of a quantized layer rows are rounded where they lie, and the products are of 8-bit integers. The same bits every
-time, whatever the number of threads.
+Where only some tokens are computed, only these have queries and pass through the second step; what they get
+is the same to the last bit as if all were computed. Sums are in float32, and products too, but for bfloat16
+where the CPU multiplies pairs of it. In front of a quantized layer rows are rounded where they lie, and the
+products are of 8-bit integers. The same bits every time, whatever the number of threads.
 """
 
 from __future__ import annotations

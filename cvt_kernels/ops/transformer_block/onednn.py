@@ -165,10 +165,8 @@ def transformer_block(
     y = layer_norm(stream, norm2.weight, norm2.bias, eps=norm2.eps)
     y = _linear(y, block.fc1, activation.name, activation.algorithm, activation.factor)
     y = _linear_add(y, block.fc2, stream, 1 / activation.factor)
-    if rows is not None:
-        out = scatter_rows(x, rows, y, inplace=inplace)
-    else:
-        out = x.copy_(y) if inplace else y
+    out = y if rows is None else scatter_rows(x, rows, y, inplace=inplace)
+    out = x.copy_(out) if inplace and out is not x else out
     if scores is None:
         return out
     class_tokens = x.shape[1] - grid[0] * grid[1]

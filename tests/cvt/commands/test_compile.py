@@ -368,7 +368,7 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
          "conv_embedding, conv_linear, attention, attention_with_bias, layer_norm_mlp, linear_gelu, "
          "linear_add, linear_add_layer_norm, quantize_rows, layer_norm_quantize, gelu_quantize, linear_int8, "
-         "linear_float8, layer_norm_gelu"),
+         "linear_float8, gather_rows, gather_add_layer_norm, scatter_rows, layer_norm_gelu"),
         (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
          "/nowhere is no directory that takes files"),
         (["--json", "/"], "--json: / is a directory, expected a file"),

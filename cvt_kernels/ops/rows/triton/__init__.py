@@ -9,11 +9,11 @@ A program holds some short rows in registers, of one image, from one read to one
 (float64 for float64). An index that x does not have counts as −1: nothing outside of x is read or written.
 
 A scatter goes over the T tokens of x once and takes each from x or from the values, as the inverse of the
-index says: a small kernel writes that before, of one program for each image. In place a scatter writes K rows.
+index says: a small kernel writes that before, one program for each image. In place it writes K rows.
 
 The backward saves rows, h and γ. It computes mean and variance again, h being read anyhow:
-``g = dy · γ``, ``dh += (g − mean(g) − x̂ · mean(g · x̂)) / √(variance + ε)``; each program sums dγ and dβ of its
-rows, and these sums are added in their order. The gradient of a gather is a scatter into zeros, that of a
+``g = dy · γ``, ``dh += (g − mean(g) − x̂ · mean(g · x̂)) / √(variance + ε)``; each program sums dγ and dβ of
+its rows, and these sums are added in their order. The gradient of a gather is a scatter into zeros, that of a
 scatter a gather, and a scatter of zeros. No atomics: the same bits every time.
 
 Bytes per launch, with e per element and the index's 8·B·K apart:

@@ -10,7 +10,7 @@ from .... import machine
 from ...conv_embedding.triton.common import channels_of
 from ...triton_launch import accumulator_dtype
 from .common import RowSpec
-from .forward import added, load_rows, rows_of_tile, store_rows, vector_of, within
+from .forward import added, load_rows, rows_of_tile, store_rows, vector_of
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _gather_add_layer_norm_backward_kernel(
 def layer_norm_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of h (B, K, C), to which dh is added, of weight and of bias; all are contiguous."""
+    """Returns the gradients of h (B, K, C), to which dh is added, of weight and of bias; all contiguous."""
     channels = h.shape[-1]
     rows = h.numel() // channels
     out = h.new_empty(h.shape)

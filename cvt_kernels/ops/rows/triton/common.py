@@ -52,8 +52,8 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     },
     # Its gradients of γ and β are in registers too.
     "backward": (
-        LaunchConfig(elements=2048, num_warps=4, channels=1024, resident_programs=3),
-        LaunchConfig(elements=4096, num_warps=8, channels=MAX_CHANNELS, resident_programs=2),
+        LaunchConfig(elements=1024, num_warps=4, channels=1024, resident_programs=3),
+        LaunchConfig(elements=2048, num_warps=8, channels=MAX_CHANNELS, resident_programs=2),
     ),
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .... import machine
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ..autograd import sum_dtype
 from .common import RowSpec
 
 #: Tokens, or rows of an index, that a program which inverts it takes at once.
@@ -26,7 +27,7 @@ def rows_of_tile(tile, SPEC: tl.constexpr):
 
 @triton.jit
 def within(mask, part, SPEC: tl.constexpr):
-    """Returns a mask of rows, [REPEATS, ROWS, 1], for the channels of a part, of which the last has too many."""
+    """Returns a mask of rows, [REPEATS, ROWS, 1], for the channels of a part; the last may have too many."""
     PARTS: tl.constexpr = SPEC.parts
     if (part + 1) * PARTS.width > PARTS.channels:
         mask = mask & (channels_of(part, PARTS)[None, None, :] < PARTS.channels)
@@ -153,16 +154,17 @@ def gather_add_layer_norm_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns h (B, K, C) and its LayerNorm in ``dtype``; x is as above, the others are contiguous."""
-    batch, tokens, channels = x.shape
+    batch, tokens, _ = x.shape
     count = rows.shape[1]
-    h = torch.empty_like(branch, dtype=torch.promote_types(x.dtype, branch.dtype))
+    h = torch.empty_like(branch, dtype=sum_dtype(x, branch))
     y = torch.empty_like(branch, dtype=dtype)
     spec, config = RowSpec.of("normalize", h)
     tiles = spec.tiles(count)
     machine.launch(
         _gather_add_layer_norm_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, rows_ptr=rows, branch_ptr=branch, gamma_ptr=weight, beta_ptr=bias, h_ptr=h, y_ptr=y, eps=eps,
-        image_stride=x.stride(0), token_stride=x.stride(1), tokens=tokens, count=count, tiles=tiles, SPEC=spec,
+        image_stride=x.stride(0), token_stride=x.stride(1), tokens=tokens, count=count, tiles=tiles,
+        SPEC=spec,
     )  # fmt: skip
     return h, y
 
@@ -188,7 +190,7 @@ def _scatter_rows_kernel(
     x_ptr, places_ptr, values_ptr, branch_ptr, out_ptr, image_stride, token_stride, tokens, count, tiles,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of the tokens of an image: those of the index from the values, or zeros, others from x."""
+    """Writes a tile of the tokens of an image: those of the index from the values, or zeros, else from x."""
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     token = rows_of_tile(tl.program_id(0) % tiles, SPEC)
@@ -229,8 +231,9 @@ def scatter_rows_forward(
     )  # fmt: skip
     machine.launch(
         _scatter_rows_kernel, (batch * tiles,), on=like, options=config.options,
-        x_ptr=x, places_ptr=places, values_ptr=values, branch_ptr=branch, out_ptr=out, image_stride=image_stride,
-        token_stride=token_stride, tokens=tokens, count=count, tiles=tiles, SPEC=spec,
+        x_ptr=x, places_ptr=places, values_ptr=values, branch_ptr=branch, out_ptr=out,
+        image_stride=image_stride, token_stride=token_stride, tokens=tokens, count=count, tiles=tiles,
+        SPEC=spec,
     )  # fmt: skip
     return out
 

@@ -55,7 +55,7 @@ def _(x, rows):
 
 @_gather_add_layer_norm_op.register_fake
 def _(x, rows, branch, weight, bias, eps, dtype):
-    h = torch.empty_like(branch, dtype=torch.promote_types(x.dtype, branch.dtype))
+    h = torch.empty_like(branch, dtype=autograd.sum_dtype(x, branch))
     return h, torch.empty_like(branch, dtype=dtype)
 
 
@@ -181,7 +181,7 @@ def gather_add_layer_norm(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.gather_add_layer_norm``, whose checks it relies on."""
-    _, result = autograd.result_dtypes(x, branch, dtype)
+    result = autograd.result_dtype(x, branch, dtype)
     args = x, rows, branch, weight, bias
     return autograd.gather_add_layer_norm("triton", *args, eps=eps, dtype=result)
 

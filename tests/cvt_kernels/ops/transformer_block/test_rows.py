@@ -106,7 +106,7 @@ def test_odd_sizes(backend, sizes, kept):
 
 @every_backend
 def test_rows_of_all_tokens_are_the_whole_block(backend):
-    x, grid, block = arguments = make(class_tokens=1, batch=3)
+    x, *_ = arguments = make(class_tokens=1, batch=3)
     rows = torch.arange(x.shape[1]).expand(3, -1)  # strided, too
     out, whole = call(backend, arguments, rows=rows), call(backend, arguments)
     if backend == "native":
@@ -118,7 +118,7 @@ def test_rows_of_all_tokens_are_the_whole_block(backend):
 @pytest.mark.parametrize("approximate", ["none", "quick"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_native_computes_tokens_as_it_does_among_all(dtype, approximate):
-    x, grid, block = arguments = make(
+    x, grid, _ = arguments = make(
         batch=3, grid=(12, 15), channels=40, heads=2, class_tokens=1, dtype=dtype, approximate=approximate
     )
     rows = some_rows(x, grid, 77)
@@ -128,7 +128,7 @@ def test_native_computes_tokens_as_it_does_among_all(dtype, approximate):
 
 @every_backend
 def test_an_image_without_rows_stays_as_it_is(backend):
-    x, grid, block = arguments = make(batch=3, class_tokens=1)
+    x, grid, _ = arguments = make(batch=3, class_tokens=1)
     rows = some_rows(x, grid, 5)
     rows[2] = -1
     out = call(backend, arguments, rows=rows)
@@ -138,7 +138,7 @@ def test_an_image_without_rows_stays_as_it_is(backend):
 
 @every_backend
 def test_other_rows_of_the_same_shape_are_other_tokens(backend):
-    x, grid, block = arguments = make(class_tokens=1)
+    x, grid, _ = arguments = make(class_tokens=1)
     for seed in range(3):
         rows = some_rows(x, grid, 6, seed)
         out = call(backend, arguments, rows=rows)
@@ -158,7 +158,7 @@ def test_batches_larger_than_what_is_held_between_the_steps():
 
 @needs_extension
 def test_threads_change_nothing():
-    x, grid, block = arguments = make(batch=3, grid=(11, 12), class_tokens=1)
+    x, grid, _ = arguments = make(batch=3, grid=(11, 12), class_tokens=1)
     rows, before, outs = some_rows(x, grid, 70), torch.get_num_threads(), []
     try:
         for count in (1, 2):
@@ -193,7 +193,7 @@ def test_instruction_sets(name):
 @pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("native",))])
 @pytest.mark.parametrize(("which", "scale"), [(range(6), None), ((0, 3, 5), 0.05), ((1, 4), None)], ids=str)
 def test_quantized_layers(backend, which, scale):
-    x, grid, block = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
+    x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
     rows = some_rows(x, grid, 12)
     out, received = call(backend, arguments, rows=rows, scores="cls")
     expected, same_received = reference.transformer_block(*arguments, rows=rows, scores="cls")
@@ -230,11 +230,14 @@ def test_scores_are_attention_maps(pool, with_rows):
 
 
 def test_tokens_get_what_their_keys_receive():
-    scores = token_selection.scores_of_tokens(torch.tensor([[9.0, 1, 2, 3, 4]]), (3, 3), 2)
+    received = torch.tensor([[9.0, 1, 2, 3, 4]])
+    scores = token_selection.scores_of_tokens(received, (3, 3), 2)
     assert scores.shape == (1, 9)
     assert scores.sum() == pytest.approx(10.0)
     assert scores[0, [0, 2, 6, 8]].argsort().tolist() == [0, 1, 2, 3]
     assert scores[0, 4] == pytest.approx(float(scores[0, [1, 3, 5, 7]].mean()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(token_selection.scores_of_tokens(received, (3, 3), 2), scores)
 
 
 # Elsewhere ------------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def test_gradients(backend):
 
 def test_compiled():
     torch.compiler.reset()
-    x, grid, block = arguments = make(class_tokens=1)
+    x, grid, _ = arguments = make(class_tokens=1)
     rows = some_rows(x, grid, 7)
     compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
     with torch.no_grad():
@@ -292,7 +295,7 @@ def test_an_empty_batch(backend):
 
 
 def test_under_autocast():
-    x, grid, block = arguments = make(class_tokens=1)
+    x, grid, _ = arguments = make(class_tokens=1)
     rows = some_rows(x, grid, 7)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         out, received = ck.transformer_block(*arguments, rows=rows, scores="cls")
@@ -330,7 +333,7 @@ def test_proofs_fail_a_kernel_that_computes_all_tokens():
 
 
 def test_kinds_of_calls():
-    x, grid, block = arguments = make(class_tokens=1)
+    x, grid, _ = arguments = make(class_tokens=1)
     calls = [{}, *({"rows": some_rows(x, grid, kept)} for kept in (4, 7, 8, 17)), {"scores": "cls"}]
     calls.append({"rows": some_rows(x, grid, 8), "scores": "avg"})
     questions = [dispatch.question("transformer_block", *arguments, **each) for each in calls]

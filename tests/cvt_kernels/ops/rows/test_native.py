@@ -1,0 +1,147 @@
+"""Operators on rows by the compiled extension: accuracy, instruction sets, rows that x does not have."""
+
+import shutil
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import accuracy, reference
+from tests.checks import (
+    assert_accurate,
+    compiler,
+    every_instruction_set,
+    not_built,
+    recorded_operators,
+    run_on_instruction_set,
+    run_sanitized,
+)
+
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):
+    """Returns tokens, an index with -1 in it, and values."""
+    x = torch.randn(batch, tokens, channels).to(dtype)
+    rows = torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
+    rows[0, -2:] = -1
+    return x, rows, torch.randn(batch, count, channels).to(dtype)
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [1, 17, 384])
+def test_results_and_gradients_are_accurate(dtype, channels):
+    x, rows, branch = make(channels=channels, dtype=dtype)
+    parameters = [torch.randn(channels).to(dtype) for _ in range(2)]
+
+    def run(backend, cast):
+        leaves = [cast(t).detach().requires_grad_() for t in (x, branch, *parameters)]
+        with ck.use_backend(backend):
+            h, y = ck.gather_add_layer_norm(leaves[0], rows, *leaves[1:])
+            out = ck.scatter_rows(leaves[0], rows, h, y)
+        douts = [cast(torch.ones(t.shape).cumsum(1).sin().to(dtype)) for t in (h, y, out)]
+        return [h, y, out], torch.autograd.grad([h, y, out], leaves, douts)
+
+    ours, same = (run(backend, torch.clone) for backend in ("native", "reference"))
+    exact = run("reference", torch.Tensor.double)
+    factors = accuracy.VALUE_FACTOR, accuracy.GRADIENT_FACTOR
+    for factor, mine, theirs, truth in zip(factors, ours, same, exact, strict=True):
+        for results in zip(mine, theirs, truth, strict=True):
+            if channels > 1 or factor == accuracy.VALUE_FACTOR:  # the gradients of one channel cancel
+                assert_accurate(*results, factor=factor, floor=1000 if dtype == torch.float64 else 4)
+
+
+INSTRUCTION_SETS = """
+import torch, cvt_kernels as ck
+torch.manual_seed(0)
+rows = torch.tensor([[4, 0, -1], [1, 2, 6]])
+tolerances = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+for dtype, atol in tolerances.items():
+    x, branch = torch.randn(2, 7, 83).to(dtype), torch.randn(2, 3, 83).to(dtype)
+    vectors = torch.randn(2, 83).to(dtype)
+    with ck.use_backend("native"), torch.no_grad():
+        h, y = ck.gather_add_layer_norm(x, rows, branch, *vectors)
+        out = ck.scatter_rows(x, rows, h, branch)
+    expected = ck.reference.gather_add_layer_norm(x, rows, branch)[0]
+    assert torch.equal(h, expected)
+    exact = ck.reference.layer_norm(h.double(), *vectors.double())
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=atol)
+    assert torch.equal(out, ck.reference.scatter_rows(x, rows, h, branch))
+"""
+
+
+@needs_extension
+@every_instruction_set
+def test_values(name):
+    run_on_instruction_set(name, INSTRUCTION_SETS)
+
+
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
+    run_sanitized("rows", tmp_path, "-DKERNELS_VECTOR_BYTES=64")
+
+
+@needs_extension
+@pytest.mark.parametrize("row", [21, 2**40])
+def test_rows_that_x_does_not_have_are_refused(row):
+    x, rows, values = make()
+    rows[2, 5] = row
+    before = x.clone()
+    with ck.use_backend("native"), torch.no_grad():
+        for call in (
+            lambda: ck.gather_rows(x, rows),
+            lambda: ck.gather_add_layer_norm(x, rows, values),
+            lambda: ck.scatter_rows(x, rows, values),
+            lambda: ck.scatter_rows(x, rows, values, inplace=True),
+        ):
+            with pytest.raises(RuntimeError, match=f"rows: got {row}, expected the tokens 0 to 20, or -1"):
+                call()
+    assert torch.equal(x, before)
+
+
+@needs_extension
+@torch.no_grad()
+def test_every_negative_row_is_one_of_zeros():
+    x, rows, values = make()
+    other = torch.where(rows < 0, torch.tensor(-(2**40)), rows)
+    with ck.use_backend("native"):
+        assert torch.equal(ck.gather_rows(x, other), ck.gather_rows(x, rows))
+        assert torch.equal(ck.scatter_rows(x, other, values), reference.scatter_rows(x, rows, values))
+
+
+@needs_extension
+@torch.no_grad()
+def test_a_call_is_one_operator_without_copies():
+    x, rows, values = make()
+    vector = torch.randn(40)
+    calls = {
+        "gather_rows": lambda: ck.gather_rows(x[:, 1:], rows.clamp(max=19)),
+        "gather_add_layer_norm": lambda: ck.gather_add_layer_norm(x, rows, values, vector, vector),
+        "scatter_rows": lambda: ck.scatter_rows(x, rows, values, values),
+        "scatter_rows_": lambda: ck.scatter_rows(x, rows, values, values, inplace=True),
+    }
+    for operator, call in calls.items():
+        with ck.use_backend("native"):
+            call()
+            with recorded_operators() as names:
+                call()
+        names = [name for name in names if "clamp" not in name and "slice" not in name]
+        assert names == [f"cvt_kernels.{operator}.default"]
+
+
+@needs_extension
+@torch.no_grad()
+def test_results_do_not_depend_on_the_number_of_threads():
+    x, rows, values = make(batch=4, tokens=200, count=150, channels=96)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            with ck.use_backend("native"):
+                h, y = ck.gather_add_layer_norm(x, rows, values)
+                results.append([ck.gather_rows(x, rows), h, y, ck.scatter_rows(x, rows, h, y)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))

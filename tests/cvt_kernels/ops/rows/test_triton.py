@@ -1,0 +1,187 @@
+"""The Triton kernels on rows of tokens, on a GPU or else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import cvt_kernels as ck
+from cvt_kernels import accuracy, machine, proofs, reference
+from tests.checks import assert_accurate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def make(batch=2, tokens=9, count=5, channels=24, dtype=torch.float32):
+    """Returns tokens, an index with -1 in it, and values."""
+    x = torch.randn(batch, tokens, channels).to(DEVICE, dtype)
+    rows = torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)]).to(DEVICE)
+    rows[0, -1] = -1
+    return x, rows, torch.randn(batch, count, channels).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [24, 100, 384])
+def test_results_and_gradients_are_accurate(dtype, channels):
+    x, rows, branch = make(channels=channels, dtype=dtype)
+    parameters = [torch.randn(channels).to(DEVICE, dtype) for _ in range(2)]
+
+    def run(backend, cast):
+        leaves = [cast(t).detach().requires_grad_() for t in (x, branch, *parameters)]
+        with ck.use_backend(backend):
+            h, y = ck.gather_add_layer_norm(leaves[0], rows, *leaves[1:])
+            out = ck.scatter_rows(leaves[0], rows, h, y)
+        douts = [cast(torch.ones(t.shape, device=DEVICE).cumsum(1).sin().to(dtype)) for t in (h, y, out)]
+        return [h, y, out], torch.autograd.grad([h, y, out], leaves, douts)
+
+    ours, same = (run(backend, torch.clone) for backend in ("triton", "reference"))
+    exact = run("reference", torch.Tensor.double)
+    factors = accuracy.VALUE_FACTOR, accuracy.GRADIENT_FACTOR
+    for factor, mine, theirs, truth in zip(factors, ours, same, exact, strict=True):
+        for results in zip(mine, theirs, truth, strict=True):
+            assert_accurate(*results, factor=factor, floor=4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 600, 520, 1), (3, 40, 33, 8), (1, 3, 2, 1200)], ids=str)
+def test_sizes_of_which_no_tile_is_full(shape):
+    batch, tokens, count, channels = shape
+    x, rows, values = make(batch, tokens, count, channels)
+    with ck.use_backend("triton"), torch.no_grad():
+        assert torch.equal(ck.gather_rows(x, rows), reference.gather_rows(x, rows))
+        assert torch.equal(
+            ck.scatter_rows(x, rows, values, values), reference.scatter_rows(x, rows, values, values)
+        )
+        ours = ck.gather_add_layer_norm(x, rows, values)
+    torch.testing.assert_close(ours, reference.gather_add_layer_norm(x, rows, values))
+
+
+def test_programs_of_several_tiles_add_up_all_rows():
+    x, rows, values = make(3, 60, 50, 64)
+    leaves = [values.requires_grad_(), *(torch.randn(64, device=DEVICE, requires_grad=True) for _ in "ab")]
+
+    def gradients():
+        _, y = ck.gather_add_layer_norm(x, rows, *leaves)
+        return torch.autograd.grad(y.sin().sum(), leaves)
+
+    with ck.use_backend("triton"):
+        with machine.intercepted_launches(lambda launch: launches.append(launch) or start(launch)):
+            launches = []
+            first = gradients()
+        again = gradients()
+    assert all(map(torch.equal, first, again))
+    backward = launches[-1]
+    assert backward.kernel.__name__ == "_gather_add_layer_norm_backward_kernel"
+    if DEVICE == "cpu":
+        assert backward.arguments["tiles"] > backward.grid[0]
+    with ck.use_backend("reference"):
+        torch.testing.assert_close(first, gradients(), rtol=1e-4, atol=1e-4)
+
+
+def start(launch):
+    launch.kernel[launch.grid](**launch.arguments, **launch.options)
+
+
+def test_launches_of_each_call():
+    x, rows, values = make()
+    expected = {
+        "gather": ["_gather_rows_kernel"],
+        "normalize": ["_gather_add_layer_norm_kernel"],
+        "scatter": ["_scatter_rows_places_kernel", "_scatter_rows_kernel"],
+        "in place": ["_scatter_rows_inplace_kernel"],
+    }
+    calls = {
+        "gather": lambda: ck.gather_rows(x[:, 1:], rows),
+        "normalize": lambda: ck.gather_add_layer_norm(x[:, 1:], rows, values),
+        "scatter": lambda: ck.scatter_rows(x[:, 1:], rows, values),
+        "in place": lambda: ck.scatter_rows(x, rows, values, inplace=True),
+    }
+    for name, call in calls.items():
+        with (
+            torch.no_grad(),
+            ck.use_backend("triton"),
+            machine.recorded_launches(machine.Chip(90, 132)) as launches,
+        ):
+            call()
+        assert [launch.kernel.__name__ for launch in launches] == expected[name]
+        if name not in ("in place",):
+            assert launches[-1].arguments["x_ptr"].data_ptr() == x[:, 1:].data_ptr()  # no copy
+
+
+@pytest.mark.parametrize("outside", [9, -3, 2**32 + 1, -(2**40)])
+@torch.no_grad()
+def test_rows_that_x_does_not_have_count_as_none(outside):
+    x, rows, values = make()
+    rows[1, 2] = -1
+    wrong = torch.where(rows < 0, torch.tensor(outside, device=DEVICE), rows)
+    in_place = [x.clone(), x.clone()]
+    with ck.use_backend("triton"):
+        for index, out in zip((rows, wrong), in_place, strict=True):
+            ck.scatter_rows(out, index, values, inplace=True)
+        ours = [ck.gather_rows(x, wrong), *ck.gather_add_layer_norm(x, wrong, values)]
+        ours.append(ck.scatter_rows(x, wrong, values))
+    expected = [reference.gather_rows(x, rows), *reference.gather_add_layer_norm(x, rows, values)]
+    expected.append(reference.scatter_rows(x, rows, values))
+    torch.testing.assert_close(ours, expected)
+    assert torch.equal(*in_place)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_kernels_stay_within_their_tensors(gradient):
+    x, rows, values = make(channels=20)
+    x.requires_grad_(gradient)
+    vector = torch.rand(20, device=DEVICE)
+    settings = {"eps": 1e-5, "dtype": None}
+    calls = {
+        "gather_rows": ((x, rows), {}),
+        "gather_add_layer_norm": ((x, rows, values, vector, vector), settings),
+        "scatter_rows": ((x, rows, values, values), {"inplace": False}),
+    }
+    if not gradient:
+        calls["in place"] = ((x, rows, values, values), {"inplace": True})
+    for name, (args, kwargs) in calls.items():
+        operator = "scatter_rows" if name == "in place" else name
+        function = getattr(ck, operator)
+
+        def run(*args, function=function, **kwargs):
+            with ck.use_backend("triton"):
+                return function(*args, **kwargs)
+
+        sample = proofs.Call(args, kwargs, gradient)
+        with proofs.undisturbed(x.device):
+            standard = proofs.Standard.of(getattr(reference, operator), sample)
+            trial = proofs.check(run, standard)
+        assert trial.flaw is None, (name, trial)
+
+
+def test_calls_that_are_not_served():
+    x, rows, values = make()
+    with ck.use_backend("triton"):
+        with pytest.raises(ck.BackendUnavailable, match="the batch is empty"):
+            ck.gather_rows(x, rows[:, :0])
+        wide = torch.randn(1, 2, 5000, device=DEVICE)
+        with pytest.raises(ck.BackendUnavailable, match="tokens have 5000 channels, more than 4096"):
+            ck.gather_rows(wide, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE))
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(ck.BackendUnavailable, match="forward-mode"),
+        ):
+            ck.scatter_rows(x, rows, values)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_calls_are_captured_into_graphs():
+    x, rows, values = make(8, 197, 138, 384, torch.bfloat16)
+    vector = torch.randn(384, device=DEVICE, dtype=torch.bfloat16)
+
+    def run():
+        h, y = ck.gather_add_layer_norm(x, rows, values, vector, vector)
+        return ck.scatter_rows(x, rows, h, y), ck.gather_rows(x, rows)
+
+    with ck.use_backend("triton"):
+        expected = run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        graph.replay()
+    assert all(map(torch.equal, captured, expected))
