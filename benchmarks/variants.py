@@ -24,11 +24,12 @@ from torch import Tensor, nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model, prune_weights
 from cvt.datasets import Batches, RandomCrop, open_dataset
-from cvt.evaluation import TokenCounter, cost, evaluate
+from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
 from cvt.files import replacing, write_json
+from cvt.label_maps import open_label_maps, save_digit_scenes
 from cvt.model import CvT
-from cvt.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
+from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from cvt.training.trainer import Trainer
 from cvt.weight_pruning import pruned_config
 from cvt_kernels import measure
@@ -312,18 +313,99 @@ def pruned_digits(mlp: float, heads: float, epochs: int, lr: float) -> Row:
     }
 
 
-# Sections -------------------------------------------------------------------------------------------------
+# Hybrid mixing --------------------------------------------------------------------------------------------
 
 
 def hybrid(tiny: bool) -> list[Row]:
-    """Returns nothing yet."""
-    return []
+    """Returns the cost and speed of CvT-13 with plain and with hybrid mixing."""
+    images = random_images(2 if tiny else 256 if suites.CUDA else 8, tiny)
+    models = {mixing: create_model("cvt_13", mixing=mixing).eval() for mixing in ("plain", "hybrid")}
+    for model in models.values():
+        randomize(model)
+    figures = {
+        name: cost(model.config, images.shape[2]).multiply_adds / 1e9 for name, model in models.items()
+    }
+    calls = {name: serving(model.to(suites.DEVICE), images) for name, model in models.items()}
+    rate = speeds(calls, images.shape[0], tiny)
+    return [
+        {
+            "batch": images.shape[0],
+            "mixing": name,
+            "multiply-adds, G": figures[name],
+            "images/s": rate[name],
+            "× as fast": rate[name] / rate["plain"],
+        }
+        for name in models
+    ]
+
+
+# Segmentation ---------------------------------------------------------------------------------------------
+
+SCENE_PIXELS, SCENE_EPOCHS = 48, 12
+DECODER_DIM = 64  # of the model of scenes
 
 
 def segmentation(tiny: bool) -> list[Row]:
-    """Returns nothing yet."""
-    return []
+    """Returns what the head costs a CvT-13, and what a small model learns of scenes."""
+    return [*cost_of_the_head(tiny), scenes_learned(tiny)]
 
+
+def cost_of_the_head(tiny: bool) -> list[Row]:
+    """Returns a row for CvT-13 without a head, with one for pixels, and that frozen for serving."""
+    settings: dict[str, Any] = {"head": "segment", "num_classes": 150}
+    backbone, model = (
+        create_model("cvt_13", features_only=True).eval(),
+        create_model("cvt_13", **settings).eval(),
+    )
+    randomize(model)
+    batch = 2 if tiny else 4
+    images = random_images(batch, tiny).to(suites.DEVICE)
+    frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
+    models = {
+        "stages alone": backbone.to(suites.DEVICE),
+        "segmenter": model.to(suites.DEVICE),
+        "frozen": frozen,
+    }
+    rate = speeds({name: serving(each, images) for name, each in models.items()}, batch, tiny)
+    whole, size = cost(model.config, images.shape[2]).multiply_adds, images.shape[2]
+    without = cost(create_model("cvt_13", num_classes=0).config, size).multiply_adds
+    return [
+        {
+            "CvT-13, 150 classes": name,
+            "batch": batch,
+            "multiply-adds, G": (without if name == "stages alone" else whole) / 1e9,
+            "images/s": rate[name],
+        }
+        for name in models
+    ]
+
+
+def scenes_learned(tiny: bool) -> Row:
+    """Returns the mean intersection over union of a cvt_nano that learned to tell ink from photographs."""
+    epochs, size = (1, 32) if tiny else (SCENE_EPOCHS, SCENE_PIXELS)
+    options = {"epochs": epochs, "batch_size": 32, "lr": 4e-3, "warmup_epochs": min(1.0, epochs / 2)}
+    config = TrainConfig(**SEGMENT_OPTIONS | options | {"min_scale": 0.5, "flip": 0.0, "clip_norm": 1.0})
+    torch.manual_seed(0)
+    model = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=DECODER_DIM, num_classes=2)
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes = {"train": 64, "val": 32} if tiny else {"train": 256, "val": 128}
+        folder = save_digit_scenes(scratch, **sizes, image_size=size, apart=False)
+        crop = RandomCrop(config.min_scale, flip=config.flip)
+        held_out = open_label_maps(folder, "val", size)
+        sets = open_label_maps(folder, "train", size, random_crop=crop), held_out
+        Trainer(model, *sets, config, output=folder / "run", device=suites.DEVICE).fit()
+        figures = evaluate_pixels(model, Batches(held_out, 32))
+    background = figures.sums.confusion[0].sum() / figures.sums.confusion.sum()
+    return {
+        "model": "cvt_nano, ink on photographs",
+        "epochs": epochs,
+        "mIoU, %": 100 * figures.miou,
+        "pixel accuracy, %": 100 * figures.pixel_accuracy,
+        "mIoU of the photograph everywhere, %": 100 * background.item() / 2,
+    }
+
+
+# Sections -------------------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "token_pruning": token_pruning,

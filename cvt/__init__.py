@@ -7,6 +7,7 @@ from .config import PRESETS, CvTConfig
 from .factory import create_model, list_models
 from .huggingface import CheckpointError, save_huggingface
 from .model import CvT, CvTFeatures
+from .segmentation import CvTSegmenter
 from .weight_pruning import prune_weights
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CvT",
     "CvTConfig",
     "CvTFeatures",
+    "CvTSegmenter",
     "__version__",
     "create_model",
     "list_models",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cvt_kernels.reference import LIMITS, resize_table
 
 from . import hub
-from .config import PRESETS, CvTConfig, check_images, preset_of, resolve_config
+from .config import PRESETS, CvTConfig, Head, check_images, preset_of, resolve_config
 from .files import replacing
 from .huggingface import (
     BEST,
@@ -50,8 +50,12 @@ PACKAGED = {"digits": Path(__file__).parent / "weights" / "digits.safetensors"}
 
 # The first part of a name of ours or of Hugging Face's; before it stand the names of wrappers.
 _FIRST_PART = re.compile(
-    r"(?:^|(?<=\.))(?:stage\d+|norm|head|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
+    r"(?:^|(?<=\.))(?:stage\d+|norm|head|decoder|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
+
+# The modules besides the stages that a model has for its head, and the layer whose outputs are the classes.
+_HEADS: dict[Head, tuple[str, ...]] = {"classify": ("norm", "head"), "segment": ("decoder",)}
+_LAST_LAYERS: dict[Head, str] = {"classify": "head", "segment": "decoder.classifier"}
 
 
 class ModelCard(NamedTuple):
@@ -116,9 +120,13 @@ class Checkpoint(NamedTuple):
 
     @property
     def num_classes(self) -> int | None:
-        """The number of outputs of the head, or None if there is no head."""
-        head = self.tensors.get("head.weight")
-        return None if head is None or head.ndim != 2 else head.shape[0]
+        """The number of classes of the head, or None if there is no head."""
+        return _head_and_classes(self.tensors)[1]
+
+    @property
+    def head(self) -> Head | None:
+        """The ``head`` of :class:`CvTConfig` that there are weights of, or None if there is no head."""
+        return _head_and_classes(self.tensors)[0]
 
     @property
     def quantized(self) -> dict[str, str]:
@@ -214,6 +222,7 @@ class Checkpoint(NamedTuple):
         for field, told, found in (
             ("embed_dims", config.embed_dims, dims),
             ("depths", config.depths, depths),
+            ("head", config.head, self.head or config.head),
             ("num_classes", config.num_classes, self.num_classes or 0),
         ):
             if told != found:
@@ -242,7 +251,9 @@ class Checkpoint(NamedTuple):
 
     def _known_fields(self) -> dict[str, Any]:
         """Returns the fields of :class:`CvTConfig` that come with the weights, whatever their model."""
-        fields = {"activation": self.activation, "num_classes": self.num_classes}
+        fields: dict[str, Any] = {"activation": self.activation, "num_classes": self.num_classes}
+        if self.head == "segment" and self.num_classes is not None:
+            fields |= {"head": self.head, "decoder_dim": self.tensors["decoder.classifier.weight"].shape[1]}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -258,7 +269,7 @@ def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Modu
 
     Args:
         checkpoint: The weights, which are not loaded. The model gets layers of 8-bit numbers where they do.
-        build: Builds the ``CvT`` or ``CvTFeatures``.
+        build: Builds the ``CvT``, ``CvTFeatures`` or ``CvTSegmenter``.
 
     Raises:
         CheckpointError: They do not fit.
@@ -289,7 +300,7 @@ class LoadReport(NamedTuple):
     """The report of :func:`load_checkpoint` on what it did besides copying tensors.
 
     Attributes:
-        head_replaced: The number of classes differed, so the model kept a head of its own.
+        head_replaced: The kind of head or the number of classes differed, so the model kept one of its own.
         unused: Names in the checkpoint that belong to parts the model does not have.
     """
 
@@ -368,17 +379,17 @@ def _locate(
 
 
 def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> LoadReport:
-    """Loads weights into a ``CvT`` or ``CvTFeatures``; every parameter and buffer must be there and fit.
+    """Loads weights into a model of this package; every parameter and buffer must be there and fit.
 
-    A head for another number of classes is not loaded: the model's own stays as it is, with a warning. The
-    model's ``labels`` and ``preprocessing`` become those of the checkpoint.
+    A head for another number of classes, or of another kind, is not loaded: the model's own stays as it is,
+    with a warning. The model's ``labels`` and ``preprocessing`` become those of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
         checkpoint: A path or name as for :func:`read_checkpoint`, or what that returned.
 
     Raises:
-        TypeError: ``model`` is neither.
+        TypeError: ``model`` is of another package.
         FileNotFoundError: Nothing is there.
         CheckpointError: The file is not a checkpoint of this model.
     """
@@ -389,18 +400,30 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
     checkpoint = read_checkpoint(checkpoint)
     own = model.state_dict()
     tensors, report = _fitting(checkpoint, own, config)
-    head_replaced = report.head_replaced
     model.load_state_dict(tensors, strict=True)
-    target.labels = checkpoint.labels if "head.weight" in own and not head_replaced else None
+    head, classes = _head_and_classes(own)
+    target.labels = None if head is None or report.head_replaced else checkpoint.labels
     target.preprocessing = checkpoint.preprocessing
-    if head_replaced:
-        classes = own["head.weight"].shape[0]
+    if report.head_replaced:
+        if checkpoint.head == head:
+            difference = f"a head of {checkpoint.num_classes} classes and the model one of {classes}"
+        else:
+            theirs = f"a head to {checkpoint.head}" if checkpoint.head else "no head"
+            difference = f"{theirs} and the model one to {head}"
         warnings.warn(
-            f"{checkpoint.path} has a head of {checkpoint.num_classes} classes and the model one of "
-            f"{classes}: the head was not loaded and keeps the model's own weights",
+            f"{checkpoint.path} has {difference}: the head was not loaded and keeps the model's own weights",
             stacklevel=2,
         )
     return report
+
+
+def _head_and_classes(tensors: Mapping[str, Tensor]) -> tuple[Head | None, int | None]:
+    """Returns the kind of head that there are weights of, and the number of its classes, or None."""
+    for head, layer in _LAST_LAYERS.items():
+        weight = tensors.get(f"{layer}.weight")
+        if weight is not None:
+            return head, weight.shape[0] if weight.ndim == 2 else None
+    return None, None
 
 
 def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -525,18 +548,29 @@ def _fitting(
     if difference is not None:
         raise CheckpointError(f"{checkpoint.path}: {difference}")
     tensors |= _starting_values(tensors, own) | _resized_tables(tensors, own)
-    head_replaced = "head.weight" in own and checkpoint.num_classes not in (None, own["head.weight"].shape[0])
-    if head_replaced:
-        tensors |= {name: tensor for name, tensor in own.items() if name.startswith("head.")}
+    kept = tuple(f"{part}." for part in _own_parts(checkpoint, own))
+    tensors |= {name: tensor for name, tensor in own.items() if name.startswith(kept)}
     _check_fit(checkpoint, tensors, own)
-    return tensors, LoadReport(head_replaced, unused)
+    return tensors, LoadReport(bool(kept), unused)
+
+
+def _own_parts(checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the modules of the head that are not loaded, since the weights are for other classes."""
+    head, classes = _head_and_classes(own)
+    if head is None:
+        return ()
+    is_of_another_kind = checkpoint.head != head and (head == "segment" or checkpoint.head is not None)
+    if is_of_another_kind:
+        return _HEADS[head]
+    return (_LAST_LAYERS[head],) if checkpoint.num_classes not in (None, classes) else ()
 
 
 def _split_unused(
     tensors: dict[str, Tensor], own: Mapping[str, Tensor], stages: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Sets aside what belongs to parts that this model was built without: late stages, norm, head."""
-    parts = {"norm", "head", *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
+    """Sets aside what belongs to parts that this model was built without: late stages and heads."""
+    heads = {part for parts in _HEADS.values() for part in parts}
+    parts = {*heads, *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
     unused = tuple(name for name in tensors if name.split(".")[0] in parts)
     return {name: tensor for name, tensor in tensors.items() if name not in unused}, unused
 

@@ -260,6 +260,8 @@ class CvTConfig:
             raise ValueError(
                 f"stride_q: got {self.stride_q}, expected 1: the residual needs a query per token"
             )
+        if self.head == "segment" and not self.num_classes:
+            raise ValueError("num_classes: got 0 with head='segment', expected a class at least")
         if self.pool == "cls" and not self.cls_token[-1]:
             raise ValueError(
                 "pool: 'cls' needs a class token in the last stage; expected cls_token[-1] or 'avg'"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -59,14 +59,25 @@ class RandomCrop:
 
     def __call__(self, image: Image.Image, image_size: int, rng: np.random.Generator) -> Tensor:
         """Crops an RGB image of any size to uint8 (3, image_size, image_size)."""
-        box = self.box(*image.size, rng)
-        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+        return to_tensor(self.crop([image], image_size, rng)[0])
+
+    def crop(
+        self, images: Sequence[Image.Image], image_size: int, rng: np.random.Generator
+    ) -> list[Image.Image]:
+        """Crops images of one size alike: RGB by bicubic interpolation, others by the nearest pixel."""
+        box = self.box(*images[0].size, rng)
+        sizes = image_size, image_size
+        cropped = [image.resize(sizes, _resampling(image), box=box) for image in images]
         if rng.random() < self.flip:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return to_tensor(image)
+            cropped = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in cropped]
+        return cropped
 
 
-class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
+def _resampling(image: Image.Image) -> Image.Resampling:
+    return Image.Resampling.BICUBIC if image.mode == "RGB" else Image.Resampling.NEAREST
+
+
+class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
     """Labeled images, as the tensors that a model is trained or evaluated on.
 
     An image that cannot be used comes as the exception that says why; :class:`Batches` deals with it.
@@ -91,7 +102,7 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
     def __init__(
         self,
         images: Sequence[_Image],
-        labels: Sequence[int],
+        labels: Sequence[Any],
         classes: Sequence[str],
         image_size: int,
         *,
@@ -102,18 +113,19 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
             raise ValueError(f"classes: got {list(classes)}, expected at least two")
         if len(images) != len(labels) or not images:
             raise ValueError(f"labels: got {len(labels)} for {len(images)} images, expected one for each")
-        wrong = next((label for label in labels if not 0 <= label < len(classes)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"labels: got {wrong}, expected 0 to {len(classes) - 1} for {len(classes)} classes"
-            )
+        self._check_labels(labels, len(classes))
         self.images, self.labels, self.classes = images, labels, list(classes)
         self.image_size, self.crop_fraction, self.random_crop = image_size, crop_fraction, random_crop
         self.epoch = self.seed = 0
 
+    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
+        wrong = next((label for label in labels if not 0 <= label < classes), None)
+        if wrong is not None:
+            raise ValueError(f"labels: got {wrong}, expected 0 to {classes - 1} for {classes} classes")
+
     def part(self, indices: Sequence[int]) -> ImageDataset:
         """Returns a data set of some of the images, in the order of their indices."""
-        return ImageDataset(
+        return type(self)(
             [self.images[i] for i in indices],
             [self.labels[i] for i in indices],
             self.classes,
@@ -125,18 +137,25 @@ class ImageDataset(Dataset["tuple[Tensor, int] | Exception"]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | Exception:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor] | Exception:
         image = self.images[index]
         try:
             image = image if isinstance(image, Image.Image) else read_image(image)
+            return self._sample(index, image)
         except (ImageError, OSError) as error:
             return error
+
+    def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, int | Tensor]:
+        """Returns the tensor of an image, and its label."""
         if self.random_crop is None:
             tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
         else:
-            rng = np.random.default_rng((self.seed, self.epoch, index))
-            tensor = self.random_crop(image, self.image_size, rng)
+            tensor = self.random_crop(image, self.image_size, self.rng(index))
         return tensor, self.labels[index]
+
+    def rng(self, index: int) -> np.random.Generator:
+        """Returns the generator of the random numbers of an image in this epoch."""
+        return np.random.default_rng((self.seed, self.epoch, index))
 
 
 def open_dataset(
@@ -325,7 +344,7 @@ class Batches:
             self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields images (B, 3, H, W), uint8 if cropped at random, else normalized, and labels (B,)."""
+        """Yields images (B, 3, H, W), uint8 if cropped at random, else normalized, and labels (B, …)."""
         for images, labels, errors in self._loader:
             for error in errors:
                 if self._corrupt == "error":
@@ -337,8 +356,11 @@ class Batches:
                 raise ImageError("data: a whole batch of images cannot be used")
 
 
-def _collate(samples: list[tuple[Tensor, int] | Exception]) -> tuple[Tensor, Tensor, list[Exception]]:
+def _collate(
+    samples: list[tuple[Tensor, int | Tensor] | Exception],
+) -> tuple[Tensor, Tensor, list[Exception]]:
     good = [sample for sample in samples if not isinstance(sample, Exception)]
     errors = [sample for sample in samples if isinstance(sample, Exception)]
     images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
-    return images, torch.tensor([label for _, label in good], dtype=torch.long), errors
+    labels = torch.stack([torch.as_tensor(label) for _, label in good]) if good else torch.empty(0)
+    return images, labels, errors

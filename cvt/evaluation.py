@@ -1,7 +1,8 @@
-"""Evaluation of a classifier: accuracy, loss, confusion, speed; parameters and multiply-adds of a CvT.
+"""Evaluation of a classifier or a segmenter: accuracy, loss, confusion, speed; parameters and multiply-adds.
 
-Ranks, sums and the confusion matrix are a line each of PyTorch's ``topk``, ``sum`` and ``index_put_``, and
-need no library of metrics; the tests compare them with scikit-learn's.
+Ranks, sums and the confusion matrix of a classifier are a line each of PyTorch's ``topk``, ``sum`` and
+``index_put_``, and need no library of metrics; the tests compare them with scikit-learn's. Those of pixels
+are torchmetrics'.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.nn import functional as F
 from cvt_kernels import measure, use_backend
 
 from .config import CvTConfig
-from .model import Block, CvT, Stage
+from .extras import require
+from .model import Block, Stage, Stages
+from .segmentation import IGNORED, build, pixel_loss
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
 
@@ -87,6 +90,61 @@ class Evaluation(NamedTuple):
     def per_class(self) -> Tensor:
         """The accuracy within each class, (K,) float64, NaN for one without images."""
         return self.confusion.diag() / self.confusion.sum(1).double()
+
+
+class PixelSums(NamedTuple):
+    """The figures of a segmenter over labeled images, as torchmetrics counts them.
+
+    A class that occurs neither in the labels nor in the answers has an intersection over union of 0, and is
+    left out of the mean.
+
+    Attributes:
+        loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
+        miou: Intersection over union, mean over the classes.
+        iou: (K,) float32, the intersection over union of each class.
+        confusion: (K, K) int64: pixels of class i that were taken for class j.
+    """
+
+    loss: float
+    miou: float
+    iou: Tensor
+    confusion: Tensor
+
+    @property
+    def pixel_accuracy(self) -> float:
+        """The fraction of the labeled pixels whose class is the most probable one; NaN without any."""
+        return (self.confusion.diag().sum().double() / self.confusion.sum()).item()
+
+
+class PixelEvaluation(NamedTuple):
+    """The figures of a segmenter that :func:`evaluate_pixels` measured.
+
+    Attributes:
+        sums: Intersections over unions, loss and confusion, on the CPU.
+        images: Number of images.
+        images_per_second: As in :class:`Evaluation`.
+        peak_memory: Likewise.
+    """
+
+    sums: PixelSums
+    images: int
+    images_per_second: float
+    peak_memory: int | None
+
+    @property
+    def miou(self) -> float:
+        """The intersection over union, mean over the classes."""
+        return self.sums.miou
+
+    @property
+    def pixel_accuracy(self) -> float:
+        """The fraction of the labeled pixels whose class is the most probable one."""
+        return self.sums.pixel_accuracy
+
+    @property
+    def loss(self) -> float:
+        """The cross-entropy, mean over the labeled pixels."""
+        return self.sums.loss
 
 
 class Cost(NamedTuple):
@@ -162,39 +220,31 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
     )
 
 
-class _Observer:
-    """Times the forward passes of a classifier, checks its answers and counts what it confuses."""
+class _Timed:
+    """Times the forward passes of a model."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self._model, self._device = model, device
         self._seconds: list[float] = []
         self._sizes: list[int] = []
-        self.confusion = torch.zeros(0, 0, dtype=torch.int64)
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
         start = measure.now(self._device)
         logits = self._model(images)
         self._seconds.append(measure.now(self._device) - start)
-        if logits.ndim != 2 or logits.shape[0] != len(images):
-            raise ValueError(
-                f"{self._batch}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
-            )
+        self._sizes.append(len(images))
         return logits
 
-    def observe(self, answers: Answers) -> None:
-        """Checks and counts the answers to a batch."""
-        _check(self._batch, answers)
-        self._sizes.append(len(answers.images))
-        if not len(self.confusion):
-            classes = answers.logits.shape[1]
-            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
-        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
-        self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return sum(self._sizes)
 
     @property
-    def _batch(self) -> str:
-        return f"batches[{len(self._sizes)}]"
+    def batch(self) -> str:
+        """The name of the last batch."""
+        return f"batches[{len(self._sizes) - 1}]"
 
     @property
     def images_per_second(self) -> float:
@@ -207,6 +257,119 @@ class _Observer:
             known.add(size)
         timed = repeated or others[1:] or others
         return sum(size for size, _ in timed) / sum(seconds for _, seconds in timed)
+
+
+class _Observer(_Timed):
+    """Times the forward passes of a classifier, checks its answers and counts what it confuses."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        super().__init__(model, device)
+        self.confusion = torch.zeros(0, 0, dtype=torch.int64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Runs the model."""
+        logits = super().forward(images)
+        if logits.ndim != 2 or logits.shape[0] != len(images):
+            raise ValueError(
+                f"{self.batch}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
+            )
+        return logits
+
+    def observe(self, answers: Answers) -> None:
+        """Checks and counts the answers to a batch."""
+        _check(self.batch, answers)
+        if not len(self.confusion):
+            classes = answers.logits.shape[1]
+            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
+        self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+
+
+@torch.no_grad()
+def add_up_pixels(
+    model: Callable[[Tensor], Tensor],
+    batches: LabeledImages,
+    device: torch.device,
+    classes: int,
+    *,
+    autocast: torch.dtype | None = None,
+    observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    together: bool = True,
+) -> PixelSums:
+    """Adds up the pixels that a segmenter takes for each class, by torchmetrics.
+
+    Args:
+        model: Images (B, …) to logits (B, K, H, W), in evaluation mode.
+        batches: Pairs of images (B, …) and labels (B, H, W): classes, or 255 for pixels that do not count.
+        device: That of the model.
+        classes: K.
+        autocast: The same as in :func:`evaluate`.
+        observe: Called with images, labels and logits of every batch before they are added.
+        together: With several processes, add up the pixels of all.
+
+    Raises:
+        ModuleNotFoundError: torchmetrics is not installed.
+    """
+    metrics = require("torchmetrics", "train")
+    kinds = metrics.classification
+    options = {"num_classes": classes, "ignore_index": IGNORED, "validate_args": False}
+    options |= {"sync_on_compute": together}
+    counts = metrics.MetricCollection(
+        {
+            "confusion": kinds.MulticlassConfusionMatrix(**options),
+            "iou": kinds.MulticlassJaccardIndex(average="none", **options),
+            "miou": kinds.MulticlassJaccardIndex(average="macro", **options),
+        },
+        compute_groups=[["confusion", "iou", "miou"]],  # which count the same
+    ).to(device)
+    loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        logits = logits.float()
+        if observe is not None:
+            observe(images, labels, logits)
+        counts.update(logits.argmax(1), labels)
+        loss.update(pixel_loss(logits, labels, reduction="sum"))
+    figures = counts.compute()
+    confusion = figures["confusion"].cpu()
+    mean_loss = (loss.compute().cpu() / confusion.sum()).item()
+    return PixelSums(mean_loss, figures["miou"].item(), figures["iou"].cpu(), confusion)
+
+
+@torch.inference_mode()
+def evaluate_pixels(
+    model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
+) -> PixelEvaluation:
+    """Runs a segmenter over images with label maps, all pixels of which count the same.
+
+    Args:
+        model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
+        batches: Pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for pixels
+            that do not count.
+        autocast: As in :func:`evaluate`.
+
+    Raises:
+        ModuleNotFoundError: torchmetrics is not installed.
+        ValueError: There is no labeled pixel, a batch is not images with a label of each pixel, a label is
+            out of range, or logits are not finite.
+    """
+    device = next(model.parameters()).device
+    timed = _Timed(model, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def observe(images: Tensor, labels: Tensor, logits: Tensor) -> None:
+        _check_pixels(timed.batch, images, labels, logits)
+
+    config: CvTConfig = cast(Any, model).config
+    settings: dict[str, Any] = {"autocast": autocast, "observe": observe, "together": False}
+    with _eval_mode(model):
+        sums = add_up_pixels(timed.forward, batches, device, config.num_classes, **settings)
+    if not sums.confusion.sum():
+        raise ValueError("batches: got no labeled pixels, expected at least one")
+    return PixelEvaluation(sums, timed.images, timed.images_per_second, _peak_memory(device))
 
 
 def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = None) -> Cost:
@@ -229,7 +392,7 @@ def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = 
     from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
 
     with torch.device("meta"):
-        model = CvT(config).eval()
+        model = build(config).eval()
         image = torch.empty(1, config.in_chans, image_size, image_size)
     counter, tokens = FlopCounterMode(display=False), TokenCounter(model)
     with use_backend("reference"), torch.no_grad(), counter, tokens:
@@ -249,7 +412,7 @@ class TokenCounter:
         model: A model whose blocks are called, so not frozen for serving.
     """
 
-    def __init__(self, model: CvT):
+    def __init__(self, model: Stages):
         last = cast(Stage, model.get_submodule(f"stage{len(model.config.depths) - 1}"))
         self._blocks = [cast(Block, block) for block in last.blocks]
         self._calls: list[list[tuple[Tensor | int, int, int]]] = [[] for _ in self._blocks]
@@ -318,6 +481,26 @@ def _check(name: str, answers: Answers) -> None:
     if len(wrong):
         raise ValueError(
             f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's classes"
+        )
+    if not logits.isfinite().all():
+        raise ValueError(f"{name}: the model gives logits that are not finite")
+
+
+def _check_pixels(name: str, images: Tensor, labels: Tensor, logits: Tensor) -> None:
+    expected = (len(images), *images.shape[2:])
+    if logits.ndim != 4 or (len(logits), *logits.shape[2:]) != expected:
+        sizes = ", ".join(map(str, (len(images), "classes", *images.shape[2:])))
+        raise ValueError(f"{name}: got logits of shape {tuple(logits.shape)}, expected ({sizes})")
+    if labels.dtype != torch.int64 or labels.shape != expected:
+        raise ValueError(
+            f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
+            f"expected {expected} and torch.int64, one per pixel"
+        )
+    wrong = labels[(labels < 0) | ((labels >= logits.shape[1]) & (labels != IGNORED))]
+    if len(wrong):
+        raise ValueError(
+            f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's classes, "
+            f"or {IGNORED}, which is ignored"
         )
     if not logits.isfinite().all():
         raise ValueError(f"{name}: the model gives logits that are not finite")

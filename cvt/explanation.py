@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 import cvt_kernels as ck
 from cvt_kernels.ops.rows import scatter_rows
+from cvt_kernels.ops.token_selection import interpolation, spread_keys
 
 from .config import CvTConfig
 from .extras import require
 from .images import IMAGENET_MEAN, IMAGENET_STD
 from .model import Attention, Block, CvT, Grid, Stage
-from .token_pruning import interpolation, spread_keys
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright

@@ -16,9 +16,22 @@ from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkp
 from .config import PRESETS, CvTConfig, resolve_config
 from .hub import PRETRAINED
 from .model import CvT, CvTFeatures
+from .segmentation import CvTSegmenter, build
 
 #: The seed of :func:`randomize`.
 SEED = 0
+
+
+@overload
+def create_model(
+    model: str | CvTConfig | None = None,
+    *,
+    pretrained: bool = False,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    features_only: Literal[False] = False,
+    head: Literal["segment"],
+    **overrides: Any,
+) -> CvTSegmenter: ...
 
 
 @overload
@@ -52,24 +65,27 @@ def create_model(
     features_only: bool = False,
     out_indices: Sequence[int] | None = None,
     **overrides: Any,
-) -> CvT | CvTFeatures:
+) -> CvT | CvTFeatures | CvTSegmenter:
     """Builds a CvT, of the paper or of your own, and loads weights into it.
 
     Args:
         model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`; None for the model of the
             checkpoint. A model that is not given by a configuration gets as many classes as the checkpoint
-            has, and its activation; with another ``num_classes`` its head is left freshly initialized.
+            has, its activation and its ``head``; with another ``num_classes`` or ``head`` the model's head is
+            left freshly initialized.
         pretrained: Load the published weights of that name from the Hugging Face Hub: ``microsoft/cvt-13``,
             ``microsoft/cvt-21`` or ``microsoft/cvt-w24-384-22k``.
         checkpoint: A path, or ``"owner/name"`` on the Hub, as for :func:`read_checkpoint`. A Hugging Face
             model that is not known as Microsoft's comes with a warning about its activation, unless
             ``activation`` is given.
-        features_only: Build a :class:`CvTFeatures` instead of a classifier.
+        features_only: Build a :class:`CvTFeatures`, which has no head.
         out_indices: With ``features_only``, the stages whose maps are returned; None for all.
-        **overrides: Fields of :class:`CvTConfig` to change, such as ``num_classes=10``.
+        **overrides: Fields of :class:`CvTConfig` to change, such as ``num_classes=10``, or
+            ``head="segment"`` for a :class:`CvTSegmenter`.
 
     Returns:
-        A :class:`CvT` (or :class:`CvTFeatures`) in training mode, on the CPU, in float32.
+        A :class:`CvT` (or :class:`CvTFeatures`, or :class:`CvTSegmenter`) in training mode, on the CPU, in
+        float32.
 
     Raises:
         TypeError: An override that is not a field, or of the wrong type; or neither model nor checkpoint.
@@ -86,15 +102,15 @@ def create_model(
         if model is None:
             raise TypeError("model: got None and no checkpoint, expected one of them")
         config = resolve_config(model, **overrides)
-        return CvTFeatures(config, out_indices) if features_only else CvT(config)
+        return CvTFeatures(config, out_indices) if features_only else build(config)
     if model is not None:
         resolve_config(model, **overrides)  # which fails before anything is fetched
     state = read_checkpoint(checkpoint)
     config = state.configuration(model, **overrides)
     if not isinstance(model, CvTConfig) and "activation" not in overrides:
         warn_of_activation(state)
-    built: CvT | CvTFeatures = build_fitting(
-        state, lambda: CvTFeatures(config, out_indices) if features_only else CvT(config)
+    built: CvT | CvTFeatures | CvTSegmenter = build_fitting(
+        state, lambda: CvTFeatures(config, out_indices) if features_only else build(config)
     )
     load_checkpoint(built, state)
     return built

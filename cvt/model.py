@@ -28,11 +28,11 @@ from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.conv_projection.modules import project
 from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from cvt_kernels.ops.token_selection import score_tokens, select_tokens
 from cvt_kernels.reference import PositionBias, resize_table
 
 from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
-from .token_pruning import score_tokens, select_tokens
 
 Grid = tuple[int, int]
 
@@ -143,7 +143,7 @@ class Attention(nn.Module):
 
         Returns:
             (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
-            :func:`cvt.token_pruning.score_tokens`.
+            :func:`cvt_kernels.ops.token_selection.score_tokens`.
         """
         fused = why_not_now(self, attention_entry(self)) is None
         projected = self._project(x, grid, fused)
@@ -311,8 +311,8 @@ class FeatureInfo(list[dict[str, Any]]):
         return [info["module"] for info in self]
 
 
-class _Stages(nn.Module):
-    """The stages ``stage0``, ``stage1``, … of a classifier or a feature extractor."""
+class Stages(nn.Module):
+    """The stages ``stage0``, ``stage1``, … that every model here consists of, besides its head."""
 
     def __init__(self, config: CvTConfig, count: int):
         super().__init__()
@@ -388,12 +388,21 @@ class _Stages(nn.Module):
                     "channel, expected a larger batch or larger images in training"
                 )
 
+    def maps(self, images: Tensor) -> list[Tensor]:
+        """Turns images into the map (B, C, H, W) of every stage, as channels-last views."""
+        self._check_images(images)
+        maps: list[Tensor] = []
+        for stage in self._built_stages():
+            images = tokens_to_map(*stage(images))
+            maps.append(images)
+        return maps
+
     def no_weight_decay(self) -> set[str]:
         """Returns the names of parameters that weight decay should leave alone, besides biases and norms."""
         return {name for name, _ in self.named_parameters() if name.endswith(("cls_token", "position_bias"))}
 
 
-class CvT(_Stages, PretrainedModel):
+class CvT(Stages, PretrainedModel):
     """A CvT with a classification head.
 
     Args:
@@ -416,12 +425,14 @@ class CvT(_Stages, PretrainedModel):
     """
 
     def __init__(self, config: CvTConfig):
+        if config.head != "classify":
+            raise ValueError(f"config: has head={config.head!r}, expected 'classify' for a classifier")
         super().__init__(config, count=len(config.embed_dims))
         self.num_features = config.embed_dims[-1]
         self.feature_info = self._feature_info()
         self.norm = nn.LayerNorm(self.num_features)
         self.head = self._build_head(config.num_classes)
-        self.apply(_init_weights)
+        self.apply(init_weights)
 
     @property
     def num_classes(self) -> int:
@@ -448,7 +459,7 @@ class CvT(_Stages, PretrainedModel):
         """
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
         self.head = self._build_head(num_classes).to(next(self.parameters()))
-        self.head.apply(_init_weights)
+        self.head.apply(init_weights)
         self.labels = None
         for module in self.modules():
             if isinstance(module, Attention):
@@ -481,7 +492,7 @@ class CvT(_Stages, PretrainedModel):
         return self.forward_head(apply_layer_norm(self.norm, tokens))
 
 
-class CvTFeatures(_Stages):
+class CvTFeatures(Stages):
     """The stages of a CvT as a backbone, from images to a list of feature maps (B, C, H, W).
 
     Parameter names are those of :class:`CvT`; stages after the last requested one are not built.
@@ -509,14 +520,10 @@ class CvTFeatures(_Stages):
         super().__init__(config, count=max(self.out_indices) + 1)
         info = self._feature_info()
         self.feature_info = FeatureInfo(info[i] for i in self.out_indices)
-        self.apply(_init_weights)
+        self.apply(init_weights)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        self._check_images(images)
-        maps: list[Tensor] = []
-        for stage in self._built_stages():
-            images = tokens_to_map(*stage(images))
-            maps.append(images)
+        maps = self.maps(images)
         return [maps[i] for i in self.out_indices]
 
 
@@ -549,7 +556,7 @@ def _normalizes_by_batch(stage: nn.Module) -> bool:
     return isinstance(batch_norm, BATCH_NORMS) and batch_norm.training
 
 
-def _init_weights(module: nn.Module) -> None:
+def init_weights(module: nn.Module) -> None:
     """Applies Microsoft's ``trunc_norm`` initialization; convolutions and norms keep PyTorch's own."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

@@ -21,12 +21,12 @@ from .factory import create_model
 from .model import Attention, Block, Mlp
 from .pretrained import PretrainedModel
 from .quantized import quantized_layers
+from .segmentation import IGNORED
 
 Saliency = Literal["magnitude", "taylor"]
 
 _Model = TypeVar("_Model", bound=PretrainedModel)
 
-_IGNORED = 255  # the label of pixels that do not count
 _UNITS = 8  # hidden units that kernels like to have a multiple of
 _ROUNDING = 1e-9  # of products such as 0.29 · 100
 
@@ -254,10 +254,10 @@ def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
         got = f"{tuple(labels.shape)} of {labels.dtype}"
         raise ValueError(f"{name}: got labels {got}, expected {tuple(expected)} of torch.int64")
     is_map = logits.ndim > 2
-    wrong = labels[((labels < 0) | (labels >= logits.shape[1])) & ((labels != _IGNORED) | (not is_map))]
+    wrong = labels[((labels < 0) | (labels >= logits.shape[1])) & ((labels != IGNORED) | (not is_map))]
     if len(wrong):
         raise ValueError(f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}")
-    ignored = _IGNORED if is_map else -100
+    ignored = IGNORED if is_map else -100
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignored)
 
 

@@ -41,14 +41,15 @@ def _classify(arguments: argparse.Namespace) -> None:
     """Prints only when every photograph has been classified."""
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
-    labels, classes = loaded.labels(arguments.labels), loaded.model.num_classes
+    model = loaded.classifier
+    labels, classes = loaded.labels(arguments.labels), model.num_classes
     photos, batch_size = arguments.photos, arguments.batch_size
     batches = []
     with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
         for start in range(0, len(photos), batch_size):
             images = loaded.read(photos[start : start + batch_size])
             with torch.inference_mode():
-                batches.append(loaded.model(images.to(device)).softmax(dim=-1).cpu())
+                batches.append(model(images.to(device)).softmax(dim=-1).cpu())
             progress.update(len(images))
 
     probabilities = torch.cat(batches)

@@ -23,6 +23,7 @@ from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
 from ..model import CvT
+from ..segmentation import CvTSegmenter
 
 if TYPE_CHECKING:
     from ..datasets import Batches
@@ -174,10 +175,24 @@ def resolve_device(name: str | None) -> torch.device:
 class LoadedModel(NamedTuple):
     """A model in evaluation mode, the size of its images, and the warnings of its loading."""
 
-    model: CvT
+    model: CvT | CvTSegmenter
     checkpoint: Checkpoint
     image_size: int
     remarks: list[str]
+
+    @property
+    def classifier(self) -> CvT:
+        """The model, which must be a classifier.
+
+        Raises:
+            ValueError: It gives a class of every pixel.
+        """
+        if not isinstance(self.model, CvT):
+            path, head = self.checkpoint.path, self.model.config.head
+            raise ValueError(
+                f"{path} is a model of head={head!r}, which is for pixels; expected a classifier"
+            )
+        return self.model
 
     @property
     def crop_fraction(self) -> float | None:
@@ -236,7 +251,7 @@ def build_model(
     activation: str | None,
     option: str = "--activation",
     **overrides: Any,
-) -> tuple[CvT, list[str]]:
+) -> tuple[CvT | CvTSegmenter, list[str]]:
     """Builds a model with the weights of a checkpoint.
 
     Args:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
 
-from ..evaluation import Cost, Evaluation, TokenCounter, cost, evaluate
+from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels
 from ..files import replacing, write_json
 from ..model import CvT
+from ..segmentation import CvTSegmenter
 from ..training.recipe import PRECISIONS
 from .common import (
     add_batch_arguments,
@@ -30,7 +32,9 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..datasets import Batches
+    from ..datasets import Batches, ImageDataset
+
+_Row = tuple[str, str, str, str]
 
 _WORST = 10  # classes of a report
 
@@ -42,7 +46,10 @@ def add_parser(commands: Any) -> None:
         help="accuracy, loss and confusion on a data set; parameters, multiply-adds, speed, memory",
     )
     parser.add_argument(
-        "--data", required=True, help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet"
+        "--data",
+        required=True,
+        help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet; for a model of train --task "
+        "segment one with val/images/NAME.jpg and val/labels/NAME.png",
     )
     add_model_arguments(parser)
     add_labels_argument(parser)
@@ -64,11 +71,15 @@ def add_parser(commands: Any) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from ..datasets import Batches, open_dataset  # Pillow, which --help need not wait for
+    from ..label_maps import open_label_maps
 
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
-    dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
+    if isinstance(model, CvTSegmenter):
+        dataset: ImageDataset = open_label_maps(data, "val", size, classes=loaded.checkpoint.labels)
+    else:
+        dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
     for keep in arguments.token_keeps:
@@ -105,15 +116,16 @@ class Measured(NamedTuple):
     """The figures of a model for one ``token_keep``; ``tokens`` are the means of :class:`TokenCounter`."""
 
     token_keep: Any
-    evaluation: Evaluation
+    evaluation: Evaluation | PixelEvaluation
     cost: Cost
     tokens: list[float]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures that depend on how many tokens stay; ``tokens`` counts class tokens too."""
-        figures = {
-            name: getattr(self.evaluation, name) for name in ("top1", "top5", "loss", "images_per_second")
-        }
+        scores = (
+            ("miou", "pixel_accuracy") if isinstance(self.evaluation, PixelEvaluation) else ("top1", "top5")
+        )
+        figures = {name: getattr(self.evaluation, name) for name in (*scores, "loss", "images_per_second")}
         return {
             "token_keep": self.token_keep,
             **figures,
@@ -122,27 +134,34 @@ class Measured(NamedTuple):
         }
 
 
-def _measure(model: CvT, keep: Any, batches: Batches, size: int, autocast: torch.dtype | None) -> Measured:
+def _measure(
+    model: CvT | CvTSegmenter, keep: Any, batches: Batches, size: int, autocast: torch.dtype | None
+) -> Measured:
     """Evaluates a model in which ``keep`` is then set."""
     model.set_token_keep(keep)
     progress = tqdm(batches, unit="batch", leave=False, disable=None)
     with TokenCounter(model) as counter:
-        evaluation = evaluate(model, progress, autocast=autocast)
+        run: Callable[..., Evaluation | PixelEvaluation] = (
+            evaluate if isinstance(model, CvT) else evaluate_pixels
+        )
+        evaluation = run(model, progress, autocast=autocast)
     tokens = counter.means()
     return Measured(keep, evaluation, cost(model.config, size, tokens), tokens)
 
 
 def token_table(runs: Sequence[Measured]) -> list[str]:
     """Returns a table of models that differ in how many tokens stay, the model as it was loaded first."""
-    rows = [("tokens kept", "computed", "top-1", "multiply-adds", "of the first", "images/s")]
     first = runs[0]
+    title = "mIoU" if isinstance(first.evaluation, PixelEvaluation) else "top-1"
+    rows = [("tokens kept", "computed", title, "multiply-adds", "of the first", "images/s")]
     for run in runs:
+        score = run.evaluation.miou if isinstance(run.evaluation, PixelEvaluation) else run.evaluation.top1
         keep = run.token_keep if isinstance(run.token_keep, tuple) else (run.token_keep,)
         rows.append(
             (
                 ",".join(each if isinstance(each, str) else f"{each:g}" for each in keep),
                 f"{sum(run.tokens) / (len(run.tokens) * run.tokens[0]):.1%}",
-                f"{run.evaluation.top1:.2%}",
+                f"{score:.2%}",
                 _scaled(run.cost.multiply_adds),
                 f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
                 f"{run.evaluation.images_per_second:.1f}",
@@ -153,36 +172,76 @@ def token_table(runs: Sequence[Measured]) -> list[str]:
     return [*lines, "", note]
 
 
-def report(evaluation: Evaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
+def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
     memory = evaluation.peak_memory
+    if isinstance(evaluation, PixelEvaluation):
+        classes = _iou_of_classes(evaluation, labels)
+        scores = [("mIoU", evaluation.miou), ("pixel accuracy", evaluation.pixel_accuracy)]
+    else:
+        classes = _accuracy_of_classes(evaluation, labels)
+        scores = [("top-1", evaluation.top1), ("top-5", evaluation.top5)]
     figures = [
         ("images", f"{evaluation.images}"),
-        ("top-1", f"{evaluation.top1:.2%}"),
-        ("top-5", f"{evaluation.top5:.2%}"),
+        *((name, f"{score:.2%}") for name, score in scores),
         ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
         ("images/s", f"{evaluation.images_per_second:.1f}"),
         ("peak memory", "unknown" if memory is None else f"{memory / 2**20:.0f} MiB"),
     ]
+    return "\n".join([*aligned(figures, right=[1]), "", *aligned(classes, right=[1, 2])])
+
+
+def _accuracy_of_classes(evaluation: Evaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest accuracy."""
     has_images = evaluation.confusion.sum(1) > 0
     ascending = [int(i) for i in evaluation.per_class.argsort(stable=True) if has_images[i]]
     classes = [("class", "images", "right", "most often taken for")]
     for i in ascending[:_WORST]:
-        row = evaluation.confusion[i].clone()
+        row = evaluation.confusion[i]
         count, right = int(row.sum()), int(row[i])
-        row[i] = 0
-        other = "" if right == count else f"{_name(int(row.argmax()), labels)} ({int(row.max())})"
-        classes.append((_name(i, labels), f"{count}", f"{right / count:.2%}", other))
-    return "\n".join([*aligned(figures, right=[1]), "", *aligned(classes, right=[1, 2])])
+        classes.append((_name(i, labels), f"{count}", f"{right / count:.2%}", _confused(row, i, labels)))
+    return classes
 
 
-def as_json(evaluation: Evaluation, costs: Cost, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the figures as numbers, with the accuracy of every class and the complete confusion matrix.
+def _iou_of_classes(evaluation: PixelEvaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest intersection over union, of those that occur."""
+    confusion, iou = evaluation.sums.confusion, evaluation.sums.iou
+    occurs = confusion.sum(0) + confusion.sum(1) > 0
+    ascending = [int(i) for i in iou.argsort(stable=True) if occurs[i]]
+    classes = [("class", "pixels", "IoU", "most often taken for")]
+    for i in ascending[:_WORST]:
+        row = confusion[i]
+        classes.append((_name(i, labels), f"{int(row.sum())}", f"{iou[i]:.2%}", _confused(row, i, labels)))
+    return classes
+
+
+def _confused(row: Tensor, i: int, labels: Sequence[str] | None) -> str:
+    """Returns the class that another is most often taken for, by its row of the confusion matrix."""
+    others = row.clone()
+    others[i] = 0
+    return f"{_name(int(others.argmax()), labels)} ({int(others.max())})" if others.any() else ""
+
+
+def as_json(
+    evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns the figures as numbers, with those of every class and the complete confusion matrix.
 
     The accuracy of a class without images is null.
     """
+    if isinstance(evaluation, PixelEvaluation):
+        figures = evaluation._asdict() | costs._asdict()
+        sums = figures.pop("sums")
+        return figures | {
+            "loss": evaluation.loss,
+            "miou": evaluation.miou,
+            "pixel_accuracy": evaluation.pixel_accuracy,
+            "iou": sums.iou.tolist(),
+            "confusion": sums.confusion.tolist(),
+            "labels": None if labels is None else list(labels),
+        }
     figures = evaluation._asdict() | costs._asdict()
     per_class = [None if accuracy != accuracy else accuracy for accuracy in evaluation.per_class.tolist()]
     return figures | {

@@ -58,7 +58,7 @@ def _explain(arguments: argparse.Namespace) -> None:
         figure_class()
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
-    model, config = loaded.model, loaded.model.config
+    model, config = loaded.classifier, loaded.model.config
     images = loaded.read(photos)
     progress = tqdm(images, unit="photo", leave=False, disable=None)
     explanations = [explain(model, image[None].to(device)) for image in progress]

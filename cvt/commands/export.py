@@ -27,6 +27,7 @@ from ..extras import require
 from ..files import replacing
 from ..model import CvT
 from ..quantized import quantized_layers
+from ..segmentation import CvTSegmenter
 from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
 from .onnx_nodes import with_nodes
 
@@ -52,15 +53,16 @@ def _export(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
     difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)
+    sides = f", {size}, {size}" if config.head == "segment" else ""
     line = (
         f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "
-        f"(batch, {config.num_classes}), within {difference:.1e} of the model"
+        f"(batch, {config.num_classes}{sides}), within {difference:.1e} of the model"
     )
     print_result(arguments, [line], loaded.remarks)
 
 
 def export(
-    model: CvT,
+    model: CvT | CvTSegmenter,
     path: str | os.PathLike[str],
     format: str,  # noqa: A002
     *,
@@ -69,7 +71,7 @@ def export(
 ) -> float:
     """Writes a model with its weights, for any number of images of one size.
 
-    The file takes float32 ``images`` (B, in_chans, image_size, image_size) to ``logits`` (B, num_classes) by
+    The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
     PyTorch's or ONNX's own operators; layers of 8-bit numbers become ONNX's QuantizeLinear and
     DequantizeLinear. Before it is kept it is read back and compared with the model on random images; an ONNX
     file is run by onnxruntime.
@@ -123,7 +125,7 @@ def export(
         return _compare(model, images, expected, logits)
 
 
-def _compare(model: CvT, images: Tensor, expected: Tensor, logits: Tensor) -> float:
+def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits: Tensor) -> float:
     """Returns the largest difference of an export's logits, relative to the largest logit of the model.
 
     Raises:

@@ -109,13 +109,14 @@ def _quantize(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
+    classifier = loaded.classifier
     images, answers = open_calibration(arguments, loaded, arguments.images)
     card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
     with contextlib.ExitStack() as stack:
         json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         file = stack.enter_context(replacing(output))
         remarks = stack.enter_context(recorded_warnings())
-        model = copy.deepcopy(loaded.model)
+        model = copy.deepcopy(classifier)
         report = ck.quantize(
             model,
             images,
@@ -124,10 +125,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
             embeddings=arguments.embeddings,
             progress=True,
         )
-        before = _evaluate(loaded.model, answers, "before")
-        trials = _Trials(loaded.model, model, report, card, file, answers)
+        before = _evaluate(classifier, answers, "before")
+        trials = _Trials(classifier, model, report, card, file, answers)
         report, after = trials.within(before.top1 - arguments.max_drop / 100)
-        figures = (before, _size_of(loaded.model)), (after, file.stat().st_size)
+        figures = (before, _size_of(classifier)), (after, file.stat().st_size)
         if json_file is not None:
             setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
             setting |= {"image_size": loaded.image_size, "device": str(device)}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from ..checkpoints import read_checkpoint
-from ..config import ACTIVATIONS, PRESETS
+from ..config import ACTIVATIONS, PRESETS, Head
 from ..factory import create_model
 from ..model import CvT
-from ..training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig
+from ..segmentation import CvTSegmenter
+from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from .common import (
     add_device_argument,
     add_token_keep_argument,
@@ -23,12 +24,24 @@ from .common import (
     resolve_device,
 )
 
+if TYPE_CHECKING:
+    from ..datasets import ImageDataset
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``, with an option for every field of :class:`TrainConfig`."""
     parser = commands.add_parser("train", help="train a CvT, with torchrun on several devices")
     parser.add_argument(
-        "--data", required=True, help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE"
+        "--data",
+        required=True,
+        help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for --task segment one with "
+        "train/images/NAME.jpg, train/labels/NAME.png and the same in val/",
+    )
+    parser.add_argument(
+        "--task",
+        choices=get_args(Head),
+        default="classify",
+        help="a class of every image (classify, the default), or of every pixel (segment)",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="for checkpoints and logs")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
@@ -60,18 +73,19 @@ def add_parser(commands: Any) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
-    from ..datasets import DIGITS, RandomCrop, open_dataset
+    from ..datasets import DIGITS, RandomCrop
     from ..training.trainer import Trainer, distributed, epoch_line
 
     with printed_warnings(arguments), distributed(resolve_device(arguments.device)) as device:
         is_digits = arguments.data == DIGITS
         given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
         given = {name: value for name, value in given.items() if value is not None}
-        config = TrainConfig(**_recipe(DIGITS_OPTIONS if is_digits else {}, given))
+        options = SEGMENT_OPTIONS if arguments.task == "segment" else DIGITS_OPTIONS if is_digits else {}
+        config = TrainConfig(**_recipe(options, given))
         image_size = arguments.image_size or (16 if is_digits else 224)
         crop = RandomCrop(config.min_scale, flip=config.flip)
-        train_set = open_dataset(arguments.data, "train", image_size, random_crop=crop)
-        val_set = open_dataset(arguments.data, "val", image_size)
+        train_set = _open(arguments, "train", image_size, random_crop=crop)
+        val_set = _open(arguments, "val", image_size)
         torch.manual_seed(config.seed)
         trainer = Trainer(
             _model_to_train(arguments, len(train_set.classes), "cvt_nano" if is_digits else "cvt_13"),
@@ -89,8 +103,23 @@ def _train(arguments: argparse.Namespace) -> None:
             report=lambda row: print(epoch_line(row, config.epochs), flush=True), progress=True
         )
         if trainer.rank == 0:
-            best = max(history, key=lambda row: row["top1"])
-            print(f"{arguments.output}: top-1 {best['top1']:.2%} in epoch {best['epoch']} of {len(history)}")
+            score, title = trainer.task.score, trainer.task.title
+            best = max(history, key=lambda row: row[score])
+            print(f"{arguments.output}: {title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}")
+
+
+def _open(arguments: argparse.Namespace, split: Any, image_size: int, **options: Any) -> ImageDataset:
+    """Opens a split of ``--data`` for the task."""
+    from ..datasets import DIGITS, open_dataset
+    from ..label_maps import open_label_maps
+
+    if arguments.task == "classify":
+        return open_dataset(arguments.data, split, image_size, **options)
+    if arguments.data == DIGITS:
+        raise ValueError(
+            "--data: got digits, which have no label maps; expected a folder with --task segment"
+        )
+    return open_label_maps(arguments.data, split, image_size, **options)
 
 
 def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -101,12 +130,12 @@ def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT:
+def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT | CvTSegmenter:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
     names = ("drop_path_rate", "layer_scale", "token_keep")
     overrides: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    overrides["num_classes"] = classes
+    overrides |= {"num_classes": classes, "head": arguments.task}
     activation = arguments.activation
     if arguments.checkpoint is None:
         overrides |= {} if activation is None else {"activation": activation}
@@ -121,7 +150,7 @@ def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -
     return built
 
 
-def _teacher(arguments: argparse.Namespace) -> CvT:
+def _teacher(arguments: argparse.Namespace) -> CvT | CvTSegmenter:
     """Builds the model of ``--teacher`` with its weights."""
     built, remarks = build_model(read_checkpoint(arguments.teacher), None, activation=None, option="")
     _print_once(arguments, "--teacher", remarks)

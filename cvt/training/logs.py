@@ -44,16 +44,21 @@ class Logs:
         ticker = require("matplotlib.ticker", "train")
         figure = self._figure(figsize=(9, 4), layout="constrained")
         losses, accuracies = figure.subplots(1, 2)
+        part = "pixels" if "miou" in history[-1] else "images"
         epochs = [row["epoch"] for row in history]
         for axes, name, words, style in (
             (losses, "train_loss", "training loss", "o-"),
             (losses, "val_loss", "validation loss", "s--"),
             (accuracies, "top1", "top-1 accuracy", "o-"),
             (accuracies, "top5", "top-5 accuracy", "s--"),
+            (accuracies, "miou", "mean intersection over union", "o-"),
+            (accuracies, "pixel_accuracy", "accuracy", "s--"),
         ):
+            if name not in history[-1]:
+                continue
             axes.plot(epochs, [row[name] for row in history], style, markersize=4, label=words)
-        losses.set(title="Loss", xlabel="epoch", ylabel="mean over the images")
-        accuracies.set(title="Accuracy on the validation images", xlabel="epoch", ylabel="of the images")
+        losses.set(title="Loss", xlabel="epoch", ylabel=f"mean over the {part}")
+        accuracies.set(title="Accuracy on the validation images", xlabel="epoch", ylabel=f"of the {part}")
         accuracies.yaxis.set_major_formatter(ticker.PercentFormatter(1))
         for axes in (losses, accuracies):
             axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))

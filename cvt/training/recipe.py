@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import PRESETS, CvTConfig, check_number
-from ..model import CvT
+from ..model import Stages
 
 #: The dtype to which autocast casts, None for no autocast.
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,6 +120,22 @@ DIGITS_OPTIONS: dict[str, Any] = {
     "random_erasing": 0.0,
 }
 
+#: In place of TrainConfig's defaults for a class of every pixel: SegFormer's, and no augmentation that would
+#: leave labels where they were, or mix them.
+SEGMENT_OPTIONS: dict[str, Any] = {
+    "epochs": 100,
+    "batch_size": 16,
+    "lr": 6e-5,
+    "min_lr": 0.0,
+    "weight_decay": 0.01,
+    "label_smoothing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "min_scale": 0.25,
+    "rand_augment": 0,
+    "random_erasing": 0.0,
+}
+
 
 # Formulas -------------------------------------------------------------------------------------------------
 
@@ -137,7 +153,7 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def parameter_groups(model: CvT, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+def parameter_groups(model: Stages, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
     """Groups parameters for an optimizer by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
 
     The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
@@ -32,13 +31,15 @@ from tqdm import tqdm
 from ..checkpoints import ModelCard, load_pickle
 from ..config import CvTConfig
 from ..datasets import Batches, ImageDataset
-from ..evaluation import Sums, add_up
 from ..files import replacing
 from ..huggingface import BEST
+from ..label_maps import LabelMapDataset
 from ..model import Block, CvT
+from ..segmentation import CvTSegmenter
 from .augment import Augment
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
+from .tasks import TASKS, why_unfit
 
 LAST = "last.pth"
 
@@ -67,8 +68,8 @@ class Trainer:
     """The training of one model; :meth:`fit` is the loop over epochs.
 
     Args:
-        model: A classifier, on the CPU or on ``device``; it is trained in place.
-        train_set: Images with ``random_crop``.
+        model: A classifier or a segmenter, on the CPU or on ``device``; it is trained in place.
+        train_set: Images with ``random_crop``, for a segmenter with label maps.
         val_set: Images of the same classes, without.
         config: The recipe.
         output: Directory of checkpoints and logs.
@@ -92,7 +93,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: CvT,
+        model: CvT | CvTSegmenter,
         train_set: ImageDataset,
         val_set: ImageDataset,
         config: TrainConfig,
@@ -107,6 +108,7 @@ class Trainer:
         self.config, self.device, self.output = config, torch.device(device), Path(output)
         self.rank, self.world_size = rank_and_world_size()
         _check(model, train_set, val_set, config, teacher, self.world_size)
+        self.task = TASKS[model.config.head]
         if (self.output / LAST).exists() and not resume:
             raise ValueError(
                 f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
@@ -173,7 +175,7 @@ class Trainer:
             progress: Show a bar over the steps of each epoch on stderr, if that is a terminal.
 
         Returns:
-            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, ``val_loss``, ``top1``, ``top5``,
+            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
             ``images_per_second`` of the training alone, and ``seconds``.
 
         Raises:
@@ -258,7 +260,7 @@ class Trainer:
 
     def _loss(self, logits: Tensor, images: Tensor, targets: Tensor) -> Tensor:
         config = self.config
-        loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+        loss = self.task.loss(logits, targets, label_smoothing=config.label_smoothing)
         if self.teacher is None:
             return loss
         with torch.no_grad():
@@ -293,15 +295,20 @@ class Trainer:
             raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns ``val_loss``, ``top1`` and ``top5`` of the averaged weights, else of the model."""
+        """Returns the figures of the averaged weights, else of the model.
+
+        These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
+        ``iou/CLASS`` for each class.
+        """
         model = (self.ema or self.model).eval()
-        sums = add_up(model, self.val_batches, self.device, autocast=self._dtype)
-        if self.world_size > 1:
-            joined = torch.tensor(sums, dtype=torch.float64, device=self.device)
-            dist.all_reduce(joined)
-            sums = Sums(*joined.tolist())
-        images = sums.images or math.nan  # without any the loss is not finite, which stops the training
-        return {"val_loss": sums.loss / images, "top1": sums.top1 / images, "top5": sums.top5 / images}
+        return self.task.evaluate(
+            model,
+            self.val_batches,
+            self.device,
+            classes=self.card.labels,
+            autocast=self._dtype,
+            together=self.world_size > 1,
+        )
 
     def _save(self) -> None:
         """Writes ``last.pth`` to go on from, and before it ``best.pth`` if every epoch before was worse."""
@@ -313,7 +320,8 @@ class Trainer:
         if self.rank:
             return
         content = {"card": self.card.to_dict(), "epoch": self.epoch}
-        if all(row["top1"] < self.history[-1]["top1"] for row in self.history[:-1]):
+        score = self.task.score
+        if all(row[score] < self.history[-1][score] for row in self.history[:-1]):
             weights = self.ema.module.state_dict() if self.ema else model
             best = {**content, "model": weights, "metrics": self.history[-1]}
             _write(best, self.output / BEST)
@@ -361,9 +369,10 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
     The epochs that are left are taken to be as long as this one.
     """
     left = tqdm.format_interval(row["seconds"] * (epochs - row["epoch"]))
+    task = next(task for task in TASKS.values() if task.score in row)
     return (
         f"epoch {row['epoch']:{len(str(epochs))}}/{epochs}  loss {row['train_loss']:.4f}  "
-        f"validation loss {row['val_loss']:.4f}  top-1 {row['top1']:7.2%}  "
+        f"validation loss {row['val_loss']:.4f}  {task.title} {row[task.score]:7.2%}  "
         f"{row['images_per_second']:.0f} images/s  {left} left"
     )
 
@@ -387,7 +396,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _check(
-    model: CvT,
+    model: CvT | CvTSegmenter,
     train_set: ImageDataset,
     val_set: ImageDataset,
     config: TrainConfig,
@@ -404,6 +413,11 @@ def _check(
             f"model: has {model.config.in_chans} channels and {model.config.num_classes} classes, "
             f"the data 3 and {len(train_set.classes)}"
         )
+    reason = why_unfit(model.config.head, config)
+    if reason is not None:
+        raise ValueError(reason)
+    if isinstance(train_set, LabelMapDataset) != (model.config.head == "segment"):
+        raise ValueError(f"model: has head={model.config.head!r}, which the labels of the data are not for")
     if config.batch_size % (world_size * config.accumulate):
         raise ValueError(
             f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "

@@ -1,7 +1,10 @@
 """The choice of the tokens that stay where a stage drops some: their scores, budgets, and rows.
 
-The score of a token is how much the query of the head attends to it. Keys lie on a coarser grid than tokens,
-and what a key receives is shared among the tokens that it stands for (:func:`spread_keys`).
+The score of a token is how much the query of the head attends to it: the class token's, or with
+``pool="avg"`` the mean of all queries, summed over the heads. Keys lie on a coarser grid than tokens, and
+what a key receives is shared among the tokens that it stands for (:func:`spread_keys`). A token that has
+dropped out keeps the values that it has: it still takes part in the depthwise convolutions of keys and
+values, but has no query and no MLP any more.
 """
 
 from __future__ import annotations
@@ -20,10 +23,8 @@ from ..reference import Pool, attended_keys
 Grid = tuple[int, int]
 
 _ROUNDING = 1e-6  # 0.55 of 100 tokens are 55, though the product is a little more in binary
-_PREFERENCE, _SMALLEST = (
-    1e-3,
-    1e-12,
-)  # how much less the last token counts than the first; added to scores of 0
+_PREFERENCE = 1e-3  # how much less the last token counts than the first
+_SMALLEST = 1e-12  # added to scores of 0
 
 #: How many tokens stay: a fraction, or "entropy" for as many as attention is spread over.
 TokenKeep = float | Literal["entropy"]

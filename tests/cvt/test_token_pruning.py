@@ -22,8 +22,8 @@ from cvt.evaluation import TokenCounter, cost
 from cvt.explanation import explain, kept_tokens, photograph, pictures
 from cvt.factory import randomize
 from cvt.images import sample_photos
-from cvt.token_pruning import select_tokens, spread_keys
 from cvt.training.recipe import MODELS
+from cvt_kernels.ops.token_selection import select_tokens, spread_keys
 from tests.checks import bad, python_blocks, run_blocks
 
 DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,

@@ -1,0 +1,269 @@
+"""Data sets of images with a class of every pixel, and one that is made of photographs and scanned digits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .config import LARGEST_IMAGE, check_number
+from .datasets import DIGITS, SPLITS, ImageDataset, RandomCrop, open_dataset
+from .images import ImageError, preprocess, read_image, sample_photos, to_tensor
+from .segmentation import IGNORED
+
+_INDEX_MODES = ("L", "P")  # of Pillow, whose pixels are numbers of 8 bits: gray, and with a palette
+_SUFFIX = ".png"
+_CLASSES = "classes.txt"
+_SMALLEST_SCENE = 16
+_LAYOUT = "train/images/NAME.jpg, train/labels/NAME.png, and the same in val/"
+
+
+class LabelMapDataset(ImageDataset):
+    """Images with label maps, as the tensors that a segmenter is trained or evaluated on.
+
+    A label map is as large as its image; its pixels are indices of ``classes``, or 255 for those that are
+    ignored. A random crop is one of both. Without it, both are resized to the square as a whole.
+
+    Args:
+        images: Files of images.
+        labels: Files of label maps, gray or with a palette.
+        classes: The names of the classes.
+        image_size: Pixels of each side of the tensors: the labels are int64 (image_size, image_size).
+        crop_fraction: Nothing but 1.
+        random_crop: As in :class:`ImageDataset`.
+
+    Raises:
+        ValueError: There is no image, fewer than two classes or more than 255, or another ``crop_fraction``.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Path],
+        labels: Sequence[Path],
+        classes: Sequence[str],
+        image_size: int,
+        *,
+        crop_fraction: float | None = 1.0,
+        random_crop: RandomCrop | None = None,
+    ):
+        if crop_fraction != 1:
+            raise ValueError(f"crop_fraction: got {crop_fraction}, expected 1 with label maps")
+        options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
+        super().__init__(images, labels, classes, image_size, **options)
+
+    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
+        if classes > IGNORED:  # files are checked when they are read
+            raise ValueError(f"classes: got {classes}, expected at most {IGNORED}; {IGNORED} is no class")
+
+    def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
+        label_map = self._label_map(self.labels[index], image.size)
+        size = self.image_size
+        if self.random_crop is None:
+            pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
+            label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
+        else:
+            image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
+            pixels = to_tensor(image)
+        return pixels, torch.from_numpy(np.array(label_map)).long()
+
+    def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:
+        """Reads the label map of an image of that size.
+
+        Raises:
+            ImageError: It is none, has another size, or a label that is none of a class.
+        """
+        label_map = read_label_map(path)
+        if label_map.size != size:
+            theirs, ours = (f"{width}×{height}" for width, height in (size, label_map.size))
+            raise ImageError(f"{path}: has {ours} pixels, its image {theirs}")
+        count = len(self.classes)
+        wrong = [label for label in _labels_in(label_map) if count <= label != IGNORED]
+        if wrong:
+            raise ImageError(
+                f"{path}: has label {wrong[0]}, expected 0 to {count - 1} for {count} classes, or {IGNORED}, "
+                "which is ignored"
+            )
+        return label_map
+
+
+def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
+    """Reads an image file whose pixels are class indices of 8 bits.
+
+    Raises:
+        ImageError: The file is not an image, is damaged, or has other pixels.
+    """
+    try:
+        with Image.open(path) as file:
+            label_map = file.copy()
+    except Exception as error:  # decoding damaged bytes can raise anything
+        raise ImageError(f"{path}: is not a readable label map: {error}") from error
+    if label_map.mode not in _INDEX_MODES:
+        raise ImageError(
+            f"{path}: has pixels of mode {label_map.mode}, expected a class index of 8 bits for each, "
+            "in gray or with a palette"
+        )
+    return label_map
+
+
+def _labels_in(label_map: Image.Image) -> list[int]:
+    """Returns the labels that a map has, the smallest first."""
+    return [label for label, count in enumerate(label_map.histogram()[:256]) if count]
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def open_label_maps(
+    source: str | os.PathLike[str],
+    split: Literal["train", "val"],
+    image_size: int,
+    *,
+    classes: Sequence[str] | None = None,
+    random_crop: RandomCrop | None = None,
+) -> LabelMapDataset:
+    """Opens a folder of images and label maps as a data set.
+
+    Args:
+        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``.
+            The lines of its ``classes.txt``, if it has one, are the names of the classes.
+        split: ``"train"`` or ``"val"``.
+        image_size: Pixels of each side of the tensors.
+        classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
+            every one of which is read for that.
+        random_crop: As in :class:`LabelMapDataset`.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or an image has no label map.
+        ValueError: A wrong split, no images, or fewer than two classes.
+        ImageError: A label map that cannot be read.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    source = Path(source)
+    images, labels = _files(source / split)
+    file = source / _CLASSES
+    if file.is_file():
+        classes = _read_classes(file)
+    elif classes is None:
+        classes = _numbered(source)
+    return LabelMapDataset(images, labels, classes, image_size, random_crop=random_crop)
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Lists the images of a folder, sorted by name, but for hidden ones, and the label map of each."""
+    if not (folder / "images").is_dir():
+        raise FileNotFoundError(f"data: {folder / 'images'} does not exist, expected {_LAYOUT}")
+    files = (folder / "images").iterdir()
+    images = sorted(path for path in files if path.is_file() and path.name[0] != ".")
+    if not images:
+        raise ValueError(f"data: {folder / 'images'} has no images")
+    labels = [folder / "labels" / f"{path.stem}{_SUFFIX}" for path in images]
+    for image, label_map in zip(images, labels, strict=True):
+        if not label_map.is_file():
+            raise FileNotFoundError(f"data: {image} has no label map, expected {label_map}")
+    return images, labels
+
+
+def _read_classes(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except ValueError as error:
+        raise ValueError(f"data: {file} is not UTF-8 text: {error}") from error
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _numbered(source: Path) -> list[str]:
+    """Returns a name for each class up to the largest in the label maps of a folder."""
+    files = [file for split in SPLITS for file in sorted(source.glob(f"{split}/labels/*{_SUFFIX}"))]
+    largest = max(
+        label for file in files for label in (0, *_labels_in(read_label_map(file))) if label != IGNORED
+    )
+    return [f"class {label}" for label in range(largest + 1)]
+
+
+# Scenes of digits -----------------------------------------------------------------------------------------
+
+
+def save_digit_scenes(
+    folder: str | os.PathLike[str],
+    *,
+    train: int = 256,
+    val: int = 64,
+    image_size: int = 64,
+    apart: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
+
+    The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
+    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9; or 1 is
+    all ink.
+
+    Args:
+        folder: Made if it does not exist.
+        train: Number of images for training.
+        val: Number of images for validation.
+        image_size: Pixels of each side, each with three digits at most.
+        apart: Whether each digit is a class of its own.
+        seed: The same seed makes the same images.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        ValueError: Fewer pixels than a digit needs.
+        OSError: The folder cannot be made or written to.
+    """
+    check_number("image_size", image_size, int, _SMALLEST_SCENE, LARGEST_IMAGE + 1)
+    folder = Path(folder)
+    photos = [read_image(path) for path in sample_photos()]
+    rng = np.random.default_rng(seed)
+    for split, count in (("train", train), ("val", val)):
+        digits = open_dataset(DIGITS, "train" if split == "train" else "val", image_size)
+        images, labels = (folder / split / name for name in ("images", "labels"))
+        images.mkdir(parents=True, exist_ok=True)
+        labels.mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            background = _background(photos[i % len(photos)], split, image_size, rng)
+            image, label_map = _scene(background, digits, rng)
+            if not apart:
+                label_map = label_map.point(lambda label: min(label, 1))
+            image.save(images / f"{i:05}.jpg", quality=95)
+            label_map.save(labels / f"{i:05}{_SUFFIX}")
+    names = ["photograph", *(digits.classes if apart else ["ink"])]
+    (folder / _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
+    return folder
+
+
+def _background(photo: Image.Image, split: str, image_size: int, rng: np.random.Generator) -> Image.Image:
+    """Returns a square of the part of a photograph that a split has."""
+    border = photo.width * 2 // 3
+    first, last = (0, border) if split == "train" else (border, photo.width)
+    side = int(rng.integers((last - first) // 3, (last - first) * 2 // 3))
+    left, top = int(rng.integers(first, last - side)), int(rng.integers(0, photo.height - side))
+    box = (left, top, left + side, top + side)
+    return photo.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+
+
+def _scene(
+    image: Image.Image, digits: ImageDataset, rng: np.random.Generator
+) -> tuple[Image.Image, Image.Image]:
+    """Returns an image with up to three digits on it, and its label map."""
+    size = image.width
+    label_map = Image.new("L", image.size, 0)
+    for _ in range(int(rng.integers(1, 4))):
+        chosen = int(rng.integers(len(digits)))
+        side = int(rng.integers(size * 3 // 8, size * 5 // 8))
+        place = int(rng.integers(size - side)), int(rng.integers(size - side))
+        drawn: Any = digits.images[chosen]
+        ink = drawn.convert("L").resize((side, side), Image.Resampling.BICUBIC)
+        image.paste(tuple(int(n) for n in rng.integers(160, 256, 3)), place, ink)
+        label_map.paste(digits.labels[chosen] + 1, place, ink.point(lambda value: 255 * (value > 127)))
+    return image, label_map

@@ -1,0 +1,88 @@
+"""The tasks that a model is trained for: their loss, and the figures that tell how well it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import Head
+from ..evaluation import LabeledImages, Sums, add_up, add_up_pixels
+from ..segmentation import pixel_loss
+from .recipe import TrainConfig
+
+
+class Task(NamedTuple):
+    """A task, which the head of the model decides on.
+
+    Attributes:
+        score: The figure by which the best weights are known.
+        title: Its name, for people.
+        evaluate: Returns the figures of a model on batches, those of all processes together if asked for.
+        loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
+        unfit: The options of a training that make no sense, and the value of each that is expected.
+    """
+
+    score: str
+    title: str
+    evaluate: Callable[..., dict[str, float]]
+    loss: Callable[..., Tensor]
+    unfit: dict[str, object]
+
+
+def _classify(
+    model: nn.Module,
+    batches: LabeledImages,
+    device: torch.device,
+    *,
+    classes: list[str],
+    autocast: torch.dtype | None,
+    together: bool,
+) -> dict[str, float]:
+    sums = add_up(model, batches, device, autocast=autocast)
+    if together:
+        joined = torch.tensor(sums, dtype=torch.float64, device=device)
+        dist.all_reduce(joined)
+        sums = Sums(*joined.tolist())
+    images = sums.images or math.nan  # without any the loss is not finite, which stops the training
+    return {"val_loss": sums.loss / images, "top1": sums.top1 / images, "top5": sums.top5 / images}
+
+
+def _segment(
+    model: nn.Module,
+    batches: LabeledImages,
+    device: torch.device,
+    *,
+    classes: list[str],
+    autocast: torch.dtype | None,
+    together: bool,
+) -> dict[str, float]:
+    sums = add_up_pixels(model, batches, device, len(classes), autocast=autocast, together=together)
+    figures = {"val_loss": sums.loss, "miou": sums.miou, "pixel_accuracy": sums.pixel_accuracy}
+    return figures | {f"iou/{name}": iou for name, iou in zip(classes, sums.iou.tolist(), strict=True)}
+
+
+#: The task of each head.
+TASKS: dict[Head, Task] = {
+    "classify": Task("top1", "top-1", _classify, F.cross_entropy, {}),
+    "segment": Task(
+        "miou",
+        "mIoU",
+        _segment,
+        pixel_loss,
+        {"mixup": 0, "cutmix": 0, "rand_augment": 0, "random_erasing": 0, "distillation": "none"},
+    ),
+}
+
+
+def why_unfit(head: Head, config: TrainConfig) -> str | None:
+    """Says which option of a training makes no sense for a head, or returns None."""
+    for name, expected in TASKS[head].unfit.items():
+        if getattr(config, name) != expected:
+            return f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}"
+    return None

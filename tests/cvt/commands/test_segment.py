@@ -1,0 +1,100 @@
+"""Segmentation from the command line: train, resume, evaluate, export; and commands for classifiers alone."""
+
+import json
+
+import pytest
+import torch
+
+from cvt import CvTSegmenter, create_model, read_checkpoint
+from cvt.commands import main
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def train(label_maps, tmp_path, capsys):
+    """Returns a function that runs ``cvt train`` on the label maps, with more arguments."""
+    options = ("--data", label_maps, "--output", tmp_path / "run", "--image-size", 16, "--batch-size", 8)
+
+    def train(*arguments):
+        return run(capsys, "train", *options, "--model", "cvt_nano", "--device", "cpu", *arguments)
+
+    return train
+
+
+def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
+    (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    code, out, err = train("--task", "segment", "--epochs", 1)
+    assert (code, err) == (0, "")
+    assert "  mIoU " in out
+    assert out.splitlines()[-1].startswith(f"{tmp_path / 'run'}: mIoU ")
+    checkpoint = read_checkpoint(tmp_path / "run")
+    assert checkpoint.labels == ["sky", "sea", "land"]
+    assert checkpoint.card.image_size == 16
+    assert isinstance(create_model(checkpoint=tmp_path / "run"), CvTSegmenter)
+
+    figures = tmp_path / "figures.json"
+    source = ("--checkpoint", tmp_path / "run", "--device", "cpu")
+    (label_maps / "classes.txt").unlink()  # the checkpoint knows the names
+    code, out, err = run(capsys, "evaluate", *source, "--data", label_maps, "--json", figures)
+    assert (code, err) == (0, "")
+    content = json.loads(figures.read_text())
+    log = torch.load(tmp_path / "run" / "best.pth", weights_only=True)["metrics"]
+    assert content["miou"] == pytest.approx(log["miou"], rel=1e-6)
+    assert content["labels"] == ["sky", "sea", "land"]
+    assert content["iou"][1] == pytest.approx(log["iou/sea"], rel=1e-6)
+    confusion = torch.tensor(content["confusion"])
+    assert content["pixel_accuracy"] == pytest.approx((confusion.diag().sum() / confusion.sum()).item())
+    assert {"loss", "multiply_adds", "parameters", "images_per_second", "images"} <= content.keys()
+    lines = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:10])
+    assert lines["mIoU"] == f"{content['miou']:.2%}"
+    assert lines["pixel accuracy"] == f"{content['pixel_accuracy']:.2%}"
+    assert any(line.startswith("sea ") and f"{content['iou'][1]:.2%}" in line for line in out.splitlines())
+
+    photo = label_maps / "val" / "images" / "0.png"
+    for command in (
+        ("classify", photo),
+        ("explain", photo, "--output", tmp_path / "explained"),
+        ("quantize", "--calibrate", label_maps, "--output", tmp_path / "q.safetensors"),
+    ):
+        code, out, err = run(capsys, *command, *source)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"cvt {command[0]}: error: ")
+        assert "is a model of head='segment', which is for pixels; expected a classifier" in err
+    output = tmp_path / "model.pt2"
+    code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
+    assert code == 0
+    assert "(batch, 3, 16, 16) to logits (batch, 3, 16, 16), within" in out
+
+
+def test_a_backbone_is_tuned(train, tmp_path):
+    """The weights of the digits in the package have a head for classes of images."""
+    code, _, err = train("--task", "segment", "--epochs", 1, "--checkpoint", "digits", "--lr", 1e-9)
+    assert code == 0
+    assert "has a head to classify and the model one to segment: the head was not loaded" in err
+    tuned, digits = (read_checkpoint(source).tensors for source in (tmp_path / "run", "digits"))
+    name = "stage1.blocks.1.mlp.fc1.weight"
+    torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task", "segment", "--mixup", 0.8), "mixup: got 0.8, expected 0 for head='segment'"),
+        (
+            ("--task", "segment", "--data", "digits"),
+            "--data: got digits, which have no label maps; expected a",
+        ),
+    ],
+    ids=["mixup", "digits"],
+)
+def test_errors_of_training(train, tmp_path, arguments, message):
+    code, out, err = train(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("cvt train: error: ")
+    assert message in err
+    assert not (tmp_path / "run").exists()

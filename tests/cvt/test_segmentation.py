@@ -1,0 +1,390 @@
+"""CvT with a class of every pixel: its head, weights of and for other models, label maps, figures."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import confusion_matrix, jaccard_score
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint
+from cvt.checkpoints import ModelCard, read_checkpoint
+from cvt.datasets import Batches, RandomCrop
+from cvt.evaluation import add_up_pixels, cost, evaluate_pixels
+from cvt.factory import randomize
+from cvt.images import ImageError
+from cvt.label_maps import LabelMapDataset, open_label_maps, save_digit_scenes
+from cvt.segmentation import Decoder, pixel_loss
+from tests.checks import python_blocks, run_blocks
+from tests.cvt.models import SMALL, equal, small
+
+SEGMENT = dataclasses.replace(SMALL, head="segment", decoder_dim=12, num_classes=5)
+CPU = torch.device("cpu")
+
+
+def segmenter(config=SEGMENT, **overrides):
+    model = create_model(config, **overrides)
+    randomize(model, 1)
+    return model.eval()
+
+
+def images(count=2, height=64, width=96):
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+# The model ------------------------------------------------------------------------------------------------
+
+
+def test_the_decoder_is_that_of_segformer():
+    """Upsampled, concatenated and fused by one 1×1 convolution, as the paper has it."""
+    decoder = Decoder((8, 16, 24), 12, 5).double().eval()
+    randomize(decoder)
+    maps = [torch.randn(2, c, 12 // s, 20 // s, dtype=torch.float64) for c, s in ((8, 1), (16, 2), (24, 4))]
+    parts = []
+    for layer, each in zip(decoder.projections, maps, strict=True):
+        projected = F.conv2d(each, layer.weight[:, :, None, None], layer.bias)
+        parts.append(F.interpolate(projected, (12, 20), mode="bilinear", align_corners=False))
+    kernel = torch.cat([layer.weight for layer in decoder.fuse], dim=1)[:, :, None, None]
+    fused = F.conv2d(torch.cat(parts, dim=1), kernel, decoder.fuse[0].bias).movedim(1, -1)
+    fused = F.layer_norm(fused, (12,), decoder.norm.weight, decoder.norm.bias).relu()
+    expected = F.linear(fused, decoder.classifier.weight, decoder.classifier.bias).movedim(-1, 1)
+    torch.testing.assert_close(decoder(maps), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_logits_are_of_every_pixel():
+    model = segmenter()
+    assert isinstance(model, CvTSegmenter)
+    assert model.feature_info.channels() == [8, 16, 24]
+    for height, width in ((64, 96), (65, 47)):
+        x = images(1, height, width)
+        features = create_model(SMALL, features_only=True).eval()
+        features.load_state_dict({k: v for k, v in model.state_dict().items() if k.startswith("stage")})
+        expected = F.interpolate(model.decoder(features(x)), (height, width), mode="bilinear")
+        assert torch.equal(model(x), expected)
+        assert expected.shape == (1, 5, height, width)
+
+
+def test_names_of_the_weights():
+    """The stages are the classifier's; the head is as docs/segmentation.md says."""
+    theirs = {name for name in small().state_dict() if name.startswith("stage")}
+    ours = set(segmenter().state_dict())
+    linear = [f"projections.{i}" for i in range(3)] + ["fuse.0", "norm", "classifier"]
+    head = {f"{name}.{kind}" for name in linear for kind in ("weight", "bias")}
+    assert ours - theirs == {f"decoder.{name}" for name in (*head, "fuse.1.weight", "fuse.2.weight")}
+    assert theirs <= ours
+
+
+def test_dropout_is_for_training_alone():
+    model = segmenter().train()
+    torch.manual_seed(0)
+    x = images(1)
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+
+
+def test_every_weight_has_a_gradient():
+    """DistributedDataParallel expects that."""
+    model = segmenter(drop_path_rate=0.0).train()
+    model(images(1)).square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_configurations_that_cannot_be():
+    with pytest.raises(ValueError, match=r"head: got 'box', expected one of classify, segment"):
+        create_model("cvt_13", head="box")
+    with pytest.raises(ValueError, match=r"num_classes: got 0 with head='segment'"):
+        create_model("cvt_13", head="segment", num_classes=0)
+    with pytest.raises(ValueError, match=r"config: has head='segment', expected 'classify'"):
+        CvT(SEGMENT)
+    with pytest.raises(ValueError, match=r"config: has head='classify', expected 'segment'"):
+        CvTSegmenter(SMALL)
+
+
+def test_token_pruning_reaches_the_pixels():
+    x = images()
+    plain, pruned = segmenter(), segmenter(token_keep=(0.5, 0.5, 1.0))
+    pruned.load_state_dict(plain.state_dict())
+    assert not torch.allclose(plain(x), pruned(x))
+
+
+def test_fused_and_quantized():
+    x, model = images(), segmenter()
+    expected = model(x)
+    ck.accelerate(model)
+    assert all(row.fused for row in ck.coverage(model))
+    assert torch.equal(model(x), expected)
+    ck.restore(model)
+    report = ck.quantize(model, x)
+    error = (model(x) - expected).square().mean() / expected.square().mean()
+    assert 0 < error < 1e-2
+    assert all(row.path.startswith("stage") for row in report if row.scheme != "float")
+
+
+def test_frozen_stages_serve_the_head():
+    x, model = images(), segmenter()
+    expected = model(x)
+    ck.accelerate(model, freeze=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+# Weights --------------------------------------------------------------------------------------------------
+
+
+def test_the_backbone_of_a_classifier(tmp_path):
+    classifier = small()
+    torch.save(classifier.state_dict(), tmp_path / "c.pth")
+    with pytest.warns(UserWarning, match=r"c.pth has a head to classify and the model one to segment: the"):
+        model = create_model(SEGMENT, checkpoint=tmp_path / "c.pth")
+    own = model.state_dict()
+    assert all(torch.equal(own[k], v) for k, v in classifier.state_dict().items() if k.startswith("stage"))
+    assert model.labels is None
+    with pytest.warns(UserWarning, match="the head was not loaded"):
+        report = load_checkpoint(model, tmp_path / "c.pth")
+    assert report.head_replaced
+    assert {name.split(".")[0] for name in report.unused} == {"norm", "head"}
+
+
+def test_own_weights_load_whole(tmp_path):
+    model, x = segmenter(), images()
+    torch.save(model.state_dict(), tmp_path / "s.pth")
+    with pytest.raises(CheckpointError, match="is not a CvT of"):  # nothing tells its sizes but heads
+        create_model(checkpoint=tmp_path / "s.pth")
+    again = create_model(SEGMENT, checkpoint=tmp_path / "s.pth").eval()
+    assert torch.equal(again(x), model(x))
+    model.save_pretrained(tmp_path / "saved", labels=list("abcde"))
+    for again in (
+        create_model(checkpoint=tmp_path / "saved"),
+        CvTSegmenter.from_pretrained(tmp_path / "saved"),
+    ):
+        assert torch.equal(again.eval()(x), model(x))
+        assert (again.config, again.labels) == (SEGMENT, list("abcde"))
+    with pytest.raises(ValueError, match=r"has head='segment', expected 'classify'"):
+        CvT.from_pretrained(tmp_path / "saved")
+
+
+def test_a_preset_is_known_by_its_head(tmp_path):
+    with torch.device("meta"):
+        shapes = create_model("cvt_13", head="segment", decoder_dim=16, num_classes=3).state_dict()
+    torch.save({name: torch.zeros(t.shape, dtype=t.dtype) for name, t in shapes.items()}, tmp_path / "s.pth")
+    config = read_checkpoint(tmp_path / "s.pth").configuration()
+    assert (config.head, config.decoder_dim, config.num_classes) == ("segment", 16, 3)
+
+
+def test_weights_of_a_segmenter_for_others(tmp_path):
+    model = segmenter()
+    torch.save(model.state_dict(), tmp_path / "s.pth")
+    with pytest.warns(UserWarning, match=r"has a head of 5 classes and the model one of 7: the head was not"):
+        other = create_model(SEGMENT, checkpoint=tmp_path / "s.pth", num_classes=7)
+    assert torch.equal(other.decoder.fuse[2].weight, model.decoder.fuse[2].weight)
+    assert other.decoder.classifier.weight.shape == (7, 12)
+    with pytest.warns(UserWarning, match=r"has a head to segment and the model one to classify: the head"):
+        classifier = create_model(SMALL, checkpoint=tmp_path / "s.pth")
+    assert torch.equal(classifier.stage2.blocks[1].mlp.fc1.weight, model.stage2.blocks[1].mlp.fc1.weight)
+    assert equal(classifier.norm.state_dict(), torch.nn.LayerNorm(24).state_dict())
+    features = create_model(SMALL, checkpoint=tmp_path / "s.pth", features_only=True)
+    assert torch.equal(features.stage0.patch_embed.proj.weight, model.stage0.patch_embed.proj.weight)
+    with pytest.raises(
+        CheckpointError, match=r"of another shape \(first: decoder.projections.0.weight \(12, 8\)"
+    ):
+        create_model(SEGMENT, checkpoint=tmp_path / "s.pth", decoder_dim=16)
+
+
+def test_a_card_that_contradicts_the_weights(tmp_path):
+    card = ModelCard(dataclasses.replace(SMALL, head="segment"), [f"{i}" for i in range(10)], 32)
+    torch.save({"model": small().state_dict(), "card": card.to_dict()}, tmp_path / "c.pth")
+    with pytest.raises(CheckpointError, match=r"is said to have head segment, but its weights classify"):
+        create_model(checkpoint=tmp_path / "c.pth")
+
+
+# Label maps -----------------------------------------------------------------------------------------------
+
+
+def test_labels_are_cropped_and_flipped_with_their_images(label_maps):
+    for crop in (RandomCrop(0.2), None):
+        data = open_label_maps(label_maps, "train", 48, random_crop=crop)
+        assert data.classes == ["class 0", "class 1", "class 2"]
+        for pixels, labels in (data[i] for i in range(len(data))):
+            red = pixels[0].float() if crop else (pixels[0] * 0.229 + 0.485) * 255
+            expected = torch.where(labels == 255, (255 * 80) % 256, labels * 80)
+            assert labels.dtype == torch.int64
+            assert pixels.shape == (3, 48, 48)
+            assert ((red - expected).abs() < 20).float().mean() > 0.7  # all but the edges, which are blurred
+    crops = [
+        open_label_maps(label_maps, "train", 48, random_crop=RandomCrop(flip=flip))[0][1] for flip in (0, 1)
+    ]
+    assert torch.equal(crops[0], crops[1].flip(1))
+    assert not torch.equal(*crops)
+
+
+def test_names_of_the_classes(label_maps):
+    assert open_label_maps(label_maps, "val", 32, classes=["a", "b", "c", "d"]).classes == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
+    (label_maps / "classes.txt").write_text("sky\nsea \n\nland\n")
+    assert open_label_maps(label_maps, "val", 32, classes=["a", "b"]).classes == ["sky", "sea", "land"]
+    with pytest.raises(ValueError, match=r"classes: got 256, expected at most 255; 255 is no class"):
+        LabelMapDataset(["a"], ["b"], [f"{i}" for i in range(256)], 32)
+    with pytest.raises(ValueError, match=r"crop_fraction: got 0.5, expected 1 with label maps"):
+        LabelMapDataset(["a"], ["b"], ["a", "b"], 32, crop_fraction=0.5)
+
+
+def test_palettes_are_indices(label_maps):
+    file = label_maps / "val" / "labels" / "0.png"
+    expected = open_label_maps(label_maps, "val", 32)[0][1]
+    with Image.open(file) as gray:
+        gray.load()
+    gray.putpalette([(90 * i) % 256 for i in range(3 * 256)])
+    gray.save(file)
+    with Image.open(file) as saved:
+        assert saved.mode == "P"
+    assert torch.equal(open_label_maps(label_maps, "val", 32)[0][1], expected)
+
+
+@pytest.mark.parametrize(
+    ("label_map", "message"),
+    [
+        (Image.new("L", (72, 47)), "0.png: has 72×47 pixels, its image 72×48"),
+        (Image.new("L", (72, 48), 3), "0.png: has label 3, expected 0 to 2 for 3 classes, or 255, which is"),
+        (Image.new("RGB", (72, 48)), "0.png: has pixels of mode RGB, expected a class index of 8 bits"),
+    ],
+    ids=["size", "label", "RGB"],
+)
+def test_a_wrong_label_map_is_named(label_maps, label_map, message):
+    (label_maps / "classes.txt").write_text("a\nb\nc\n")
+    label_map.save(label_maps / "val" / "labels" / "0.png")
+    with pytest.raises(ImageError, match=f"labels/{message}"):
+        list(Batches(open_label_maps(label_maps, "val", 32), 2))
+    with pytest.warns(UserWarning, match=f"skipped: .*labels/{message}"):
+        batches = list(Batches(open_label_maps(label_maps, "val", 32), 2, corrupt="skip"))
+    assert [len(labels) for _, labels in batches] == [1, 1]
+
+
+def test_a_wrong_folder_is_named(label_maps):
+    (label_maps / "val" / "labels" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ImageError, match=r"0.png: is not a readable label map"):
+        open_label_maps(label_maps, "val", 32)
+    (label_maps / "val" / "labels" / "0.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"images/0.png has no label map, expected .*labels/0.png"):
+        open_label_maps(label_maps, "val", 32)
+    for file in (label_maps / "val" / "images").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"val/images has no images"):
+        open_label_maps(label_maps, "val", 32)
+    with pytest.raises(
+        FileNotFoundError, match=r"none/val/images does not exist, expected train/images/NAME"
+    ):
+        open_label_maps(label_maps / "none", "val", 32)
+    with pytest.raises(ValueError, match="split: got 'test'"):
+        open_label_maps(label_maps, "test", 32)
+
+
+def test_scenes_of_digits(tmp_path):
+    for name in ("a", "b"):
+        save_digit_scenes(tmp_path / name, train=4, val=2, image_size=32)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
+    assert len(files) == 13
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+    data = open_label_maps(tmp_path / "a", "train", 32)
+    assert data.classes == ["photograph", *map(str, range(10))]
+    labels = torch.stack([data[i][1] for i in range(4)])
+    assert 0.4 < (labels == 0).float().mean() < 0.98
+    assert len(labels.unique()) > 3
+    with pytest.raises(ValueError, match="image_size: got 8, expected at least 16"):
+        save_digit_scenes(tmp_path, image_size=8)
+
+
+def test_the_page_of_segmentation(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "segmentation.md"
+    with pytest.warns(UserWarning, match="has a head to classify and the model one to segment"):
+        names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert names["logits"].shape == (2, 21, 64, 96)
+    assert equal(names["again"].state_dict(), names["tuned"].state_dict())
+    assert names["figures"].images == 16
+    assert "%" in capsys.readouterr().out
+
+
+# Figures --------------------------------------------------------------------------------------------------
+
+
+def answers(count=3, classes=4):
+    """Returns logits and labels; class 3 is neither labeled nor answered, one label in ten is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(count, classes, 8, 10, generator=generator)
+    logits[:, 3] = -10
+    labels = torch.randint(0, 3, (count, 8, 10), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.1] = 255
+    return logits, labels
+
+
+def test_figures_agree_with_scikit_learn():
+    logits, labels = answers()
+    batches = [(logits[:2], labels[:2]), (logits[2:], labels[2:])]
+    sums = add_up_pixels(lambda x: x, batches, CPU, 4)
+    true, predicted = labels[labels != 255].numpy(), logits.argmax(1)[labels != 255].numpy()
+    assert torch.equal(sums.confusion, torch.from_numpy(confusion_matrix(true, predicted, labels=range(4))))
+    expected = jaccard_score(true, predicted, labels=range(3), average=None)
+    np.testing.assert_allclose(sums.iou[:3].numpy(), expected, rtol=1e-6)
+    assert sums.iou[3] == 0
+    assert sums.miou == pytest.approx(expected.mean(), rel=1e-6)  # without the class that does not occur
+    assert sums.pixel_accuracy == pytest.approx((true == predicted).mean())
+    assert sums.loss == pytest.approx(F.cross_entropy(logits, labels, ignore_index=255).item(), rel=1e-6)
+
+
+def test_the_loss_of_pixels():
+    logits, labels = answers()
+    expected = F.cross_entropy(logits, labels, ignore_index=255, label_smoothing=0.1)
+    torch.testing.assert_close(pixel_loss(logits, labels, label_smoothing=0.1), expected)
+    assert pixel_loss(logits, torch.full_like(labels, 255)) == 0
+
+
+class _Fixed(torch.nn.Module):
+    config = dataclasses.replace(SEGMENT, num_classes=4)
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, images):
+        return self.logits[: len(images)]
+
+
+def test_evaluation_of_pixels():
+    logits, labels = answers()
+    model, x = _Fixed(logits), torch.zeros(3, 3, 8, 10)
+    evaluation = evaluate_pixels(model, [(x, labels)])
+    assert evaluation.images == 3
+    assert evaluation.images_per_second > 0
+    assert evaluation.sums.confusion.sum() == (labels != 255).sum()
+    assert model.training
+    for wrong, message in (
+        (labels[:, :4], r"batches\[0\]: got labels of shape \(3, 4, 10\) .*expected \(3, 8, 10\)"),
+        (
+            torch.full_like(labels, 4),
+            r"batches\[0\]: got label 4, expected 0 to 3, the model's classes, or 255",
+        ),
+        (torch.full_like(labels, 255), "got no labeled pixels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_pixels(model, [(x, wrong)])
+    with pytest.raises(ValueError, match=r"got logits of shape \(2, 10\), expected \(2, classes, 64, 96\)"):
+        evaluate_pixels(small(), [(images(), torch.zeros(2, 64, 96, dtype=torch.long))])
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        evaluate_pixels(_Fixed(logits / 0), [(x, labels)])
+
+
+def test_cost_is_of_the_whole_model():
+    of_stages = cost(dataclasses.replace(SMALL, num_classes=0), 64)
+    whole = cost(SEGMENT, 64)
+    pixels, dim, channels = (16 * 16, 8 * 8, 4 * 4), 12, SEGMENT.embed_dims
+    of_head = sum(n * (c * dim + dim * dim) for n, c in zip(pixels, channels, strict=True)) + 256 * dim * 5
+    assert whole.multiply_adds == of_stages.multiply_adds + of_head
+    assert whole.parameters == sum(p.numel() for p in segmenter().parameters())

@@ -1,0 +1,146 @@
+"""Training of a segmenter: resumed, refused, in two processes."""
+
+import csv
+import dataclasses
+import re
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cvt import create_model
+from cvt.datasets import Batches, RandomCrop
+from cvt.evaluation import add_up_pixels
+from cvt.label_maps import open_label_maps, save_digit_scenes
+from cvt.segmentation import pixel_loss
+from cvt.training.recipe import MODELS, SEGMENT_OPTIONS, TrainConfig
+from cvt.training.trainer import LAST, Trainer, epoch_line
+from tests.cvt.models import equal
+from tests.processes import run_ranks
+
+CPU = torch.device("cpu")
+TINY = dataclasses.replace(
+    MODELS["cvt_nano"], embed_dims=(8, 16), depths=(1, 1), head="segment", decoder_dim=8, num_classes=3
+)
+
+
+def trainer(folder, output, resume=False, config=TINY, image_size=16, **options):
+    torch.manual_seed(0)
+    settings = {"epochs": 3, "batch_size": 4, "lr": 1e-3, "warmup_epochs": 1.0, "ema_decay": 0.5}
+    recipe = TrainConfig(**{**SEGMENT_OPTIONS, **settings, "color_jitter": 0.0, **options})
+    crop = RandomCrop(recipe.min_scale, flip=recipe.flip)
+    sets = (
+        open_label_maps(folder, "train", image_size, random_crop=crop),
+        open_label_maps(folder, "val", image_size),
+    )
+    return Trainer(create_model(config), *sets, recipe, output=output, resume=resume)
+
+
+def test_a_resumed_training_has_the_same_bits(label_maps, tmp_path):
+    whole = trainer(label_maps, tmp_path / "whole")
+    history = whole.fit()
+    stopped = trainer(label_maps, tmp_path / "stopped")
+    train_epoch = stopped.train_epoch
+
+    def stopping(**options):
+        if stopped.epoch == 1:
+            raise InterruptedError
+        return train_epoch(**options)
+
+    stopped.train_epoch = stopping
+    with pytest.raises(InterruptedError):
+        stopped.fit()
+    resumed = trainer(label_maps, tmp_path / "stopped", resume=True)
+    for row, other in zip(resumed.fit(), history, strict=True):
+        assert all(row[key] == other[key] for key in row.keys() - {"seconds", "images_per_second"})
+    assert equal(resumed.model.state_dict(), whole.model.state_dict())
+    assert equal(resumed.ema.state_dict(), whole.ema.state_dict())
+    rows = list(csv.DictReader((tmp_path / "whole" / "log.csv").read_text().splitlines()))
+    columns = ["val_loss", "miou", "pixel_accuracy", "iou/class 0", "iou/class 1", "iou/class 2"]
+    assert list(rows[0]) == ["epoch", "lr", "train_loss", *columns, "images_per_second", "seconds"]
+    best = torch.load(tmp_path / "whole" / "best.pth", weights_only=True)
+    assert best["metrics"]["miou"] == max(row["miou"] for row in history)
+    assert re.search(r"validation loss \d\.\d+  mIoU +\d+\.\d+%", epoch_line(history[-1], 3))
+
+
+def test_best_weights_are_those_of_the_best_miou(label_maps, tmp_path):
+    ours = trainer(label_maps, tmp_path / "run")
+    scores = iter([0.3, 0.5, 0.4])
+    ours.evaluate = lambda: {"val_loss": 1.0, "miou": next(scores), "pixel_accuracy": 0.0}
+    ours.fit()
+    assert torch.load(tmp_path / "run" / "best.pth", weights_only=True)["epoch"] == 2
+
+
+def test_ink_is_told_from_photographs(tmp_path):
+    """By a tiny model after seconds of training, clearly better than by the most frequent class."""
+    save_digit_scenes(tmp_path, train=128, val=32, image_size=32, apart=False)
+    config = dataclasses.replace(TINY, embed_dims=(16, 32), decoder_dim=32, num_classes=2)
+    options = {
+        "lr": 1e-2,
+        "batch_size": 16,
+        "flip": 0.0,
+        "ema_decay": 0.0,
+        "min_scale": 0.5,
+        "clip_norm": 1.0,
+    }
+    ours = trainer(tmp_path, tmp_path / "run", config=config, image_size=32, epochs=6, **options)
+    last = ours.fit()[-1]
+    confusion = add_up_pixels(ours.model.eval(), ours.val_batches, CPU, 2).confusion
+    constant = (confusion[0].sum() / confusion.sum()).item() / 2
+    assert 0.4 < constant < 0.48
+    assert last["miou"] > constant + 0.15
+    assert last["iou/ink"] > 0.3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("mixup", 0.8),
+        ("cutmix", 1.0),
+        ("rand_augment", 9),
+        ("random_erasing", 0.25),
+        ("distillation", "soft"),
+    ],
+)
+def test_options_that_make_no_sense(label_maps, tmp_path, option, value):
+    with pytest.raises(ValueError, match=rf"{option}: got {value}, expected .* for head='segment'"):
+        trainer(label_maps, tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run").exists()
+
+
+def test_label_smoothing_makes_sense(label_maps, tmp_path):
+    ours = trainer(label_maps, tmp_path / "run", label_smoothing=0.5)
+    logits, labels = torch.randn(2, 3, 4, 5), torch.full((2, 4, 5), 255)
+    labels[:, 1:] = 2
+    expected = pixel_loss(logits, labels, label_smoothing=0.5)
+    torch.testing.assert_close(ours._loss(logits, torch.zeros(0), labels), expected)
+
+
+def test_data_for_another_head(label_maps, tmp_path):
+    with pytest.raises(
+        ValueError, match="model: has head='classify', which the labels of the data are not for"
+    ):
+        trainer(label_maps, tmp_path / "run", config=dataclasses.replace(TINY, head="classify"))
+
+
+def _join(rank, port, folder, output):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    trainer(folder, output, epochs=1, warmup_epochs=0.5, flip=0.0, min_scale=1.0, ema_decay=0.0).fit()
+    dist.destroy_process_group()
+
+
+def test_two_processes_add_up_their_pixels(label_maps, tmp_path):
+    """Three images of validation, so that the processes have two and one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(_join, port, str(label_maps), str(tmp_path / "run"))
+    state = torch.load(tmp_path / "run" / LAST, weights_only=True)
+    model = create_model(TINY).eval()
+    model.load_state_dict(state["model"])
+    sums = add_up_pixels(model, Batches(open_label_maps(label_maps, "val", 16), 3), CPU, 3)
+    (row,) = state["history"]
+    assert row["miou"] == pytest.approx(sums.miou, rel=1e-6)
+    assert row["pixel_accuracy"] == sums.pixel_accuracy
+    assert row["val_loss"] == pytest.approx(sums.loss, rel=1e-5)
