@@ -130,3 +130,34 @@ def is_counted() -> bool:
 
 # Nothing is compiled where a mode is on; see the end of backends.py.
 is_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_row_values(
+    name: str, rows: Tensor, tokens: int, *, ascending: bool = False, class_token: bool = False
+) -> None:
+    """Raises ValueError for rows that the tokens do not have, where their values can be seen without a wait.
+
+    That is on a CPU, and not where torch.compile, torch.export or torch.func trace.
+
+    Args:
+        name: The argument, for the message.
+        rows: (B, K) int64, tokens, or negative for none.
+        tokens: Number of tokens.
+        ascending: Whether they have to ascend, with -1 at the end.
+        class_token: Whether the first has to be 0.
+    """
+    if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
+        return
+    if rows.numel() == 0 or torch._C._functorch.maybe_current_level() is not None:
+        return
+    if torch._C._len_torch_dispatch_stack():  # somebody counts operators, or computes shapes only
+        return
+    values = rows.numpy()  # whose arithmetic takes a tenth of the time of tensors' so small
+    largest = values.max()
+    if largest >= tokens:
+        raise ValueError(f"{name}: got {largest}, expected the tokens 0 to {tokens - 1}, or -1 for none")
+    before, after = values[:, :-1], values[:, 1:]
+    if ascending and not ((after == -1) | ((before >= 0) & (after > before))).all():
+        raise ValueError(f"{name}: do not ascend, expected each token once, in order, then -1")
+    if class_token and values[:, 0].any():
+        raise ValueError(f"{name}: begin with another token, expected the class token, 0, as the first")

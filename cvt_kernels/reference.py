@@ -450,7 +450,8 @@ def scatter_rows(
     """Returns x (B, T, C) with values + branch (B, K, C) at ``rows`` (B, K), none of it where a row is −1."""
     values = values if branch is None else values + branch
     tokens = x.shape[1]
-    index = torch.where(rows < 0, tokens, rows)[..., None].expand_as(values)
+    # One place more takes what goes nowhere, and tokens that x does not have lie beyond it.
+    index = torch.where(rows < 0, tokens, rows + (rows >= tokens))[..., None].expand_as(values)
     out = F.pad(x, (0, 0, 0, 1)).scatter(1, index, values.to(x.dtype))[:, :tokens]
     return x.copy_(out) if inplace else out
 

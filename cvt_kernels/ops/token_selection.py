@@ -121,10 +121,13 @@ def select_tokens(
     ranked = _ranked(scores, present)
     count = present.sum(1)
     if keep == "entropy":
-        budget, most = _budgets(scores * present, count, bounds), math.ceil(bounds[1] * before - _ROUNDING)
-        kept = most if _needs_known_shapes(scores) else int(budget.max())
+        budget, most = (
+            _budgets(scores * present, count, bounds),
+            max(1, math.ceil(bounds[1] * before - _ROUNDING)),
+        )
+        kept = most if _needs_known_shapes(scores) or not batch else int(budget.max())
     else:
-        budget, kept = _part(count, keep), math.ceil(keep * before - _ROUNDING)
+        budget, kept = _part(count, keep), max(1, math.ceil(keep * before - _ROUNDING))
     beyond = torch.arange(kept, device=scores.device) >= budget[:, None]
     chosen = ranked[:, :kept].masked_fill(beyond, tokens)
     chosen = chosen.sort(1).values
@@ -137,11 +140,12 @@ def _budgets(scores: Tensor, count: Tensor, bounds: tuple[float, float]) -> Tens
     shares = scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     spread = torch.special.entr(shares).sum(1).exp()
     least, most = (_part(count, bound) for bound in bounds)
-    return torch.minimum(torch.maximum(spread.ceil(), least), most)
+    budget = torch.minimum(torch.maximum(spread.ceil(), least), most)
+    return torch.where(budget.isnan(), most, budget)  # what is not a number spoils its own image only
 
 
 def _part(count: Tensor, fraction: float) -> Tensor:
-    return (count.double() * fraction - _ROUNDING).ceil()
+    return (count.double() * fraction - _ROUNDING).ceil().clamp_min(1)
 
 
 def _ranked(scores: Tensor, present: Tensor) -> Tensor:

@@ -397,3 +397,20 @@ def test_exported(tmp_path):
     model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
     with ck.use_backend("auto"):
         assert export(model, tmp_path / "model", "onnx", image_size=32) < 1e-4
+
+
+@pytest.mark.parametrize("keep", ["entropy", 0.6, 1e-9])
+@pytest.mark.parametrize("pool", ["cls", "avg"])
+def test_an_image_that_is_not_a_number_spoils_itself_only(keep, pool):
+    model = deep(token_keep=keep, pool=pool)
+    spoilt = X.clone()
+    spoilt[1] = torch.nan
+    with torch.no_grad():
+        logits, whole = model(spoilt), model(X)
+    assert logits[1].isnan().all()
+    torch.testing.assert_close(logits[[0, 2]], whole[[0, 2]])
+
+
+@pytest.mark.parametrize("keep", ["entropy", 0.6])
+def test_a_batch_without_images(keep):
+    assert deep(token_keep=keep)(X[:0]).shape == (0, 5)

@@ -191,6 +191,9 @@ def attention(
         table, *places, rows = position
     if torch.jit.is_tracing():
         return dispatch.call_recorded("attention", q, k, v, **options)
+    if position is not None and type(rows) is Tensor and k.ndim == 4:
+        # Their values are no part of what is remembered of a call.
+        checks.check_row_values("position.rows", rows, _tokens_of(position, k.shape[1]))
     settings = scale, type(scale), dropout_p, type(dropout_p), places and tuple(places)
     key = dispatch.key_of("attention", settings, q, k, v, bias, table, rows)
     known = dispatch.known(key)
@@ -273,6 +276,12 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
         raise ValueError(f"position.rows: is on {rows.device}, expected {q.device} as q")
     checks.check_rank("position.rows", rows, 2, "(batch, queries)")
     checks.check_shape("position.rows", rows, (batch, queries), "(batch, queries)")
+
+
+def _tokens_of(position: PositionBias, keys: int) -> int:
+    """Returns how many tokens there are, a class token among them if there is one of the keys."""
+    (height, width), (key_height, key_width) = position.query_grid, position.key_grid
+    return height * width + keys - key_height * key_width
 
 
 def _check_broadcasts(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

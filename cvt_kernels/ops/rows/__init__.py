@@ -34,7 +34,6 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     Raises:
         TypeError: An argument of the wrong type or dtype.
         ValueError: A wrong shape or device.
-        RuntimeError: On a CPU, a row that x does not have.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     if torch.jit.is_tracing():
@@ -70,7 +69,6 @@ def gather_add_layer_norm(
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
         ValueError: A wrong shape or device, or ``eps`` not positive.
-        RuntimeError: On a CPU, a row that x does not have.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     args = x, rows, branch, weight, bias
@@ -104,7 +102,6 @@ def scatter_rows(
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
         ValueError: A wrong shape or device, or ``inplace`` where a gradient is wanted or ``x`` is not
             contiguous.
-        RuntimeError: On a CPU, a row that x does not have.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     args = x, rows, values, branch
@@ -136,6 +133,7 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
     if rows.device != x.device:
         raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+    checks.check_row_values("rows", rows, x.shape[1])
 
 
 def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
@@ -149,6 +147,11 @@ def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if not x.is_contiguous():
         raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in (("values", values), ("branch", branch)):
+        if tensor is not None and torch._C._overlaps(x, tensor):
+            raise ValueError(f"{name}: shares memory with x, expected its own with inplace=True")
 
 
 # Registration ---------------------------------------------------------------------------------------------
@@ -191,10 +194,21 @@ def _shape_class(
 
 def _sample(factor: int, x: Tensor, *others: Tensor | None, **settings: Any) -> Any:
     images = images_within(_SAMPLE * factor, x.shape[0], x.numel())
+    _check_unique(others[0], x.shape[1])
     parts = [t[:images] if t is not None and t.ndim > 1 else t for t in (x, *others)]
     if settings.get("inplace"):
         parts[0] = x[:images].clone()  # a trial in place must not change what the caller has
     return tuple(parts), settings
+
+
+def _check_unique(rows: Tensor | None, tokens: int) -> None:
+    """Raises for rows of which backends may make different things, so that no verdict comes from them."""
+    assert rows is not None
+    rows = rows.cpu()
+    checks.check_row_values("rows", rows, tokens)
+    ordered = rows.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        raise ValueError("rows: name a token twice, expected each token of an image once")
 
 
 for _operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):

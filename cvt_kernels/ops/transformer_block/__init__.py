@@ -102,6 +102,9 @@ def transformer_block(
     chosen = _chosen(rows, scores)
     if torch.jit.is_tracing():
         return dispatch.call_recorded("transformer_block", x, grid, block, **chosen, inplace=inplace)
+    if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
+        # Their values are no part of what is remembered of a call.
+        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=scores == "cls")
     key = _key_of(x, grid, block, rows, scores, inplace)
     known = dispatch.known(key)
     if known is None:
@@ -268,10 +271,17 @@ def _check_rows(rows: object, x: Tensor) -> None:
         raise TypeError(f"rows: got dtype {checks.dtype_name(rows.dtype)}, expected int64")
     checks.check_rank("rows", rows, 2, meaning)
     batch, tokens = x.shape[:2]
-    if rows.shape[0] != batch or not 1 <= rows.shape[1] <= tokens:
+    if not _are_rows_of(rows, x):
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}")
     if rows.device != x.device:
         raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+
+
+def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
+    """Says whether an index has the shape of one of the tokens of x, and its dtype."""
+    if rows.dtype != torch.int64 or rows.ndim != 2 or x.ndim != 3:
+        return False
+    return rows.shape[0] == x.shape[0] and 1 <= rows.shape[1] <= x.shape[1]
 
 
 def _check_scores(scores: object, class_tokens: int) -> None:

@@ -379,3 +379,14 @@ def test_the_page_about_attention_runs():
     page = Path(__file__).parents[4] / "docs" / "attention.md"
     names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
     assert names["out"].shape == names["queries"].shape
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "auto"])
+def test_queries_that_are_no_tokens_are_refused(backend):
+    q, kv, table = torch.randn(1, 2, 1, 8), torch.randn(1, 4, 1, 8), torch.randn(1, 5, 5)
+    position = ck.PositionBias(table, (4, 4), (2, 2), 1, torch.tensor([[3, 16]]))
+    with (
+        ck.use_backend(backend),
+        pytest.raises(ValueError, match="position.rows: got 16, expected the tokens 0 to 15, or -1"),
+    ):
+        ck.attention(q, kv, kv, position=position)

@@ -273,3 +273,30 @@ def test_a_model_that_drops_tokens_calls_them():
         model(randn(2, 3, 48, 48))
     for operator in backends.OPERATORS[-3:]:
         assert called.count(operator) == 2
+
+
+@every_backend
+@pytest.mark.parametrize("row", [TOKENS, 2**40])
+def test_tokens_that_x_does_not_have(backend, row):
+    rows = ROWS.clone()
+    rows[1, 2] = row
+    with (
+        ck.use_backend(backend),
+        pytest.raises(ValueError, match=f"rows: got {row}, expected the tokens 0 to 6"),
+    ):
+        ck.scatter_rows(tokens(), rows, values())
+
+
+def test_a_token_that_is_named_twice_leaves_no_verdict(proving):
+    ck.scatter_rows(tokens()[:1], torch.tensor([[1, 1]]), values()[:1, :2])
+    assert "name a token twice" in " ".join(ck.fallbacks().values())
+    assert not list(proving.rglob("*.json"))
+
+
+def test_values_in_the_memory_of_x_are_refused_in_place():
+    x = tokens()
+    before = x.clone()
+    for name, given in (("values", (x[:, :COUNT], None)), ("branch", (values(), x[:, 1 : 1 + COUNT]))):
+        with pytest.raises(ValueError, match=f"{name}: shares memory with x"), torch.no_grad():
+            ck.scatter_rows(x, ROWS, *given, inplace=True)
+    assert torch.equal(x, before)
