@@ -299,7 +299,7 @@ def test_a_wrong_label_map_is_named(label_maps, label_map, message):
 
 
 def test_an_unreadable_label_map_is_skipped(label_maps):
-    """With classes.txt and without."""
+    """The same is left out with classes.txt and without."""
     (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
     with pytest.warns(
         UserWarning,

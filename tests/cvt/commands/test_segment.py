@@ -131,6 +131,7 @@ def test_the_help_has_the_defaults_of_the_task(capsys):
     own = text.partition("Defaults with --task segment: ")[2].partition(". ")[0].split(", ")
     assert own == [f"--{name.replace('_', '-')} {value:g}" for name, value in SEGMENT_OPTIONS.items()]
     assert "Defaults with --data digits: --epochs 30, " in text
+    assert "layer scales, class tokens and position_bias (default: 0.05)" in text
 
 
 @pytest.mark.parametrize(
