@@ -33,6 +33,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 #: The most pixels of a side that images are resized to, beyond which a number is taken for a mistake.
 LARGEST_IMAGE = 1 << 14
+#: The most classes of a pixel: labels have 8 bits, and the last of them marks pixels that are ignored.
+MOST_LABELS = 255
 # The bound of every number of a stage, far above any model's.
 _MOST = 1_000_000
 
@@ -150,7 +152,7 @@ class CvTConfig:
         token_keep_bounds: The least and the greatest fraction that ``"entropy"`` keeps.
         head: ``"classify"``, or ``"segment"`` for a class of every pixel.
         decoder_dim: Channels within the head of ``"segment"``.
-        num_classes: Outputs of the head; 0 for no head.
+        num_classes: Outputs of the head; 0 for no head. A head of ``"segment"`` has 2 to 255.
         in_chans: Channels of the images.
 
     Raises:
@@ -260,8 +262,10 @@ class CvTConfig:
             raise ValueError(
                 f"stride_q: got {self.stride_q}, expected 1: the residual needs a query per token"
             )
-        if self.head == "segment" and not self.num_classes:
-            raise ValueError("num_classes: got 0 with head='segment', expected a class at least")
+        if self.head == "segment" and not 2 <= self.num_classes <= MOST_LABELS:
+            raise ValueError(
+                f"num_classes: got {self.num_classes} with head='segment', expected 2 to {MOST_LABELS}"
+            )
         if self.pool == "cls" and not self.cls_token[-1]:
             raise ValueError(
                 "pool: 'cls' needs a class token in the last stage; expected cls_token[-1] or 'avg'"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ SPLITS = ("train", "val")
 DIGITS = "digits"
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
+Corrupt = Literal["error", "skip"]
 _Image = str | os.PathLike[str] | Image.Image
 
 
@@ -275,6 +276,12 @@ def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]
 # Batches --------------------------------------------------------------------------------------------------
 
 
+def check_corrupt(corrupt: Corrupt) -> None:
+    """Raises ValueError unless it is ``"error"`` or ``"skip"``."""
+    if corrupt not in get_args(Corrupt):
+        raise ValueError(f"corrupt: got {corrupt!r}, expected 'error' or 'skip'")
+
+
 class Batches:
     """The batches of one process' share of a data set.
 
@@ -306,10 +313,9 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
-        corrupt: Literal["error", "skip"] = "error",
+        corrupt: Corrupt = "error",
     ):
-        if corrupt not in ("error", "skip"):
-            raise ValueError(f"corrupt: got {corrupt!r}, expected 'error' or 'skip'")
+        check_corrupt(corrupt)
         if shuffle and len(dataset) < batch_size * world_size:
             raise ValueError(
                 f"batch_size: {batch_size * world_size} images at a time are more than the data set has, "

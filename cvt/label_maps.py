@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from .config import LARGEST_IMAGE, check_number
-from .datasets import DIGITS, SPLITS, ImageDataset, RandomCrop, open_dataset
+from .datasets import DIGITS, SPLITS, Corrupt, ImageDataset, RandomCrop, check_corrupt, open_dataset
 from .images import ImageError, preprocess, read_image, sample_photos, to_tensor
 from .segmentation import IGNORED
 
 _INDEX_MODES = ("L", "P")  # of Pillow, whose pixels are numbers of 8 bits: gray, and with a palette
+# What Pillow multiplies gray pixels of fewer bits by, so that the largest becomes 255, by its raw mode.
+_STRETCHED = {"1": 255, "L;2": 85, "L;4": 17}
 _SUFFIX = ".png"
 _CLASSES = "classes.txt"
 _SMALLEST_SCENE = 16
@@ -93,20 +97,23 @@ class LabelMapDataset(ImageDataset):
 
 
 def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
-    """Reads an image file whose pixels are class indices of 8 bits.
+    """Reads an image file whose pixels are class indices of at most 8 bits.
 
     Raises:
         ImageError: The file is not an image, is damaged, or has other pixels.
     """
     try:
         with Image.open(path) as file:
+            stretched = _STRETCHED.get(str(file.tile[0][3])) if file.format == "PNG" else None
             label_map = file.copy()
+        if stretched is not None:
+            label_map = label_map.convert("L").point([value // stretched for value in range(256)])
     except Exception as error:  # decoding damaged bytes can raise anything
         raise ImageError(f"{path}: is not a readable label map: {error}") from error
     if label_map.mode not in _INDEX_MODES:
         raise ImageError(
-            f"{path}: has pixels of mode {label_map.mode}, expected a class index of 8 bits for each, "
-            "in gray or with a palette"
+            f"{path}: has pixels of mode {label_map.mode}, expected a class index of at most 8 bits for "
+            "each, in gray or with a palette"
         )
     return label_map
 
@@ -126,6 +133,7 @@ def open_label_maps(
     *,
     classes: Sequence[str] | None = None,
     random_crop: RandomCrop | None = None,
+    corrupt: Corrupt = "error",
 ) -> LabelMapDataset:
     """Opens a folder of images and label maps as a data set.
 
@@ -137,12 +145,14 @@ def open_label_maps(
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
             every one of which is read for that.
         random_crop: As in :class:`LabelMapDataset`.
+        corrupt: ``"skip"``: label maps that cannot be read do not count among the classes, with a warning.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.
-        ValueError: A wrong split, no images, or fewer than two classes.
-        ImageError: A label map that cannot be read.
+        ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
+        ImageError: A label map that is read for its classes cannot be, and ``corrupt`` is ``"error"``.
     """
+    check_corrupt(corrupt)
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
     source = Path(source)
@@ -151,8 +161,17 @@ def open_label_maps(
     if file.is_file():
         classes = _read_classes(file)
     elif classes is None:
-        classes = _numbered(source)
+        classes = _numbered(source, corrupt)
     return LabelMapDataset(images, labels, classes, image_size, random_crop=random_crop)
+
+
+def has_label_maps(source: str | os.PathLike[str], split: Literal["train", "val"]) -> bool:
+    """Tells whether a split of a folder is one that :func:`open_label_maps` takes."""
+    try:
+        _files(Path(source, split))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -178,12 +197,25 @@ def _read_classes(file: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _numbered(source: Path) -> list[str]:
+def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
     """Returns a name for each class up to the largest in the label maps of a folder."""
     files = [file for split in SPLITS for file in sorted(source.glob(f"{split}/labels/*{_SUFFIX}"))]
-    largest = max(
-        label for file in files for label in (0, *_labels_in(read_label_map(file))) if label != IGNORED
-    )
+    largest, errors = 0, []
+    for file in files:
+        try:
+            labels = _labels_in(read_label_map(file))
+        except ImageError as error:
+            if corrupt == "error":
+                raise
+            errors.append(error)
+        else:
+            largest = max([largest, *(label for label in labels if label != IGNORED)])
+    if errors:
+        warnings.warn(
+            f"data: {len(errors)} of {len(files)} label maps cannot be read, and do not count among the "
+            f"{largest + 1} classes; first: {errors[0]}",
+            stacklevel=3,
+        )
     return [f"class {label}" for label in range(largest + 1)]
 
 
@@ -218,9 +250,11 @@ def save_digit_scenes(
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
-        ValueError: Fewer pixels than a digit needs.
+        ValueError: Fewer pixels than a digit needs, or a split without images.
         OSError: The folder cannot be made or written to.
     """
+    for name, count in (("train", train), ("val", val)):
+        check_number(name, count, int, 1, math.inf)
     check_number("image_size", image_size, int, _SMALLEST_SCENE, LARGEST_IMAGE + 1)
     folder = Path(folder)
     photos = [read_image(path) for path in sample_photos()]

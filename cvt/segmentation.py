@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from cvt_kernels.acceleration.fused import apply_layer_norm, apply_linear
 
-from .config import CvTConfig
+from .config import MOST_LABELS, CvTConfig
 from .model import CvT, Stages, init_weights
 from .pretrained import PretrainedModel
 
 #: The label of pixels that count neither in training nor in evaluation.
-IGNORED = 255
+IGNORED = MOST_LABELS
 
 _DROP_RATE = 0.1  # SegFormer's
 

@@ -8,9 +8,9 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from cvt_kernels import BackendUnavailable
 
 from ..checkpoints import Checkpoint, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, CvTConfig, TokenKeep, default_image_size
+from ..config import ACTIVATIONS, PRESETS, CvTConfig, Head, TokenKeep, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
@@ -26,7 +26,7 @@ from ..model import CvT
 from ..segmentation import CvTSegmenter
 
 if TYPE_CHECKING:
-    from ..datasets import Batches
+    from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:
@@ -289,6 +289,53 @@ def open_calibration(
     fitted = fitted.part(sorted(drawn))
     return Batches(fitted, arguments.batch_size, **reading), Batches(
         held_out, arguments.batch_size, **reading
+    )
+
+
+def open_split(
+    source: str,
+    split: Literal["train", "val"],
+    image_size: int,
+    head: Head,
+    *,
+    classes: Sequence[str] | None = None,
+    crop_fraction: float | None = None,
+    random_crop: RandomCrop | None = None,
+    corrupt: Corrupt = "error",
+) -> ImageDataset:
+    """Opens a split of ``--data`` for models with that head.
+
+    Args:
+        source: Images with a class each, or for ``"segment"`` a folder with label maps.
+        split: As of both.
+        image_size: Likewise.
+        head: That of the model.
+        classes: As of :func:`cvt.label_maps.open_label_maps`.
+        crop_fraction: As of :func:`cvt.datasets.open_dataset`.
+        random_crop: As of both.
+        corrupt: As of :func:`cvt.label_maps.open_label_maps`.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: The data are for another head, or cannot be used.
+    """
+    from ..datasets import DIGITS, open_dataset  # Pillow, which --help need not wait for
+    from ..label_maps import has_label_maps, open_label_maps
+
+    if head == "classify":
+        if has_label_maps(source, split):
+            raise ValueError(
+                f"--data: {source} has label maps, which are for models of train --task segment; expected "
+                f"{split}/CLASS/IMAGE for a classifier"
+            )
+        return open_dataset(source, split, image_size, crop_fraction=crop_fraction, random_crop=random_crop)
+    if source == DIGITS:
+        raise ValueError(
+            f"--data: got digits, which have no label maps; expected a folder with {split}/images and "
+            f"{split}/labels for head='segment'"
+        )
+    return open_label_maps(
+        source, split, image_size, classes=classes, random_crop=random_crop, corrupt=corrupt
     )
 
 

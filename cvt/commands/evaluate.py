@@ -25,6 +25,7 @@ from .common import (
     add_labels_argument,
     add_model_arguments,
     load_model,
+    open_split,
     print_result,
     recorded_warnings,
     resolve_device,
@@ -32,7 +33,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..datasets import Batches, ImageDataset
+    from ..datasets import Batches
 
 _Row = tuple[str, str, str, str]
 
@@ -70,16 +71,16 @@ def add_parser(commands: Any) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from ..datasets import Batches, open_dataset  # Pillow, which --help need not wait for
-    from ..label_maps import open_label_maps
+    from ..datasets import Batches  # Pillow, which --help need not wait for
 
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
-    if isinstance(model, CvTSegmenter):
-        dataset: ImageDataset = open_label_maps(data, "val", size, classes=loaded.checkpoint.labels)
-    else:
-        dataset = open_dataset(data, "val", size, crop_fraction=loaded.crop_fraction)
+    options: dict[str, Any] = {"classes": loaded.checkpoint.labels, "corrupt": arguments.corrupt}
+    with recorded_warnings() as unread:
+        dataset = open_split(
+            data, "val", size, model.config.head, crop_fraction=loaded.crop_fraction, **options
+        )
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
     for keep in arguments.token_keeps:
@@ -109,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     result = [heading, "", report(evaluation, costs, labels)]
     if len(runs) > 1:
         result += ["", *token_table(runs)]
-    print_result(arguments, result, [*loaded.remarks, *remarks])
+    print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
 
 
 class Measured(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -18,19 +18,22 @@ from .common import (
     add_device_argument,
     add_token_keep_argument,
     build_model,
+    open_split,
     positive_int,
     print_remarks,
     printed_warnings,
     resolve_device,
 )
 
-if TYPE_CHECKING:
-    from ..datasets import ImageDataset
-
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``, with an option for every field of :class:`TrainConfig`."""
-    parser = commands.add_parser("train", help="train a CvT, with torchrun on several devices")
+    own = _differing("--task segment", SEGMENT_OPTIONS), _differing("--data digits", DIGITS_OPTIONS)
+    parser = commands.add_parser(
+        "train",
+        help="train a CvT, with torchrun on several devices",
+        epilog=" ".join(own),
+    )
     parser.add_argument(
         "--data",
         required=True,
@@ -41,7 +44,8 @@ def add_parser(commands: Any) -> None:
         "--task",
         choices=get_args(Head),
         default="classify",
-        help="a class of every image (classify, the default), or of every pixel (segment)",
+        help="a class of every image (classify, the default), or of every pixel (segment); the end of this "
+        "help has the defaults of segment",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="for checkpoints and logs")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
@@ -71,6 +75,15 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=_train)
 
 
+def _differing(option: str, values: dict[str, Any]) -> str:
+    """Returns a sentence on the defaults that an option puts in the place of those of TrainConfig."""
+    defaults = dataclasses.asdict(TrainConfig())
+    different = [
+        f"--{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != defaults[name]
+    ]
+    return f"Defaults with {option}: {', '.join(different)}."
+
+
 def _train(arguments: argparse.Namespace) -> None:
     # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
     from ..datasets import DIGITS, RandomCrop
@@ -84,8 +97,9 @@ def _train(arguments: argparse.Namespace) -> None:
         config = TrainConfig(**_recipe(options, given))
         image_size = arguments.image_size or (16 if is_digits else 224)
         crop = RandomCrop(config.min_scale, flip=config.flip)
-        train_set = _open(arguments, "train", image_size, random_crop=crop)
-        val_set = _open(arguments, "val", image_size)
+        opened = {"image_size": image_size, "head": arguments.task, "corrupt": arguments.corrupt}
+        train_set = open_split(arguments.data, "train", random_crop=crop, **opened)
+        val_set = open_split(arguments.data, "val", **opened)
         torch.manual_seed(config.seed)
         trainer = Trainer(
             _model_to_train(arguments, len(train_set.classes), "cvt_nano" if is_digits else "cvt_13"),
@@ -106,20 +120,6 @@ def _train(arguments: argparse.Namespace) -> None:
             score, title = trainer.task.score, trainer.task.title
             best = max(history, key=lambda row: row[score])
             print(f"{arguments.output}: {title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}")
-
-
-def _open(arguments: argparse.Namespace, split: Any, image_size: int, **options: Any) -> ImageDataset:
-    """Opens a split of ``--data`` for the task."""
-    from ..datasets import DIGITS, open_dataset
-    from ..label_maps import open_label_maps
-
-    if arguments.task == "classify":
-        return open_dataset(arguments.data, split, image_size, **options)
-    if arguments.data == DIGITS:
-        raise ValueError(
-            "--data: got digits, which have no label maps; expected a folder with --task segment"
-        )
-    return open_label_maps(arguments.data, split, image_size, **options)
 
 
 def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

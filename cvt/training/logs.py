@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
+from typing import Any
 
 from ..extras import require
 from ..files import replacing
@@ -18,8 +20,12 @@ class Logs:
 
     def __init__(self, directory: Path, step: int):
         self._directory, self._figure = directory, require("matplotlib.figure", "train").Figure
-        tensorboard = require("torch.utils.tensorboard", "train")
-        self._writer = tensorboard.SummaryWriter(str(directory), purge_step=step)
+        self._summary_writer, self._first = require("torch.utils.tensorboard", "train").SummaryWriter, step
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        """The writer of the event file, opened for the first value: a run that fails before leaves none."""
+        return self._summary_writer(str(self._directory), purge_step=self._first)
 
     def step(self, step: int, **values: float) -> None:
         """Writes values of one step to TensorBoard."""

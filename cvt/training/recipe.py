@@ -61,7 +61,9 @@ class TrainConfig:
     lr: float = _option(2.5e-4, "learning rate after warm-up")
     min_lr: float = _option(1e-5, "learning rate at the end of the cosine")
     warmup_epochs: float = _option(5.0, "epochs of linear warm-up; half of all, if those are no more")
-    weight_decay: float = _option(0.05, "of matrices; not of biases, norms, layer scales and class tokens")
+    weight_decay: float = _option(
+        0.05, "of matrices; not of biases, norms, layer scales, class tokens and position_bias"
+    )
     layer_decay: float = _option(1.0, "factor of the learning rate per layer below the head", 1e-6, 1 + 1e-9)
     clip_norm: float = _option(0.0, "largest norm of the gradient; 0 for any")
     label_smoothing: float = _option(0.1, "part of each target spread over all classes", 0, 1)

@@ -63,6 +63,8 @@ def _segment(
     together: bool,
 ) -> dict[str, float]:
     sums = add_up_pixels(model, batches, device, len(classes), autocast=autocast, together=together)
+    if not sums.confusion.sum():
+        raise ValueError("data: the validation images have no labeled pixels, expected at least one")
     figures = {"val_loss": sums.loss, "miou": sums.miou, "pixel_accuracy": sums.pixel_accuracy}
     return figures | {f"iou/{name}": iou for name, iou in zip(classes, sums.iou.tolist(), strict=True)}
 

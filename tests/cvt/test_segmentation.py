@@ -1,6 +1,8 @@
 """CvT with a class of every pixel: its head, weights of and for other models, label maps, figures."""
 
 import dataclasses
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from cvt.datasets import Batches, RandomCrop
 from cvt.evaluation import add_up_pixels, cost, evaluate_pixels
 from cvt.factory import randomize
 from cvt.images import ImageError
-from cvt.label_maps import LabelMapDataset, open_label_maps, save_digit_scenes
+from cvt.label_maps import LabelMapDataset, open_label_maps, read_label_map, save_digit_scenes
 from cvt.segmentation import Decoder, pixel_loss
 from tests.checks import python_blocks, run_blocks
 from tests.cvt.models import SMALL, equal, small
@@ -96,8 +98,12 @@ def test_every_weight_has_a_gradient():
 def test_configurations_that_cannot_be():
     with pytest.raises(ValueError, match=r"head: got 'box', expected one of classify, segment"):
         create_model("cvt_13", head="box")
-    with pytest.raises(ValueError, match=r"num_classes: got 0 with head='segment'"):
-        create_model("cvt_13", head="segment", num_classes=0)
+    for wrong in (0, 1, 256):
+        with pytest.raises(
+            ValueError, match=rf"num_classes: got {wrong} with head='segment', expected 2 to 255"
+        ):
+            dataclasses.replace(SEGMENT, num_classes=wrong)
+    assert dataclasses.replace(SEGMENT, num_classes=255).num_classes == 255
     with pytest.raises(ValueError, match=r"config: has head='segment', expected 'classify'"):
         CvT(SEGMENT)
     with pytest.raises(ValueError, match=r"config: has head='classify', expected 'segment'"):
@@ -248,12 +254,37 @@ def test_palettes_are_indices(label_maps):
     assert torch.equal(open_label_maps(label_maps, "val", 32)[0][1], expected)
 
 
+def save_png(file, bits, labels, *, palette):
+    """Writes labels (H, W), a row of which fills whole bytes, with so many bits for each."""
+    digits = (labels[..., None] >> np.arange(bits)[::-1] & 1).astype(np.uint8)
+    rows = np.packbits(digits.reshape(len(labels), -1), axis=1)
+    height, width = labels.shape
+    header = struct.pack(">IIBBBBB", width, height, bits, 3 if palette else 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))]
+    if palette:
+        chunks.insert(1, (b"PLTE", bytes(range(90, 90 + 3 * 2**bits))))
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (*chunks, (b"IEND", b""))
+    ]
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.mark.parametrize("palette", [False, True], ids=["gray", "palette"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_labels_of_few_bits(tmp_path, bits, palette):
+    """Pillow stretches such gray pixels to 255."""
+    labels = np.arange(16).reshape(2, 8) % 2**bits
+    save_png(tmp_path / "a.png", bits, labels, palette=palette)
+    assert np.array_equal(np.array(read_label_map(tmp_path / "a.png")), labels)
+
+
 @pytest.mark.parametrize(
     ("label_map", "message"),
     [
         (Image.new("L", (72, 47)), "0.png: has 72×47 pixels, its image 72×48"),
         (Image.new("L", (72, 48), 3), "0.png: has label 3, expected 0 to 2 for 3 classes, or 255, which is"),
-        (Image.new("RGB", (72, 48)), "0.png: has pixels of mode RGB, expected a class index of 8 bits"),
+        (Image.new("RGB", (72, 48)), "0.png: has pixels of mode RGB, expected a class index of at most 8"),
     ],
     ids=["size", "label", "RGB"],
 )
@@ -265,6 +296,26 @@ def test_a_wrong_label_map_is_named(label_maps, label_map, message):
     with pytest.warns(UserWarning, match=f"skipped: .*labels/{message}"):
         batches = list(Batches(open_label_maps(label_maps, "val", 32), 2, corrupt="skip"))
     assert [len(labels) for _, labels in batches] == [1, 1]
+
+
+def test_an_unreadable_label_map_is_skipped(label_maps):
+    """The same is left out with classes.txt and without."""
+    (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
+    with pytest.warns(
+        UserWarning,
+        match=r"data: 1 of 11 label maps cannot be read, and .* the 3 classes; first: .*1.png: is",
+    ):
+        numbered = open_label_maps(label_maps, "val", 32, corrupt="skip")
+    (label_maps / "classes.txt").write_text("a\nb\nc\n")
+    named = open_label_maps(label_maps, "val", 32, corrupt="skip")
+    for data in (numbered, named):
+        with pytest.warns(UserWarning, match=r"skipped: .*1.png: is not a readable label map"):
+            batches = list(Batches(data, 3, corrupt="skip"))
+        assert [len(labels) for _, labels in batches] == [2]
+        with pytest.raises(ImageError, match=r"1.png: is not a readable label map"):
+            list(Batches(data, 3))
+    with pytest.raises(ValueError, match="corrupt: got 'ignore', expected 'error' or 'skip'"):
+        open_label_maps(label_maps, "val", 32, corrupt="ignore")
 
 
 def test_a_wrong_folder_is_named(label_maps):
@@ -299,6 +350,10 @@ def test_scenes_of_digits(tmp_path):
     assert len(labels.unique()) > 3
     with pytest.raises(ValueError, match="image_size: got 8, expected at least 16"):
         save_digit_scenes(tmp_path, image_size=8)
+    for split, count in (("train", -1), ("val", 0)):
+        with pytest.raises(ValueError, match=f"{split}: got {count}, expected at least 1"):
+            save_digit_scenes(tmp_path / "none", **{split: count})
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_page_of_segmentation(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import torch
 
 from cvt import CvTSegmenter, create_model, read_checkpoint
 from cvt.commands import main
+from cvt.training.recipe import MODELS, SEGMENT_OPTIONS
 
 
 def run(capsys, *arguments):
@@ -79,6 +80,58 @@ def test_a_backbone_is_tuned(train, tmp_path):
     tuned, digits = (read_checkpoint(source).tensors for source in (tmp_path / "run", "digits"))
     name = "stage1.blocks.1.mlp.fc1.weight"
     torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
+
+
+def test_data_for_another_model(label_maps, tmp_path, capsys):
+    """A folder with images/ and labels/ would be one of two classes of these names."""
+    create_model(MODELS["cvt_nano"], num_classes=2).save_pretrained(tmp_path / "classifier")
+    segmenter = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=2)
+    segmenter.save_pretrained(tmp_path / "segmenter")
+    has_maps = f"--data: {label_maps} has label maps, which are for models of train --task segment; expected"
+    for command, message in (
+        (("evaluate", "--checkpoint", tmp_path / "classifier", "--data", label_maps), has_maps),
+        (("train", "--data", label_maps, "--output", tmp_path / "run"), has_maps),
+        (
+            ("evaluate", "--checkpoint", tmp_path / "segmenter", "--data", "digits"),
+            "--data: got digits, which have no label maps; expected a folder with val/images and val/labels",
+        ),
+    ):
+        code, out, err = run(capsys, *command, "--device", "cpu")
+        assert (code, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("classes", [True, False], ids=["named", "numbered"])
+def test_a_broken_label_map_is_skipped(train, label_maps, classes):
+    if classes:
+        (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
+    code, _, err = train("--task", "segment", "--epochs", 1, "--corrupt", "skip")
+    assert code == 0
+    assert err.count("cvt train: skipped: ") == 1
+    assert err.count("cvt train: data: 1 of 11 label maps cannot be read") == (not classes)
+
+
+def test_a_training_that_fails_at_once_leaves_no_log(train, label_maps, tmp_path):
+    (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    for file in (label_maps / "train" / "labels").iterdir():
+        file.write_bytes(b"no image")
+    code, _, err = train("--task", "segment", "--epochs", 1)
+    assert code == 2
+    assert "is not a readable label map" in err
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_help_has_the_defaults_of_the_task(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    own = text.partition("Defaults with --task segment: ")[2].partition(". ")[0].split(", ")
+    assert own == [f"--{name.replace('_', '-')} {value:g}" for name, value in SEGMENT_OPTIONS.items()]
+    assert "Defaults with --data digits: --epochs 30, " in text
+    assert "layer scales, class tokens and position_bias (default: 0.05)" in text
 
 
 @pytest.mark.parametrize(

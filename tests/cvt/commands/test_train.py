@@ -110,13 +110,8 @@ def test_a_bar_shows_the_loss_on_a_terminal(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu"])
 def test_activation_of_every_model(activation):
-    chosen = {
-        "activation": activation,
-        "drop_path_rate": None,
-        "layer_scale": None,
-        "checkpoint": None,
-        "task": "classify",
-    }
+    chosen = {"activation": activation, "drop_path_rate": None, "layer_scale": None, "checkpoint": None}
+    chosen["task"] = "classify"
     for name, config in MODELS.items():
         with torch.device("meta"):
             model = train._model_to_train(argparse.Namespace(model=name, **chosen), 7, "cvt_13")

@@ -8,6 +8,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from cvt import create_model
 from cvt.datasets import Batches, RandomCrop
@@ -70,6 +71,13 @@ def test_best_weights_are_those_of_the_best_miou(label_maps, tmp_path):
     ours.evaluate = lambda: {"val_loss": 1.0, "miou": next(scores), "pixel_accuracy": 0.0}
     ours.fit()
     assert torch.load(tmp_path / "run" / "best.pth", weights_only=True)["epoch"] == 2
+
+
+def test_images_without_labels_stop_the_training(label_maps, tmp_path):
+    for file in (label_maps / "val" / "labels").iterdir():
+        Image.new("L", (72, 48), 255).save(file)
+    with pytest.raises(ValueError, match="data: the validation images have no labeled pixels, expected"):
+        trainer(label_maps, tmp_path / "run", epochs=1, warmup_epochs=0.5).fit()
 
 
 def test_ink_is_told_from_photographs(tmp_path):

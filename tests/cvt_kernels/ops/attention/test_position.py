@@ -387,6 +387,6 @@ def test_queries_that_are_no_tokens_are_refused(backend):
     position = ck.PositionBias(table, (4, 4), (2, 2), 1, torch.tensor([[3, 16]]))
     with (
         ck.use_backend(backend),
-        pytest.raises(ValueError, match="position.rows: got 16, expected the tokens 0 to 15, or -1"),
+        pytest.raises(ValueError, match=r"position\.rows: got 16, expected the tokens 0 to 15, or -1"),
     ):
         ck.attention(q, kv, kv, position=position)
