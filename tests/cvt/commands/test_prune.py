@@ -13,7 +13,7 @@ import torch
 from cvt import create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED
 from cvt.commands import main
-from cvt.commands.common import check_output
+from cvt.commands import prune as command
 from cvt.datasets import save_digits
 from cvt.evaluation import cost
 from tests.checks import Terminal, bad, python_blocks, run_blocks
@@ -178,10 +178,10 @@ def packaged(monkeypatch, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("command", ["prune --mlp 0.5", "quantize --calibrate digits"])
-def test_a_packaged_file_is_not_replaced(capsys, packaged, command):
+@pytest.mark.parametrize("options", ["prune --mlp 0.5", "quantize --calibrate digits"])
+def test_a_packaged_file_is_not_replaced(capsys, packaged, options):
     before = packaged.read_bytes()
-    line = bad(capsys, main, *command.split(), "--checkpoint", "digits", "--output", packaged)
+    line = bad(capsys, main, *options.split(), "--checkpoint", "digits", "--output", packaged)
     assert "expected a file that is no part of --checkpoint" in line
     assert packaged.read_bytes() == before
 
@@ -199,4 +199,5 @@ def test_a_directory_is_compared_with_where_the_weights_are(capsys, packaged, tm
 def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "microsoft").mkdir()
-    check_output(Path("microsoft"), Namespace(checkpoint="microsoft/cvt-13", output="microsoft", json=None))
+    arguments = {"checkpoint": "microsoft/cvt-13", "output": "microsoft", "json": None, "saliency": None}
+    command._check(Path("microsoft"), Namespace(**arguments))
