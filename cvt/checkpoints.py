@@ -366,16 +366,26 @@ def _locate(
     given: _PathLike, *, revision: str | None = None, **download: Any
 ) -> tuple[Path, hub.HubModel | None]:
     """Returns the local path that a user means, and the model of the Hub that it is the copy of, or None."""
+    place = local_place(given)
+    if isinstance(place, hub.HubModel):
+        model = place._replace(revision=revision or place.revision)
+        return hub.fetch(model, **download), model
+    if not place.exists():
+        raise FileNotFoundError(f"checkpoint: {place} does not exist")
+    return place, None
+
+
+def local_place(given: _PathLike) -> Path | hub.HubModel:
+    """Returns the path that a user means, which need not exist, or the model of the Hub.
+
+    Raises:
+        ValueError: ``hf-hub:`` is followed by anything else than ``owner/name``.
+    """
     path = Path(given)
     model = hub.parse(given) if isinstance(given, str) else None
-    if model is not None and not path.exists():
-        model = model._replace(revision=revision or model.revision)
-        return hub.fetch(model, **download), model
-    if not path.exists():
-        path = PACKAGED.get(str(path), path)
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint: {path} does not exist")
-    return path, None
+    if path.exists():
+        return path
+    return PACKAGED.get(str(path), path) if model is None else model
 
 
 def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> LoadReport:

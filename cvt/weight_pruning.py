@@ -2,7 +2,8 @@
 
 A hidden unit of an MLP is a row of ``fc1`` with its bias, and a column of ``fc2``; a head is its rows of
 ``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. What is
-left is a dense model, which computes what the whole one would with zeros in those columns.
+left is a dense model, which computes what the whole one would with zeros in those columns. There is one
+exception: where tokens drop out, their scores lack the heads that are gone, so that others may stay.
 """
 
 from __future__ import annotations

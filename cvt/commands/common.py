@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cvt_kernels import BackendUnavailable
 
-from ..checkpoints import Checkpoint, read_checkpoint
+from ..checkpoints import Checkpoint, local_place, read_checkpoint
 from ..config import ACTIVATIONS, PRESETS, CvTConfig, Head, TokenKeep, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
@@ -169,6 +169,20 @@ def resolve_device(name: str | None) -> torch.device:
     return device
 
 
+@contextlib.contextmanager
+def naming_options(*names: str) -> Iterator[None]:
+    """Lets a ValueError of the block that begins with some of these arguments name their options instead."""
+    try:
+        yield
+    except ValueError as error:
+        begin, colon, rest = str(error).partition(":")
+        named = begin.split(", ")
+        if not colon or not set(named) <= set(names):
+            raise
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise ValueError(f"{options}:{rest}") from error
+
+
 # Models ---------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +249,8 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
         checkpoint = read_checkpoint(given)
     keep = getattr(arguments, "token_keep", None)
     overrides = {} if keep is None else {"token_keep": keep}
-    model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
+    with naming_options("token_keep"):
+        model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
     remarks += [*more, *preprocessing.remarks]
     default_size = preprocessing.image_size or default_image_size(
@@ -344,11 +359,17 @@ def open_split(
 
 def check_output(output: Path, arguments: argparse.Namespace) -> None:
     """Raises ValueError if ``--output`` would take the place of another file of the command."""
-    place, source = output.resolve(), Path(arguments.checkpoint).resolve()
-    if place == source or (source.is_dir() and source in place.parents):
-        raise ValueError(
-            f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
-        )
+    place, source = output.resolve(), local_place(arguments.checkpoint)
+    if isinstance(source, Path):
+        source = source.resolve()
+        if place == source or (source.is_dir() and source in place.parents):
+            raise ValueError(
+                f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
+            )
+        if source.is_file() and place == source.parent:
+            raise ValueError(
+                f"--output: got {arguments.output!r}, which has --checkpoint, expected another place"
+            )
     if arguments.json and Path(arguments.json).resolve() == place:
         raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
 

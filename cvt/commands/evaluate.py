@@ -25,6 +25,7 @@ from .common import (
     add_labels_argument,
     add_model_arguments,
     load_model,
+    naming_options,
     open_split,
     print_result,
     recorded_warnings,
@@ -62,7 +63,8 @@ def add_parser(commands: Any) -> None:
         default=[],
         type=token_keep,
         metavar="KEEP",
-        help="the same weights too, with these fractions of the last stage's tokens staying, or entropy",
+        help="the same weights too, with these fractions of the last stage's tokens staying, or entropy; the "
+        "checkpoint's own setting comes first in any case",
     )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
     parser.add_argument("--json", metavar="FILE", help="write the figures and the whole confusion matrix")
@@ -83,15 +85,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         )
     loaded.check_classes(dataset.classes, f"--data {data}")
     labels = loaded.labels(arguments.labels) or dataset.classes
-    for keep in arguments.token_keeps:
-        dataclasses.replace(model.config, token_keep=keep)  # which fails before the long run
+    configs = [model.config]
+    with naming_options("token_keep"):  # before the long run
+        configs += [dataclasses.replace(model.config, token_keep=keep) for keep in arguments.token_keeps]
+    keeps: dict[Any, Any] = {}  # by what they come to, so that none is measured twice
+    for config in configs:
+        keeps.setdefault(config.stages[-1].token_keep, config.token_keep)
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         remarks = stack.enter_context(recorded_warnings())
         runs = [
-            _measure(model, keep, batches, size, PRECISIONS[arguments.precision])
-            for keep in (model.config.token_keep, *arguments.token_keeps)
+            _measure(model, keep, batches, size, PRECISIONS[arguments.precision]) for keep in keeps.values()
         ]
         evaluation, costs = runs[0].evaluation, runs[0].cost
         if file is not None:
@@ -108,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             write_json(file, content)
     heading = f"{arguments.checkpoint} on {data}, {size}×{size} pixels, {arguments.precision} on {device}"
     result = [heading, "", report(evaluation, costs, labels)]
-    if len(runs) > 1:
+    if arguments.token_keeps:
         result += ["", *token_table(runs)]
     print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
 

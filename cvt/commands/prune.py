@@ -30,6 +30,7 @@ from .common import (
     add_model_arguments,
     check_output,
     load_model,
+    naming_options,
     open_calibration,
     positive_int,
     print_result,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from ..datasets import Batches
 
 _SUFFIX = ".safetensors"
-_OTHER_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+# Of files, which nobody wants a directory to be called.
+_OTHER_SUFFIXES = (".pth", ".pt", ".pt2", ".bin", ".ckpt", ".onnx", ".json", ".pkl", ".npz", ".h5", ".zip")
 _ROUNDS = 5  # of the measurement of speed
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
 
@@ -88,7 +90,8 @@ def _prune(arguments: argparse.Namespace) -> None:
     why_not = why_unprunable(loaded.model)
     if why_not is not None:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} {why_not}")
-    pruned_config(loaded.model.config, mlp=arguments.mlp, heads=arguments.heads)  # before the long run
+    with naming_options("mlp", "heads"):  # before the long run
+        pruned_config(loaded.model.config, mlp=arguments.mlp, heads=arguments.heads)
     if arguments.calibrate and loaded.model.config.head != "classify":
         raise ValueError(
             f"--calibrate: is for classifiers, and {loaded.checkpoint.path} gives every pixel a class; leave "
@@ -121,7 +124,9 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 def _check(output: Path, arguments: argparse.Namespace) -> None:
     """Raises ValueError or OSError for arguments that cannot be, before anything is read."""
-    if output.suffix in _OTHER_SUFFIXES:
+    suffix = output.suffix
+    is_other = suffix.lower() in _OTHER_SUFFIXES or suffix.lower() == _SUFFIX != suffix
+    if is_other or not arguments.output:
         raise ValueError(
             f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}, or a directory"
         )
@@ -131,10 +136,6 @@ def _check(output: Path, arguments: argparse.Namespace) -> None:
         raise ValueError(f"--output: {arguments.output} is {what}, expected a directory for the new model")
     check_writable("--output", output, directory=is_directory)
     check_output(output, arguments)
-    if is_directory and output.resolve() == Path(arguments.checkpoint).resolve().parent:
-        raise ValueError(
-            f"--output: got {arguments.output!r}, which has --checkpoint, expected another place"
-        )
     if arguments.saliency == "taylor" and not arguments.calibrate:
         raise ValueError("--saliency: taylor needs images with labels, expected --calibrate with it")
 

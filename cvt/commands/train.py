@@ -18,12 +18,15 @@ from .common import (
     add_device_argument,
     add_token_keep_argument,
     build_model,
+    naming_options,
     open_split,
     positive_int,
     print_remarks,
     printed_warnings,
     resolve_device,
 )
+
+_MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of CvTConfig
 
 
 def add_parser(commands: Any) -> None:
@@ -89,9 +92,14 @@ def _train(arguments: argparse.Namespace) -> None:
     from ..datasets import DIGITS, RandomCrop
     from ..training.trainer import Trainer, distributed, epoch_line
 
-    with printed_warnings(arguments), distributed(resolve_device(arguments.device)) as device:
+    fields = [field.name for field in dataclasses.fields(TrainConfig)]
+    with (
+        printed_warnings(arguments),
+        distributed(resolve_device(arguments.device)) as device,
+        naming_options(*fields, *_MODEL_OPTIONS),
+    ):
         is_digits = arguments.data == DIGITS
-        given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
+        given = {name: getattr(arguments, name) for name in fields}
         given = {name: value for name, value in given.items() if value is not None}
         options = SEGMENT_OPTIONS if arguments.task == "segment" else DIGITS_OPTIONS if is_digits else {}
         config = TrainConfig(**_recipe(options, given))
@@ -132,8 +140,7 @@ def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT | CvTSegmenter:
     """Builds the model of ``--model`` or ``default``, or the one of ``--checkpoint`` with its weights."""
-    names = ("drop_path_rate", "layer_scale", "token_keep")
-    overrides: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
+    overrides: dict[str, Any] = {name: getattr(arguments, name, None) for name in _MODEL_OPTIONS}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     overrides |= {"num_classes": classes, "head": arguments.task}
     activation = arguments.activation

@@ -343,11 +343,7 @@ class Trainer:
         state = load_pickle(path)
         # An earlier version knew fewer fields.
         state["same"]["config"] = dataclasses.asdict(CvTConfig(**state["same"]["config"]))
-        different = [
-            f"{name} {str(then)[:80]}, now {str(self._same.get(name))[:80]}"
-            for name, then in state["same"].items()
-            if self._same.get(name) != then
-        ]
+        different = _differences(state["same"], self._same)
         if different:
             raise ValueError(f"resume: {path} was trained with {'; '.join(different)}")
         if self.config.shard:
@@ -393,6 +389,24 @@ def freeze_batch_norm(model: nn.Module) -> None:
 def rank_and_world_size() -> tuple[int, int]:
     """Returns the number of this process, 0 for the first, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns what was and what is of every value that differs, those of a configuration by its fields."""
+    texts = []
+    for name, before in then.items():
+        after = now.get(name)
+        if before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            texts += _differences(before, after)
+        elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
+            pairs = itertools.zip_longest(before, after)
+            i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            texts.append(f"{name}[{i}] {old}, now {new}")
+        else:
+            texts.append(f"{name} {before}, now {after}")
+    return texts
 
 
 def _check(

@@ -20,7 +20,7 @@ from ...checkpoints import read_checkpoint
 from ...config import CvTConfig
 from ...extras import require
 from ...factory import create_model, randomize
-from ...huggingface import save_huggingface
+from ...huggingface import CheckpointError, save_huggingface, why_inexpressible
 from ...model import CvT
 
 #: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
@@ -183,7 +183,7 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
         Which CvT it is, and the model in float32.
 
     Raises:
-        CheckpointError: The file is missing or unusable.
+        CheckpointError: The file is missing or unusable, or of a model that Hugging Face's cannot be.
     """
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:
@@ -192,7 +192,11 @@ def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> 
         randomize(built)
         return chosen, built
     loaded = read_checkpoint(checkpoint)
-    built = create_model(model or loaded.architecture(), checkpoint=loaded, **overrides)
+    chosen = model or loaded.architecture()
+    obstacle = why_inexpressible(loaded.configuration(chosen, **overrides))
+    if obstacle is not None:
+        raise CheckpointError(f"{loaded.path}: {obstacle}")
+    built = create_model(chosen, checkpoint=loaded, **overrides)
     source = "Hugging Face" if loaded.card is None else "cvt train"
     return model or loaded.preset or f"a CvT of {source}", built
 

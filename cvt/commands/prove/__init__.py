@@ -7,7 +7,7 @@ from typing import Any
 
 from ...config import DTYPES, PRESETS, default_image_size
 from ...files import check_writable, replacing, write_json
-from ..common import add_device_argument, positive_int, resolve_device
+from ..common import add_device_argument, naming_options, positive_int, resolve_device, token_keep
 
 
 def add_parser(commands: Any) -> None:
@@ -51,10 +51,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--token-keep",
-        type=float,
+        type=token_keep,
         default=1.0,
-        metavar="FRACTION",
-        help="prove the calls of the model with this setting, which keeps a part of its tokens (default: 1)",
+        metavar="KEEP",
+        help="prove the calls of the model that keeps this fraction of its last stage's tokens, or entropy; "
+        "one for a few places, or one for each block with commas between (default: 1)",
     )
     parser.add_argument(
         "--seconds",
@@ -93,7 +94,8 @@ def _prove(arguments: argparse.Namespace) -> int:
         quantized=arguments.quantized,
         token_keep=arguments.token_keep,
     )
-    questions = collect(workload, device)
+    with naming_options("token_keep"):
+        questions = collect(workload, device)
     store = verdicts.store_for(device)
     with (
         Worker(device, arguments.seconds) as worker,

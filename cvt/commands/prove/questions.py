@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +17,7 @@ from cvt_kernels import LinearInt8, accelerate, backends, dispatch, reference, r
 from cvt_kernels.ops.linear_int8.modules import replace
 from cvt_kernels.quantization.layers import find_layers
 
-from ...config import DTYPES
+from ...config import DTYPES, PRESETS, TokenKeep
 from ...factory import create_model
 from ...model import Mlp
 
@@ -34,7 +35,7 @@ class Workload(NamedTuple):
         dtypes: Names of ``DTYPES``.
         train: Whether a training step belongs to it, besides the forward of inference.
         quantized: Whether the forward of the quantized model does too.
-        token_keep: The fraction of the tokens that stay, as of ``CvTConfig``; 1 for all.
+        token_keep: How many tokens stay, as of ``CvTConfig``; 1 for all.
     """
 
     model: str
@@ -43,7 +44,7 @@ class Workload(NamedTuple):
     dtypes: list[str]
     train: bool
     quantized: bool = False
-    token_keep: float = 1.0
+    token_keep: TokenKeep | tuple[TokenKeep, ...] = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,26 @@ def collect(workload: Workload, device: torch.device) -> list[Question]:
         ValueError: The images are too small for the model.
     """
     collector = _Collector()
-    for dtype in (DTYPES[name] for name in workload.dtypes):
-        for batch_size in workload.batch_sizes:
-            for train in (False, True) if workload.train else (False,):
-                collector.run(workload, device, dtype, batch_size, train=train)
-            if workload.quantized:
-                collector.run(workload, device, dtype, batch_size, train=False, quantized=True)
+    dtypes = [DTYPES[name] for name in workload.dtypes]
+    steps = itertools.product(_without_entropy(workload), dtypes, workload.batch_sizes)
+    for known, dtype, batch_size in steps:
+        for train in (False, True) if workload.train else (False,):
+            collector.run(known, device, dtype, batch_size, train=train)
+        if workload.quantized:
+            collector.run(known, device, dtype, batch_size, train=False, quantized=True)
     return sorted(collector.questions.values(), key=lambda each: backends.OPERATORS.index(each.operator))
+
+
+def _without_entropy(workload: Workload) -> list[Workload]:
+    """Returns workloads that know how many tokens stay: in place of ``"entropy"`` the least and the most."""
+    keep = workload.token_keep
+    if "entropy" not in (keep if isinstance(keep, tuple) else (keep,)):
+        return [workload]
+    bounds = PRESETS[workload.model].token_keep_bounds
+    if isinstance(keep, tuple):
+        keeps = [tuple(bound if each == "entropy" else each for each in keep) for bound in bounds]
+        return [workload._replace(token_keep=each) for each in keeps]
+    return [workload._replace(token_keep=bound) for bound in bounds]
 
 
 def _quantize(model: nn.Module, dtype: torch.dtype) -> None:

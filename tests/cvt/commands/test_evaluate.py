@@ -137,3 +137,28 @@ def test_command_bad_input(capsys, trained, tmp_path):
     before = sorted(tmp_path.iterdir())
     assert "batches[0]: the model gives logits that are not finite" in fails("--json", tmp_path / "a.json")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
+    model = create_model(MODELS["cvt_nano"], num_classes=10, token_keep=0.5)
+    card = ModelCard(model.config, [str(i) for i in range(10)], 16, 1.0)
+    torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, tmp_path / "half.pth")
+    options = [
+        "evaluate",
+        "--data",
+        "digits",
+        "--checkpoint",
+        str(tmp_path / "half.pth"),
+        "--batch-size",
+        "180",
+    ]
+    figures = tmp_path / "figures.json"
+    assert main([*options, "--token-keep", "1", "0.5,1", "0.5", "entropy", "--json", str(figures)]) == 0
+    assert [row["token_keep"] for row in json.loads(figures.read_text())["token_keep"]] == [0.5, 1, "entropy"]
+    capsys.readouterr()
+    assert main([*options, "--token-keep", "0.5"]) == 0
+    table = capsys.readouterr().out.partition("tokens kept")[2].splitlines()
+    assert [line.split()[0] for line in table[1:2]] == ["0.5"]
+    assert "error: --token-keep: got 2.0, expected a fraction" in bad(
+        capsys, main, *options, "--token-keep", "2"
+    )

@@ -3,13 +3,17 @@
 import contextlib
 import io
 import json
+import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from cvt import create_model, read_checkpoint
+from cvt.checkpoints import PACKAGED
 from cvt.commands import main
+from cvt.commands import prune as command
 from cvt.datasets import save_digits
 from cvt.evaluation import cost
 from tests.checks import Terminal, bad, python_blocks, run_blocks
@@ -132,6 +136,7 @@ def test_bad_input(capsys, tmp_path):
     quantized(model).save_pretrained(tmp_path / "quantized")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "best.pth").touch()
+    (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     good = {"--checkpoint": tmp_path / "model", "--mlp": "0.5", "--output": tmp_path / "p.safetensors"}
 
@@ -141,22 +146,58 @@ def test_bad_input(capsys, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
         return line
 
-    assert "mlp: got 1.0, expected at least 0 and below 1" in fails(mlp=1)
-    assert "heads: got 1.0, expected at least 0 and below 1" in fails(heads=1)
+    assert "error: --mlp: got 1.0, expected at least 0 and below 1" in fails(mlp=1)
+    assert "error: --heads: got 1.0, expected at least 0 and below 1" in fails(heads=1)
     assert "mlp: 0.99 removes all 32 hidden units of stage 0" in fails(mlp=0.99)
-    assert "mlp, heads: got 0 for both" in fails(mlp=0)
+    assert "error: --mlp, --heads: got 0 for both" in fails(mlp=0)
     assert "heads: 0.1 removes none of the 1, 2, 3 heads of the stages" in fails(heads=0.1)
     assert "argument --mlp: invalid float value: 'half'" in fails(mlp="half")
     assert "--saliency: taylor needs images with labels" in fails(saliency="taylor")
     assert "none does not exist" in fails(calibrate=tmp_path / "none")
     assert "--calibrate digits: has 10 classes, the model 2" in fails(calibrate="digits")
     assert "quantized is quantized (stage0." in fails(checkpoint=tmp_path / "quantized")
-    assert "--output: got" in fails(output=tmp_path / "p.pth")
+    for name in ("p.pth", "p.onnx", "p.pt2", "P.SAFETENSORS"):
+        line = fails(output=tmp_path / name)
+        assert f"{name}', expected a name that ends with .safetensors, or a directory" in line
+    assert "--output: got '', expected a name that ends with .safetensors" in fails(output="")
     assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
-    assert "config.json is a file, expected a directory" in fails(output=tmp_path / "model" / "config.json")
+    assert "file is a file, expected a directory" in fails(output=tmp_path / "file")
     assert "no part of --checkpoint" in fails(output=tmp_path / "model")
     assert "no part of --checkpoint" in fails(output=tmp_path / "model" / "model.safetensors")
     line = fails(checkpoint=tmp_path / "model" / "model.safetensors", output=tmp_path / "model")
     assert "which has --checkpoint, expected another place" in line
     assert "as --output, expected another file" in fails("--json", good["--output"])
     assert "cannot be written" in fails(output=tmp_path / "none" / "p.safetensors")
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """Lets ``digits`` stand for a copy of its file; returns the copy."""
+    copy = Path(shutil.copy(PACKAGED["digits"], tmp_path))
+    monkeypatch.setitem(PACKAGED, "digits", copy)
+    return copy
+
+
+@pytest.mark.parametrize("options", ["prune --mlp 0.5", "quantize --calibrate digits"])
+def test_a_packaged_file_is_not_replaced(capsys, packaged, options):
+    before = packaged.read_bytes()
+    line = bad(capsys, main, *options.split(), "--checkpoint", "digits", "--output", packaged)
+    assert "expected a file that is no part of --checkpoint" in line
+    assert packaged.read_bytes() == before
+
+
+def test_a_directory_is_compared_with_where_the_weights_are(capsys, packaged, tmp_path, monkeypatch):
+    arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--batch-size", "1", "--output"]
+    line = bad(capsys, main, *arguments, packaged.parent)
+    assert "which has --checkpoint, expected another place" in line
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main([*arguments, "."]) == 0
+    assert create_model(checkpoint=tmp_path / "empty").config.mlp_ratio == (1.0, 1.0)
+
+
+def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "microsoft").mkdir()
+    arguments = {"checkpoint": "microsoft/cvt-13", "output": "microsoft", "json": None, "saliency": None}
+    command._check(Path("microsoft"), Namespace(**arguments))

@@ -66,6 +66,9 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
         assert (code, out) == (2, "")
         assert err.startswith(f"cvt {command[0]}: error: ")
         assert "is a model of head='segment', which is for pixels; expected a classifier" in err
+    code, out, err = run(capsys, "bench", *source)
+    assert (code, out) == (2, "")
+    assert err.endswith("best.pth: Hugging Face's CvT has no head='segment'\n")
     output = tmp_path / "model.pt2"
     code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
     assert code == 0
@@ -137,7 +140,7 @@ def test_the_help_has_the_defaults_of_the_task(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--task", "segment", "--mixup", 0.8), "mixup: got 0.8, expected 0 for head='segment'"),
+        (("--task", "segment", "--mixup", 0.8), "--mixup: got 0.8, expected 0 for head='segment'"),
         (
             ("--task", "segment", "--data", "digits"),
             "--data: got digits, which have no label maps; expected a",

@@ -28,6 +28,7 @@ from cvt.training.trainer import (
     LAST,
     NonFiniteLossError,
     Trainer,
+    _differences,
     distributed,
     epoch_line,
     freeze_batch_norm,
@@ -308,8 +309,15 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
         trainer(uninterrupted, resume=True, **EVERYTHING, lr=1e-2, clip_norm=2.0)
     with pytest.raises(ValueError, match=r"trained with images 24, now 27$"):
         trainer(uninterrupted, resume=True, count=27, **EVERYTHING)
-    with pytest.raises(ValueError, match=r"trained with config \{.*, now \{"):
+    with pytest.raises(ValueError, match=r"trained with mlp_ratio \(2.0, 2.0\), now \(1.0, 1.0\)$"):
         trainer(uninterrupted, dataclasses.replace(TINY, mlp_ratio=1.0), resume=True, **EVERYTHING)
+    ours = trainer(tmp_path / "labels", count=24, **EVERYTHING)
+    then = {
+        **ours._same,
+        "labels": [*CLASSES[:2], "z"],
+        "config": {**ours._same["config"], "token_keep": 0.5},
+    }
+    assert _differences(then, ours._same) == ["token_keep 0.5, now 1.0", "labels[2] z, now c"]
     with pytest.raises(ValueError, match=r"output: .*last.pth exists; go on with --resume"):
         trainer(uninterrupted)
     with pytest.raises(FileNotFoundError, match=r"resume: .*last.pth does not exist"):

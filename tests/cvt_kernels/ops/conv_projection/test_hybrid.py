@@ -488,3 +488,9 @@ def test_quantized_layers_leave_the_convolutions_alone():
     after = branch_of(model).state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_no_stage_of_a_hybrid_model_can_be_frozen():
+    message = r"none of the 3 stages of CvT can be frozen; .*convolutions are summed"
+    with pytest.raises(ValueError, match=message):
+        ck.accelerate(small(mixing="hybrid").eval(), freeze=True)
