@@ -407,6 +407,6 @@ def test_native_refuses_wrong_rows_before_it_writes(rows, message, monkeypatch):
     ],
 )
 def test_every_backend_refuses_wrong_rows(backend, rows, message):
-    """Where some did not, those that do would lose their proof for good."""
+    """If some backends did not, those that do would lose their proof for good."""
     with pytest.raises(ValueError, match=message):
         call(backend, make(class_tokens=1), rows=torch.tensor(rows), scores="cls")
