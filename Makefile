@@ -19,8 +19,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Everything CI runs. One process more than there are cores, since some tests wait for others' processes.
-WORKERS := $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
+# Everything CI runs.
+WORKERS := $(shell nproc 2>/dev/null || echo 2)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) benchmarks --benchmark-disable -q

@@ -307,7 +307,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
 def test_compiled_without_a_break():
     x = X[:2, :, :32, :32]
-    model = deep(depths=(1, 3), token_keep=("entropy", 0.5, 1.0)).train()
+    model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
     expected = gradients(copy.deepcopy(model), lambda m: m(x))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for ours, each in zip(gradients(compiled, lambda m: m(x)), expected, strict=True):
