@@ -14,22 +14,27 @@ from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear
 from .ops.conv_projection import conv_projection
 from .ops.conv_projection.merging import merge_convolutions
+from .ops.depthwise_conv_gelu import depthwise_conv_gelu
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.packing import release_memory
+from .ops.pyramid_block import pyramid_block
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
 from .quantization import quantize
 from .reference import (
     ConvBatchNorm,
+    DepthwiseConv,
     Linear,
     Norm,
     PositionBias,
+    PyramidBlock,
     QuantizedLinear,
     QuantizedRows,
+    Reduction,
     TransformerBlock,
 )
 
@@ -43,12 +48,15 @@ __all__ = [
     "AttentionMap",
     "BackendUnavailable",
     "ConvBatchNorm",
+    "DepthwiseConv",
     "Linear",
     "LinearInt8",
     "Norm",
     "PositionBias",
+    "PyramidBlock",
     "QuantizedLinear",
     "QuantizedRows",
+    "Reduction",
     "TransformerBlock",
     "__version__",
     "accelerate",
@@ -60,6 +68,7 @@ __all__ = [
     "conv_linear",
     "conv_projection",
     "coverage",
+    "depthwise_conv_gelu",
     "doctor",
     "fallbacks",
     "gather_add_layer_norm",
@@ -77,6 +86,7 @@ __all__ = [
     "linear_gelu",
     "linear_int8",
     "merge_convolutions",
+    "pyramid_block",
     "quantize",
     "quantize_rows",
     "reference",

@@ -58,6 +58,8 @@ OPERATORS = (
     "conv_linear",
     "conv_embedding",
     "transformer_block",
+    "depthwise_conv_gelu",
+    "pyramid_block",
     "quantize_rows",
     "layer_norm_quantize",
     "gelu_quantize",

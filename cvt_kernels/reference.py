@@ -247,6 +247,75 @@ class TransformerBlock(NamedTuple):
         )  # fmt: skip
 
 
+class DepthwiseConv(NamedTuple):
+    """A depthwise 3×3 convolution of stride 1, padded by zeros.
+
+    Attributes:
+        weight: ``(C, 1, 3, 3)``.
+        bias: ``(C,)``, or None for 0.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Reduction(NamedTuple):
+    """A convolution whose stride is its kernel size, and a LayerNorm: fewer tokens for keys and values (PVT).
+
+    Attributes:
+        weight: ``(C, C, r, r)``. Rows and columns of tokens that make no whole square of r×r are left out.
+        bias: ``(C,)``, or None for 0.
+        norm: The LayerNorm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm
+
+    def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Returns the (H, W) of the output for an input of ``grid``."""
+        ratio = self.weight.shape[-1]
+        return grid[0] // ratio, grid[1] // ratio
+
+
+class PyramidBlock(NamedTuple):
+    """The parameters of a block of SegFormer (Xie et al. 2021), PVT or PVT v2 (Wang et al. 2021, 2022).
+
+    Attributes:
+        norm1: The LayerNorm before attention.
+        linears: The linear layers of Q, of K and of V.
+        reduction: Makes the tokens of keys and values; None where these are all tokens.
+        num_heads: Heads of attention.
+        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
+        proj: The linear layer after attention.
+        norm2: The LayerNorm before the feed-forward layers.
+        fc1: The first of these.
+        conv: The convolution of its result; None where there is none, as in PVT.
+        approximate: The GELU after it, as :func:`cvt_kernels.gelu` names it.
+        fc2: The last layer.
+    """
+
+    norm1: Norm
+    linears: tuple[Linear, Linear, Linear]
+    reduction: Reduction | None
+    num_heads: int
+    scale: float | None
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    conv: DepthwiseConv | None
+    approximate: GeluVariant
+    fc2: Linear
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors that the block reads, in one order; None for those that it does without."""
+        reduction = (None,) * 4 if self.reduction is None else (*self.reduction[:2], *self.reduction.norm[:2])
+        conv = (None, None) if self.conv is None else self.conv
+        layers = (*self.linears, self.proj, self.fc1, self.fc2)
+        norms = (*self.norm1[:2], *self.norm2[:2])
+        return (*norms, *(tensor for layer in layers for tensor in layer), *reduction, *conv)
+
+
 def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
     """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""
     if not torch.compiler.is_compiling():
@@ -759,6 +828,47 @@ def transformer_block(
         return out
     class_tokens = x.shape[1] - grid[0] * grid[1]
     return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
+
+
+def depthwise_conv_gelu(
+    x: Tensor,
+    grid: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+) -> Tensor:
+    """Computes gelu(depthwise_conv(x) + bias) of tokens (B, H·W, C), by a 3×3 convolution."""
+    image = x.unflatten(1, grid).permute(0, 3, 1, 2)
+    y = F.conv2d(image, weight, bias, padding=1, groups=weight.shape[0])
+    return gelu(y.permute(0, 2, 3, 1).flatten(1, 2), approximate=approximate)
+
+
+def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C)."""
+    ratio = reduction.weight.shape[-1]
+    y = F.conv2d(x.unflatten(1, grid).permute(0, 3, 1, 2), reduction.weight, reduction.bias, ratio)
+    return layer_norm(y.flatten(2).transpose(1, 2), *reduction.norm[:2], eps=reduction.norm.eps)
+
+
+def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+    """Computes y = x + proj(attention(q, k, v)) and y + fc2(gelu(conv(fc1(norm2(y))))).
+
+    q is linear(norm1(x)); k and v are linear(reduction(norm1(x))). The result takes the place of ``x`` if
+    ``inplace``.
+    """
+    y = layer_norm(x, *block.norm1[:2], eps=block.norm1.eps)
+    kept = y if block.reduction is None else reduce_tokens(y, grid, block.reduction)
+    tokens = zip((y, kept, kept), block.linears, strict=True)
+    q, k, v = (F.linear(each, *layer).unflatten(2, (block.num_heads, -1)) for each, layer in tokens)
+    y = x + F.linear(attention(q, k, v, scale=block.scale).flatten(2), *block.proj)
+    hidden = F.linear(layer_norm(y, *block.norm2[:2], eps=block.norm2.eps), *block.fc1)
+    if block.conv is None:
+        hidden = gelu(hidden, approximate=block.approximate)
+    else:
+        hidden = depthwise_conv_gelu(hidden, grid, *block.conv, approximate=block.approximate)
+    out = y + F.linear(hidden, *block.fc2)
+    return x.copy_(out) if inplace else out
 
 
 @torch.no_grad()

@@ -1,0 +1,136 @@
+"""Depthwise 3×3 convolution of tokens, its bias and GELU in one pass, as between the layers of a Mix-FFN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends, checks, dispatch
+from ...reference import GeluVariant
+from ..layer_norm_gelu import check_approximate
+from ..registration import images_within, register_reference, size_class
+
+_SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
+_SAMPLE = 2**18  # elements
+
+
+def depthwise_conv_gelu(
+    x: Tensor,
+    grid: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+) -> Tensor:
+    """Computes gelu(depthwise_conv(x) + bias), on tokens.
+
+    It stands between the two linear layers of the Mix-FFN of SegFormer (Xie et al. 2021, section 3.1) and of
+    the feed-forward layers of PVT v2 (Wang et al. 2022, section 3.2); upstream ``SegformerMixFFN`` and
+    ``PvtV2ConvFeedForwardNetwork`` of transformers.
+
+    Args:
+        x: Tokens ``(B, H·W, C)`` in row-major order; float16, bfloat16, float32 or float64.
+        grid: ``(H, W)``.
+        weight: ``(C, 1, 3, 3)``, a convolution of stride 1, padded by one zero on each side.
+        bias: ``(C,)``, or None for 0.
+        approximate: As in :func:`cvt_kernels.gelu`.
+
+    Returns:
+        The shape of ``x``, contiguous.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, or unknown ``approximate``.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    args = x, grid, weight, bias
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("depthwise_conv_gelu", *args, approximate=approximate)
+    key = _key_of(x, grid, weight, bias, approximate)
+    known = dispatch.known(key)
+    if known is None:
+        _check(x, grid, weight, bias, approximate)
+    elif known.run is not None:
+        return known.run(x, weight, bias)
+    out = dispatch.call("depthwise_conv_gelu", *args, approximate=approximate)
+    if known is None:
+        dispatch.remember(key, "depthwise_conv_gelu", *args, approximate=approximate)
+    return out
+
+
+def _key_of(
+    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: GeluVariant
+) -> Any:
+    """Returns the key of a call; None where nothing is remembered."""
+    if type(grid) is not tuple:
+        return None
+    return dispatch.key_of("depthwise_conv_gelu", (*grid, *map(type, grid), approximate), x, weight, bias)
+
+
+def _check(
+    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: GeluVariant
+) -> None:
+    checks.check_float_tensor("x", x, _SHAPE)
+    checks.check_rank("x", x, 3, _SHAPE)
+    check_whole_grid(grid, x)
+    check_depthwise("", weight, bias, x, x.shape[2])
+    check_approximate(approximate)
+
+
+def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
+    """Raises TypeError or ValueError unless the tokens are those of the grid, without a class token."""
+    if not isinstance(grid, tuple) or len(grid) != 2 or any(not isinstance(n, int) for n in grid):
+        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W) of integers")
+    height, width = grid
+    if height < 1 or width < 1 or x.shape[1] != height * width:
+        raise ValueError(f"grid: got {height}×{width} for {x.shape[1]} tokens, expected tokens = H·W")
+
+
+def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
+    """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` is for the message."""
+    name = f"{prefix}weight"
+    checks.check_float_tensor(name, weight, _WEIGHT)
+    checks.check_shape(name, weight, (channels, 1, 3, 3), _WEIGHT)
+    checks.check_like(name, weight, "x", x)
+    if bias is not None:
+        checks.check_float_tensor(f"{prefix}bias", bias, "(channels,)")
+        checks.check_shape(f"{prefix}bias", bias, (channels,), "(channels,)")
+        checks.check_like(f"{prefix}bias", bias, "x", x)
+
+
+def _signature(
+    x: Tensor,
+    grid: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, weight, bias)
+    return gradient, x.shape, grid, x.is_contiguous(), bias is not None, approximate
+
+
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    grid: tuple[int, int],
+    contiguous: bool,
+    has_bias: bool,
+    approximate: GeluVariant,
+) -> str:
+    batch, _, channels = shape
+    words = str("exact" if approximate == "none" else approximate)
+    words += f", {size_class(batch)} images of {size_class(grid[0] * grid[1], 2)} pixels, {channels} channels"
+    words += "" if has_bias else ", without bias"
+    return words + ("" if contiguous else ", strided")
+
+
+def _sample(factor: int, x: Tensor, *args: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    return (x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())], *args), settings
+
+
+register_reference("depthwise_conv_gelu")
+backends.describe("depthwise_conv_gelu", backends.Operator(_signature, _shape_class, _sample))

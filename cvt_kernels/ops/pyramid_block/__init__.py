@@ -1,0 +1,269 @@
+"""A block of SegFormer, PVT or PVT v2 as one operator, for serving.
+
+The composition takes other operators of this package one after the other, each by its own verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends, checks, dispatch
+from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
+from ..attention import attention
+from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
+from ..layer_norm_gelu import check_approximate, layer_norm
+from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from ..registration import images_within, register_composed, register_reference, size_class
+
+_SHAPE, _WEIGHT, _REDUCING = "(batch, tokens, channels)", "(outputs, inputs)", "(channels, channels, r, r)"
+_SAMPLE = 2**17  # elements
+
+
+def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+    """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
+
+    It is the block of SegFormer (Xie et al. 2021, section 3.1) and PVT v2 (Wang et al. 2022), and with no
+    convolution that of PVT (Wang et al. 2021), in evaluation.
+
+    Args:
+        x: Tokens ``(B, H·W, C)`` in row-major order; float16, bfloat16, float32 or float64. Where the block
+            has neither a reduction nor a convolution, there may be any number of them.
+        grid: ``(H, W)``.
+        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
+            not changed.
+        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+
+    Returns:
+        The shape and dtype of ``x``; ``x`` itself if ``inplace``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, an invalid setting, or ``inplace`` where a gradient is wanted or
+            ``x`` is not contiguous.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    if torch.jit.is_tracing():
+        return dispatch.call_recorded("pyramid_block", x, grid, block, inplace=inplace)
+    key = _key_of(x, grid, block, inplace)
+    known = dispatch.known(key)
+    if known is None:
+        _check(x, grid, block, inplace)
+    elif known.run is not None:
+        return known.run(x, block)
+    out = dispatch.call("pyramid_block", x, grid, block, inplace=inplace)
+    if known is None:
+        dispatch.remember(key, "pyramid_block", x, grid, block, inplace=inplace)
+    return out
+
+
+def _key_of(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool) -> Any:
+    """Returns the key of a call; None where nothing is remembered, as of wrong arguments."""
+    if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not PyramidBlock:
+        return None
+    try:
+        eps = block.norm1.eps, block.norm2.eps, None if block.reduction is None else block.reduction.norm.eps
+        numbers = [*eps, block.num_heads, block.scale, *grid]
+        tensors = block.tensors()
+    except (AttributeError, TypeError):
+        return None
+    settings = *numbers, *map(type, numbers), block.approximate, inplace, block.conv is None
+    return dispatch.key_of("pyramid_block", settings, x, *tensors)
+
+
+# The composition ------------------------------------------------------------------------------------------
+
+
+def _compose(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+    norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
+    y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
+    kept = y if block.reduction is None else reduce_tokens(y, grid, block.reduction)
+    tokens = zip((y, kept, kept), block.linears, strict=True)
+    q, k, v = (linear(each, *layer).unflatten(2, (heads, -1)) for each, layer in tokens)
+    y = attention(q, k, v, scale=block.scale).flatten(2)
+    stream, y = linear_add_layer_norm(
+        y, *block.proj, x, norm2.weight, norm2.bias, eps=norm2.eps, inplace=inplace
+    )
+    if block.conv is None:
+        hidden = linear_gelu(y, *block.fc1, approximate=block.approximate)
+    else:
+        hidden = depthwise_conv_gelu(linear(y, *block.fc1), grid, *block.conv, approximate=block.approximate)
+    # Of the stream nobody else has a reference.
+    return linear_add(
+        hidden, *block.fc2, stream, inplace=not checks.wants_gradient(hidden, stream, *block.fc2)
+    )
+
+
+def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C), by a linear layer."""
+    ratio, norm = reduction.weight.shape[-1], reduction.norm
+    squares = squares_of(x, grid, ratio)
+    weight = reduction.weight.permute(0, 2, 3, 1).flatten(1)
+    return layer_norm(linear(squares, weight, reduction.bias), norm.weight, norm.bias, eps=norm.eps)
+
+
+def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:
+    """Returns the squares of ratio × ratio tokens of x (B, H·W, C) as rows (B, H'·W', ratio² · C)."""
+    height, width = grid[0] // ratio, grid[1] // ratio
+    image = x.unflatten(1, grid)[:, : height * ratio, : width * ratio]
+    squares = image.unflatten(2, (width, ratio)).unflatten(1, (height, ratio))
+    return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool) -> None:
+    checks.check_float_tensor("x", x, _SHAPE)
+    checks.check_rank("x", x, 3, _SHAPE)
+    _check_parts(block)
+    if block.reduction is not None or block.conv is not None:
+        check_whole_grid(grid, x)
+    check_approximate(block.approximate)
+    channels = x.shape[2]
+    _check_norm("block.norm1", block.norm1, x)
+    _check_norm("block.norm2", block.norm2, x)
+    _check_reduction(x, grid, block.reduction)
+    _check_layers(x, block, channels)
+    if inplace and checks.wants_gradient(x, *block.tensors()):
+        raise ValueError("inplace: got True where a gradient is wanted, expected False")
+    if inplace and not x.is_contiguous():
+        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+
+
+def _check_parts(block: PyramidBlock) -> None:
+    """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
+    _check_kind("block", block, PyramidBlock)
+    _check_kind("block.linears", block.linears, tuple)
+    if len(block.linears) != 3:
+        raise ValueError(f"block.linears: got {len(block.linears)}, expected those of Q, of K and of V")
+    for i, layer in enumerate(block.linears):
+        _check_kind(f"block.linears[{i}]", layer, Linear)
+    for name in ("proj", "fc1", "fc2"):
+        _check_kind(f"block.{name}", getattr(block, name), Linear)
+    for name in ("norm1", "norm2"):
+        _check_kind(f"block.{name}", getattr(block, name), Norm)
+    if block.reduction is not None:
+        _check_kind("block.reduction", block.reduction, Reduction)
+        _check_kind("block.reduction.norm", block.reduction.norm, Norm)
+    if block.conv is not None:
+        _check_kind("block.conv", block.conv, DepthwiseConv)
+
+
+def _check_kind(name: str, part: object, kind: type) -> None:
+    if not isinstance(part, kind):
+        raise TypeError(f"{name}: got {type(part).__name__}, expected {kind.__name__}")
+
+
+def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
+    for field in ("weight", "bias"):
+        vector = getattr(norm, field)
+        if vector is not None:
+            _check_tensor(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
+    if not norm.eps > 0:
+        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
+
+
+def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction | None) -> None:
+    if reduction is None:
+        return
+    channels, weight = x.shape[2], reduction.weight
+    checks.check_float_tensor("block.reduction.weight", weight, _REDUCING)
+    checks.check_rank("block.reduction.weight", weight, 4, _REDUCING)
+    ratio = weight.shape[3]
+    _check_tensor("block.reduction.weight", weight, (channels, channels, ratio, ratio), _REDUCING, x)
+    if not 1 <= ratio <= min(grid):
+        raise ValueError(
+            f"block.reduction.weight: got a kernel of {ratio}×{ratio} for a grid of {grid[0]}×{grid[1]}, "
+            "expected at most its sizes"
+        )
+    if reduction.bias is not None:
+        _check_tensor("block.reduction.bias", reduction.bias, (channels,), "(channels,)", x)
+    _check_norm("block.reduction.norm", reduction.norm, x)
+
+
+def _check_layers(x: Tensor, block: PyramidBlock, channels: int) -> None:
+    """Raises TypeError or ValueError for layers that do not follow one another, and wrong heads."""
+    first = block.linears[0].weight
+    checks.check_float_tensor("block.linears[0].weight", first, _WEIGHT)
+    checks.check_rank("block.linears[0].weight", first, 2, _WEIGHT)
+    width, heads, scale = first.shape[0], block.num_heads, block.scale
+    for i, layer in enumerate(block.linears):
+        _check_linear(f"block.linears[{i}]", layer, (width, channels), x)
+    if not isinstance(heads, int) or heads < 1 or width < 1 or width % heads:
+        raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {width} channels")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"block.scale: got {scale}, expected a finite number or None")
+    _check_linear("block.proj", block.proj, (channels, width), x)
+    checks.check_float_tensor("block.fc1.weight", block.fc1.weight, _WEIGHT)
+    checks.check_rank("block.fc1.weight", block.fc1.weight, 2, _WEIGHT)
+    hidden = block.fc1.weight.shape[0]
+    _check_linear("block.fc1", block.fc1, (hidden, channels), x)
+    if block.conv is not None:
+        check_depthwise("block.conv.", *block.conv, x, hidden)
+    _check_linear("block.fc2", block.fc2, (channels, hidden), x)
+
+
+def _check_linear(name: str, layer: Linear, shape: tuple[int, int], x: Tensor) -> None:
+    _check_tensor(f"{name}.weight", layer.weight, shape, _WEIGHT, x)
+    if layer.bias is not None:
+        _check_tensor(f"{name}.bias", layer.bias, shape[:1], "(outputs,)", x)
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
+    checks.check_float_tensor(name, tensor, meaning)
+    checks.check_shape(name, tensor, shape, meaning)
+    checks.check_like(name, tensor, "x", x)
+
+
+# Registration ---------------------------------------------------------------------------------------------
+
+
+def _signature(
+    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
+) -> tuple[Any, ...]:
+    gradient = checks.wants_gradient(x, *block.tensors())
+    ratio = 1 if block.reduction is None else block.reduction.weight.shape[3]
+    widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
+    settings = block.num_heads, block.approximate, block.conv is not None, inplace
+    return gradient, x.shape, grid, x.is_contiguous(), ratio, widths, settings
+
+
+def _shape_class(
+    gradient: bool,
+    shape: Sequence[int],
+    grid: tuple[int, int],
+    contiguous: bool,
+    ratio: int,
+    widths: tuple[int, int],
+    settings: tuple[Any, ...],
+) -> str:
+    batch, tokens, channels = shape
+    attended, hidden = widths
+    heads, approximate, convolves, inplace = settings
+    words = "exact" if approximate == "none" else approximate
+    words += f", {size_class(batch)} images, {channels} channels, {size_class(tokens, 2)} tokens"
+    words += f", {heads} heads of {attended // heads}, {hidden} hidden"
+    words += f", keys of {ratio}×{ratio} tokens" if ratio > 1 else ""
+    words += ", with a convolution" if convolves else ""
+    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
+
+
+def _sample(
+    factor: int, x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    images = x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())]
+    # A trial in place must not change what the caller has.
+    return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
+
+
+register_composed("pyramid_block", _compose, devices=("cpu", "cuda"))
+register_reference("pyramid_block")
+backends.describe(
+    "pyramid_block",
+    backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),
+)
