@@ -265,10 +265,11 @@ def test_conv_linear(compile_ahead):
     assert analysis["predicted"]["share_of_floor"] > 0.9
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_attention(compile_ahead, arch):
+@pytest.mark.parametrize(("arch", "stages"), [("sm_80", "1"), ("sm_90", "123"), ("sm_100", "3")])
+def test_attention(compile_ahead, arch, stages):
     """CvT-13's three stages at 224²: the products on tensor cores."""
-    out, rows = compile_ahead("--operator", "attention", "--arch", arch, "--dtype", "bfloat16")
+    arguments = ["--operator", "attention", "--arch", arch, "--dtype", "bfloat16"]
+    out, rows = compile_ahead(*arguments, "--stage", *stages)
     assert_flawless(rows)
     assert "PREDICTED from them, not measured" in out
     names = [
@@ -277,12 +278,13 @@ def test_attention(compile_ahead, arch):
         if any(case["mode"] == "training" for case in row["cases"])
     ]
     inference = [row for row in rows if {case["mode"] for case in row["cases"]} == {"inference"}]
-    assert [row["cases"][0]["stage"] for row in inference] == [1, 2, 3]  # the forward without statistics
-    assert names == [
-        *((1, name) for name in ("fwd_loop", "bwd_dq", "bwd_dkdv")),
-        *((2, name) for name in ("fwd", "bwd_dq", "bwd_dkdv")),
-        *((3, name) for name in ("fwd", "bwd")),
-    ]
+    assert [row["cases"][0]["stage"] for row in inference] == list(map(int, stages))  # without statistics
+    kernels = {
+        "1": ("fwd_loop", "bwd_dq", "bwd_dkdv"),
+        "2": ("fwd", "bwd_dq", "bwd_dkdv"),
+        "3": ("fwd", "bwd"),
+    }
+    assert names == [(int(stage), name) for stage in stages for name in kernels[stage]]
     tensor_cores = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[arch]
     for row in rows:
         assert any(name.startswith(tensor_cores) for name in row["resources"]["tensor_cores"]), row
