@@ -19,11 +19,11 @@
 namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
-constexpr int64_t kGrain = 16384;         // elements that are worth a thread
-constexpr int64_t kRowBytes = 131072;     // of three rows of accumulators, which leave room in L2 for what else is read
-constexpr int64_t kLeastBlock = 64;       // channels, adjacent in memory, of which it pays to read so few
-constexpr int64_t kBackwardUnits = 16;    // to cut a small batch into
-constexpr int64_t kBandRows = 8;          // the fewest of a band, around which two are computed again
+constexpr int64_t kGrain = 16384;       // elements that are worth a thread
+constexpr int64_t kRowBytes = 262144;   // of three rows of accumulators, which leave room in L2 for what else is read
+constexpr int64_t kLeastBlock = 128;    // channels, since neighbors in memory are read quicker
+constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
+constexpr int64_t kBandRows = 16;       // the fewest of a band, around which two are computed again
 
 const Kernels& loops() {
   static const Kernels& chosen = choose(KERNEL_TABLES);
@@ -38,9 +38,11 @@ Activation activation_of(const std::string& name) {
   return activation;
 }
 
-// A call on x (batch, tokens, channels), and the tensors that it points to.
+// A call on x (batch, tokens, channels), and the tensors that it points to. It is cut into so many units, if the channels
+// allow.
 struct Arguments {
-  Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const std::optional<Tensor>& shift)
+  Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const std::optional<Tensor>& shift,
+            int64_t units = 1)
       : x(input.dim() == 3 && input.stride(2) != 1 ? made_contiguous(input) : input),
         dtype(dtype_of(x)),
         weight(made_contiguous(kernel)) {
@@ -57,8 +59,9 @@ struct Arguments {
       STD_TORCH_CHECK(shift->scalar_type() == x.scalar_type(), "bias: expected the dtype of x");
       bias = made_contiguous(*shift);
     }
-    const int64_t fitting = kRowBytes / (3 * width * accumulator_bytes(x));
-    const int64_t blocks = (channels + std::max(kLeastBlock, fitting) - 1) / std::max(kLeastBlock, fitting);
+    const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));
+    const int64_t wanted = std::min(units / std::max<int64_t>(1, x.size(0)), channels / kLeastBlock);
+    const int64_t blocks = std::max((channels + fitting - 1) / fitting, wanted);
     call = {
         .x = x.const_data_ptr(),
         .batch_stride = x.stride(0),
@@ -98,15 +101,15 @@ Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, c
   return out;
 }
 
-// A gradient of a parameter with `size` numbers for each channel, those from the sum number `first` on, in the dtype of x.
-template <class A>
-Tensor gradient_of(const std::vector<double>& totals, int64_t first, int64_t size, const Tensor& parameter) {
+// The gradient of a parameter, of whose numbers each channel has `size`: of the totals, those from the quantity `first` on.
+Tensor gradient_of(const Tensor& parameter, const std::vector<double>& totals, int64_t first, int64_t size) {
   const Tensor gradient = empty(parameter.sizes(), parameter.scalar_type(), parameter);
   const int64_t channels = parameter.size(0);
   with_type(dtype_of(parameter), [&](auto type) {
-    auto* out = static_cast<decltype(type)*>(gradient.mutable_data_ptr());
+    using T = decltype(type);
+    T* out = static_cast<T*>(gradient.mutable_data_ptr());
     for (int64_t c = 0; c < channels; c++) {
-      for (int64_t i = 0; i < size; i++) store(out++, static_cast<A>(totals[(first + i) * channels + c]));
+      for (int64_t i = 0; i < size; i++) store(out++, static_cast<Accumulator<T>>(totals[(first + i) * channels + c]));
     }
   });
   return gradient;
@@ -128,13 +131,14 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
     loops().backward(arguments.dtype, activation, call, begin, end, scratch);
   });
   std::vector<double> totals(size);
-  torch::stable::parallel_for(0, size, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts)), [&](int64_t begin, int64_t end) {
+  const int64_t share = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts));
+  torch::stable::parallel_for(0, size, share, [&](int64_t begin, int64_t end) {
     for (int64_t part = 0; part < parts; part++) {
       for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
     }
   });
-  return {dx, gradient_of<A>(totals, 0, 9, arguments.weight),
-          arguments.bias.has_value() ? gradient_of<A>(totals, 9, 1, *arguments.bias) : layer_norm_gelu::no_gradient(x)};
+  return {dx, gradient_of(arguments.weight, totals, 0, 9),
+          arguments.bias.has_value() ? gradient_of(*arguments.bias, totals, 9, 1) : layer_norm_gelu::no_gradient(x)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv_gelu_backward(const Tensor& dout, const Tensor& input, int64_t height,
@@ -142,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv_gelu_backward(const Tensor& do
                                                                 const std::optional<Tensor>& bias,
                                                                 const std::string& activation) {
   const Activation function = activation_of(activation);
-  const Arguments arguments(input, height, width, weight, bias);
+  const Arguments arguments(input, height, width, weight, bias, kBackwardUnits);
   const Tensor gradient = contiguous_like("dout", dout, arguments.x);
   return accumulator_of(input) == ScalarType::Double ? compute_gradients<double>(arguments, gradient, function)
                                                      : compute_gradients<float>(arguments, gradient, function);
