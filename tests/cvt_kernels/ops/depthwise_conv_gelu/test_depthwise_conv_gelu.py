@@ -87,7 +87,9 @@ def test_what_is_remembered_of_a_call_is_not_taken_for_another():
     with ck.use_backend("native"):
         for args in others.values():
             for each in ((X, GRID, WEIGHT, BIAS), args):
-                torch.testing.assert_close(ck.depthwise_conv_gelu(*each), reference.depthwise_conv_gelu(*each))
+                torch.testing.assert_close(
+                    ck.depthwise_conv_gelu(*each), reference.depthwise_conv_gelu(*each)
+                )
         quick = ck.depthwise_conv_gelu(X, GRID, WEIGHT, BIAS, approximate="quick")
         with pytest.raises(TypeError, match="grid"):  # though it equals the one that is remembered
             ck.depthwise_conv_gelu(X, (3.0, 4.0), WEIGHT, BIAS)

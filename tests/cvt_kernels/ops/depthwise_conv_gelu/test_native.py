@@ -82,7 +82,9 @@ def test_any_shape_and_strides(grid, channels, batch, dtype, layout, has_bias):
     }[layout](x)
     tensors = [x, weight, bias if has_bias else None]
     ours = run(ck.depthwise_conv_gelu, grid, tensors)
-    for got, same in zip(ours, run(ck.depthwise_conv_gelu, grid, [x.contiguous(), *tensors[1:]]), strict=True):
+    for got, same in zip(
+        ours, run(ck.depthwise_conv_gelu, grid, [x.contiguous(), *tensors[1:]]), strict=True
+    ):
         assert torch.equal(got, same)
     assert ours[0].is_contiguous()
     # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck.
@@ -196,7 +198,10 @@ def test_the_extension_does_the_work():
     with recorded_operators() as called:
         run(ck.depthwise_conv_gelu, (4, 4), tensors)
     names = [name for name in called if name.startswith("cvt_kernels.")]
-    assert names == ["cvt_kernels.depthwise_conv_gelu.default", "cvt_kernels.depthwise_conv_gelu_backward.default"]
+    assert names == [
+        "cvt_kernels.depthwise_conv_gelu.default",
+        "cvt_kernels.depthwise_conv_gelu_backward.default",
+    ]
     assert not any("convolution" in name for name in called)
 
 
