@@ -1,4 +1,4 @@
-"""The depthwise convolution of tokens with GELU: its formula, what it refuses, and what is remembered of calls."""
+"""The depthwise convolution of tokens with GELU: formula, arguments, and what is remembered of calls."""
 
 import pytest
 import torch
