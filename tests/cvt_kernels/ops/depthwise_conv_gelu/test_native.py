@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
+from torch.autograd import forward_ad, gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
@@ -203,6 +203,14 @@ def test_the_extension_does_the_work():
         "cvt_kernels.depthwise_conv_gelu_backward.default",
     ]
     assert not any("convolution" in name for name in called)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
+def test_forward_mode_is_refused():
+    x, weight, bias = make((4, 4), 4)
+    message = "backend 'native' is unavailable: forward-mode differentiation is not supported"
+    with forward_ad.dual_level(), pytest.raises(ck.BackendUnavailable, match=message):
+        ck.depthwise_conv_gelu(forward_ad.make_dual(x, x), (4, 4), weight, bias)
 
 
 def test_operators_check_what_they_would_read():
