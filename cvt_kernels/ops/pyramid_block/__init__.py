@@ -20,7 +20,7 @@ from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_c
 from ..layer_norm_gelu import check_approximate, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..packed_linear import why_unavailable
-from ..registration import images_within, register_composed, register_reference, size_class
+from ..registration import images_within, register_composed, register_native, register_reference, size_class
 from . import onednn
 from .squares import matrix_of, squares_of
 
@@ -264,6 +264,7 @@ def _sample(
     return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
 
 
+register_native("pyramid_block", __name__, forward_only=True)
 register_composed("pyramid_block", _compose, devices=("cpu", "cuda"))
 backends.register(
     "pyramid_block",
