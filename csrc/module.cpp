@@ -81,6 +81,14 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "int[] geometry, float[] eps, int[] constant, int[] summands=[]) -> "
       "(Tensor dx, Tensor[] dweights, Tensor[] dscales, Tensor[] dshifts)");
 
+  // depthwise_conv_gelu/, on the CPU: activation(convolution + bias) of the tokens of a height × width grid, where weight is
+  // (channels, 1, 3, 3) and the activation one of GELU, and its gradients.
+  m.def(
+      "depthwise_conv_gelu(Tensor x, int height, int width, Tensor weight, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "depthwise_conv_gelu_backward(Tensor dout, Tensor x, int height, int width, Tensor weight, Tensor? bias, "
+      "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 

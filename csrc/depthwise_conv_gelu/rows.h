@@ -21,6 +21,13 @@ struct Rows {
   int64_t width;       // tokens of a row
 };
 
+// The rows of an image under one row of outputs; the image begins at `tokens`.
+template <class T>
+KERNEL_INLINE Rows<T> rows_of(const T* tokens, int64_t pitch, int64_t height, int64_t width, int64_t row) {
+  const auto place = [&](int64_t y) { return y < 0 || y >= height ? nullptr : tokens + y * width * pitch; };
+  return {{place(row - 1), place(row), place(row + 1)}, pitch, width};
+}
+
 // The accumulators that pack() writes for each vector of channels: nine taps and the bias, a vector each.
 template <class T>
 constexpr int64_t kPacked = 10 * kLanes<T>;
@@ -43,20 +50,27 @@ void pack(const T* weight, const T* bias, int64_t channels, A* out) {
   }
 }
 
+// Calls f(i, token) for those tokens of a row that lie under n neighboring outputs and within the image.
+template <int n, class T, class Lanes, class F>
+VECTOR_INLINE void for_tokens(const Rows<T>& rows, int y, int64_t column, int64_t c, Lanes lanes, F f) {
+  const T* row = rows.tokens[y] + column * rows.pitch + c;
+  const bool first = column == 0, last = column + n == rows.width;
+  unroll<n + 2>([&](auto i) LAMBDA_INLINE {
+    if ((i == 0 && first) || (i == n + 1 && last)) return;
+    f(i, load(row + (i - 1) * rows.pitch, lanes));
+  });
+}
+
 // Computes n neighboring sums of a vector of channels that begins at c.
 template <int n, class T, class Lanes, class A = Accumulator<T>>
 VECTOR_INLINE void convolve(const Rows<T>& rows, int64_t column, int64_t c, const A* packed, Vector<A>* sums, Lanes lanes) {
   using F = Vector<A>;
-  const bool first = column == 0, last = column + n == rows.width;
   unroll<n>([&](auto j) LAMBDA_INLINE { sums[j] = load(packed + 9 * F::lanes, Whole{}); });
   unroll<3>([&](auto y) LAMBDA_INLINE {
     if (rows.tokens[y] == nullptr) return;
-    const T* row = rows.tokens[y] + column * rows.pitch + c;
     F taps[3];
     unroll<3>([&](auto x) LAMBDA_INLINE { taps[x] = load(packed + (y * 3 + x) * F::lanes, Whole{}); });
-    unroll<n + 2>([&](auto i) LAMBDA_INLINE {
-      if ((i == 0 && first) || (i == n + 1 && last)) return;
-      const F token = load(row + (i - 1) * rows.pitch, lanes);
+    for_tokens<n>(rows, y, column, c, lanes, [&](auto i, F token) LAMBDA_INLINE {
       unroll<n>([&](auto j) LAMBDA_INLINE {
         if constexpr (i >= j && i - j < 3) sums[j] = sums[j] + taps[i - j] * token;
       });
