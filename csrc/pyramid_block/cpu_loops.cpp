@@ -4,7 +4,8 @@
 // Between x and the result, nothing but keys, values and y goes through memory. A reduction is as many products as its
 // weight has rows, each of rows of normalized tokens as they lie side by side. A band of y's rows passes through the
 // feed-forward layers a few rows at a time: fc1 makes the hidden channels of new rows in the place of those that no output
-// needs any more, and the convolution takes three rows of them for each row of fc2's input, which is held in parts.
+// needs any more, and the convolution takes three rows of them for each row of fc2's input, which is held in parts. Where
+// bands of few rows would make many hidden channels twice, they go through memory too.
 
 #include "pyramid_block/cpu_loops.h"
 
@@ -37,6 +38,15 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
     multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
                       sums_stride, adds);
   });
+}
+
+// Computes fc1(norm2(y)) of some tokens, by way of rows of factors.
+template <class T, class E>
+void hide(const Block& block, const T* y, int64_t rows, float* copy, float* tile, E* a, int64_t a_stride, E* hidden) {
+  const int64_t stride = stride_of<E>(block.fc1.outputs);
+  normalize_rows(block.norm2, y, rows, block.channels, copy, a, a_stride);
+  apply(block.fc1, 0, block.fc1.outputs, a, a_stride, rows, tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(hidden + r * stride + c, sums, lanes); });
 }
 
 int64_t sums_stride_of(const Block& block) { return round_up(block.channels, kColumns) + kLanes; }
@@ -162,6 +172,10 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
           store(y + r * block.channels + c, load(x + r * block.channels + c, lanes) + sums, lanes);
         });
+  if (block.hidden != nullptr) {
+    E* hidden = static_cast<E*>(block.hidden) + (image * tokens + begin) * stride_of<E>(block.fc1.outputs);
+    hide(block, y, rows, scratch.copy, scratch.tile, scratch.a, scratch.a_stride, hidden);
+  }
 }
 
 // The third step: the feed-forward layers -----------------------------------------------------------------
@@ -173,7 +187,8 @@ template <class E>
 struct Mixing {
   E *a, *hidden, *activated;
   float *tile, *sums, *copy;
-  int64_t held, a_stride, hidden_stride, part, part_stride, sums_stride;
+  int64_t first, held;  // the row in the first place of hidden, and the places; rows beyond these take the first ones again
+  int64_t a_stride, hidden_stride, part, part_stride, sums_stride;
 
   Mixing(const Block& block, Parts& parts)
       : a_stride(stride_of<E>(block.channels)), hidden_stride(stride_of<E>(block.fc1.outputs)),
@@ -181,16 +196,19 @@ struct Mixing {
     const Grid grid = mixed_grid(block);
     const int64_t rows = at_least(rows_of_step(grid.height / block.bands, grid.width),
                                   rows_of_step(ceil_div(grid.height, block.bands), grid.width));
-    held = rows + 2;  // with the rows above and below
+    held = rows + 2;  // with those above and below
     part = round_up(ceil_div(block.fc1.outputs, ceil_div(block.fc1.outputs, kHidden)), kColumns);
     part_stride = stride_of<E>(part);
     a = parts.take<E>(kTileRows * a_stride);
-    hidden = parts.take<E>(block.conv == nullptr ? 0 : held * grid.width * hidden_stride);
+    hidden = parts.take<E>(block.conv == nullptr || block.hidden != nullptr ? 0 : held * grid.width * hidden_stride);
     activated = parts.take<E>(rows * grid.width * part_stride);
     tile = parts.take<float>(kTileRows * kColumns);
     sums = parts.take<float>(rows * grid.width * sums_stride);
     copy = parts.take<float>(padded(block.channels));
   }
+
+  // The hidden channels of a row of tokens.
+  E* row(int64_t number, int64_t width) const { return hidden + (number - first) % held * width * hidden_stride; }
 };
 
 // A band of an image.
@@ -206,33 +224,27 @@ template <class T, class E = Element<T>>
 void hide_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
   const int64_t width = block.width;
   for (int64_t row = begin; row < end;) {
-    const int64_t place = (row + 1 - band.top) % scratch.held, adjacent = at_most(end - row, scratch.held - place);
+    const int64_t place = (row - scratch.first) % scratch.held, adjacent = at_most(end - row, scratch.held - place);
     const int64_t tokens = adjacent * width, chunks = ceil_div(tokens, kTileRows);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const int64_t first = tokens * chunk / chunks, count = tokens * (chunk + 1) / chunks - first;
-      const T* y = band.y + (row * width + first) * block.channels;
-      E* to = scratch.hidden + (place * width + first) * scratch.hidden_stride;
-      normalize_rows(block.norm2, y, count, block.channels, scratch.copy, scratch.a, scratch.a_stride);
-      apply(block.fc1, 0, block.fc1.outputs, scratch.a, scratch.a_stride, count, scratch.tile,
-            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-              store(to + r * scratch.hidden_stride + c, sums, lanes);
-            });
+      hide(block, band.y + (row * width + first) * block.channels, count, scratch.copy, scratch.tile, scratch.a,
+           scratch.a_stride, scratch.row(row, width) + first * scratch.hidden_stride);
     }
     row += adjacent;
   }
 }
 
 // Computes activation(conv) of the rows from `begin` to `end` for the hidden channels of a part.
-template <Activation activation, class T, class E = Element<T>>
-void convolve_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, int64_t first, int64_t channels,
+template <Activation activation, class E>
+void convolve_rows(const Block& block, int64_t begin, int64_t end, int64_t first, int64_t channels,
                    const Mixing<E>& scratch) {
   const float* packed = block.conv + first / kLanes * depthwise_conv_gelu::kPacked<E>;
   for (int64_t row = begin; row < end; row++) {
     depthwise_conv_gelu::Rows<E> rows{{}, scratch.hidden_stride, block.width};
     for (int64_t i = 0; i < 3; i++) {
-      const int64_t from = row - 1 + i, place = (from + 1 - band.top) % scratch.held;
-      const bool within = from >= 0 && from < block.height;
-      rows.tokens[i] = within ? scratch.hidden + place * block.width * scratch.hidden_stride + first : nullptr;
+      const int64_t from = row - 1 + i;
+      rows.tokens[i] = from >= 0 && from < block.height ? scratch.row(from, block.width) + first : nullptr;
     }
     depthwise_conv_gelu::convolve_row<activation>(rows, channels, packed,
                                                   scratch.activated + (row - begin) * block.width * scratch.part_stride,
@@ -254,15 +266,15 @@ template <Activation activation, class T, class E = Element<T>>
 void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
   const Grid grid = mixed_grid(block);
   const int64_t rows = (end - begin) * grid.width, offset = begin * grid.width * block.channels;
-  if (block.conv != nullptr) {
+  if (block.conv == nullptr) {
+    normalize_rows(block.norm2, band.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+  } else if (block.hidden == nullptr) {
     const int64_t known = begin == band.top ? begin - 1 : begin + 1;
     hide_rows(block, band, at_least<int64_t>(known, 0), at_most(end + 1, grid.height), scratch);
-  } else {
-    normalize_rows(block.norm2, band.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   }
   for (int64_t first = 0; first < block.fc1.outputs; first += scratch.part) {
     const int64_t last = at_most(block.fc1.outputs, first + scratch.part);
-    if (block.conv != nullptr) convolve_rows<activation>(block, band, begin, end, first, last - first, scratch);
+    if (block.conv != nullptr) convolve_rows<activation>(block, begin, end, first, last - first, scratch);
     else activate_rows<activation, T>(block, rows, first, last, scratch);
     pad_rows(scratch.activated, rows, scratch.part_stride, last - first);
     add_product(block.fc2, first, last, scratch.activated, scratch.part_stride, rows, scratch.sums, scratch.sums_stride,
@@ -282,11 +294,16 @@ template <class T, class E = Element<T>>
 void mix_band(const Block& block, int64_t unit, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
-  const Mixing<E> scratch(block, parts);
+  Mixing<E> scratch(block, parts);
   const Grid grid = mixed_grid(block);
   const int64_t image = unit / block.bands, number = unit % block.bands, offset = image * tokens_of(block) * block.channels;
   const Band<T> band{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset,
                      grid.height * number / block.bands, grid.height * (number + 1) / block.bands};
+  scratch.first = band.top - 1;
+  if (block.hidden != nullptr) {
+    scratch.hidden = static_cast<E*>(block.hidden) + image * tokens_of(block) * scratch.hidden_stride;
+    scratch.first = 0, scratch.held = block.height;
+  }
   const int64_t rows = band.bottom - band.top, steps = ceil_div(rows, rows_together(grid.width));
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     for (int64_t step = 0; step < steps; step++) {
@@ -312,6 +329,15 @@ int64_t element_bytes(DType dtype) {
   return bytes;
 }
 
+int64_t hidden_bytes(DType dtype, const Block& block) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) {
+    using E = Element<decltype(type)>;
+    bytes = stride_of<E>(block.fc1.outputs) * sizeof(E);
+  });
+  return bytes;
+}
+
 template <template <class> class Scratch>
 int64_t bytes_of(DType dtype, const Block& block) {
   Parts parts(nullptr);
@@ -333,7 +359,7 @@ void mix(DType dtype, const Block& block, int64_t unit, void* scratch) {
 
 }  // namespace
 
-const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, bytes_of<Projecting>, project,
-                      bytes_of<Attending>, attend, bytes_of<Mixing>, mix};
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, hidden_bytes,       bytes_of<Projecting>,
+                      project,          bytes_of<Attending>,     attend,        bytes_of<Mixing>,   mix};
 
 }  // namespace cvt_kernels::pyramid_block

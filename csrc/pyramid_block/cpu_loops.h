@@ -35,6 +35,7 @@ struct Block {
   Activation activation;
   void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
   void* stream;         // y, of the type of x
+  void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
   int64_t groups;       // of an image's rows of keys: a unit of the first step
   int64_t tiles;        // of an image's tokens: a unit of the second step
   int64_t bands;        // of the rows of mixed_grid: a unit of the third step
@@ -68,6 +69,7 @@ struct Kernels {
   void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t channels, float* out);
   int64_t (*packed_convolution_size)(int64_t channels);
   int64_t (*element_bytes)(DType);  // of keys and values between the steps
+  int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
   int64_t (*project_bytes)(DType, const Block&);
   void (*project)(DType, const Block&, int64_t unit, void* scratch);
   int64_t (*attend_bytes)(DType, const Block&);

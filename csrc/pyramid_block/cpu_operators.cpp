@@ -16,7 +16,9 @@
 namespace cvt_kernels::pyramid_block {
 namespace {
 
-constexpr int64_t kBetweenBytes = 16 << 20;  // of keys, values and y between the steps, if images are small
+constexpr int64_t kBetweenBytes = 16 << 20;  // between the steps, if images are small
+constexpr int64_t kFewImages = 4;            // per thread, from which on images are not cut so that all have as many units
+constexpr int64_t kMostTwice = 8;            // in how many rows one may have its hidden channels made twice
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose(PRODUCT_TABLES);
@@ -109,29 +111,41 @@ int64_t parts_of(int64_t images, Grid grid) {
   return balanced(images, (grid.height + together - 1) / together, grid.height);
 }
 
-// Parts of an image for the third step, which computes the hidden channels of a row on both sides of a part twice: as few
-// as occupy all threads.
+// Parts of an image for the third step, if it makes the hidden channels: those beside a part are made twice. So they are as
+// few as occupy all threads.
 int64_t bands_of(const Block& block) {
-  const Grid grid = mixed_grid(block);
-  if (block.conv == nullptr) return parts_of(block.images, grid);
+  if (block.images >= kFewImages * threads()) return 1;
   const int64_t parts = (threads() + block.images - 1) / block.images;
-  return balanced(block.images, std::min(parts, grid.height), grid.height);
+  return balanced(block.images, std::min(parts, block.height), block.height);
 }
 
-int64_t between_bytes(DType dtype, const Block& block, int64_t element) {
-  return 2 * kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype) +
-         tokens_of(block) * block.channels * element;
+// Whether so many hidden channels would be made twice that the second step had better make all of them.
+bool holds_hidden(const Block& block) {
+  return block.conv != nullptr && 2 * (bands_of(block) - 1) * kMostTwice > block.height;
 }
 
-// Serves some images, whose keys, values and y find room in `between`.
-void serve(DType dtype, Block& block, char* between) {
-  const int64_t bytes = block.images * kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype);
-  block.keys = between;
-  block.values = between + bytes;
-  block.stream = between + 2 * bytes;
+struct Bytes {
+  int64_t hidden, keys, stream;  // of an image
+
+  int64_t sum() const { return hidden + 2 * keys + stream; }
+};
+
+Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
+  return {holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
+          kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype),
+          tokens_of(block) * block.channels * element};
+}
+
+// Serves some images.
+void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
+  block.hidden = bytes.hidden == 0 ? nullptr : between;
+  block.keys = between += block.images * bytes.hidden;
+  block.values = between += block.images * bytes.keys;
+  block.stream = between += block.images * bytes.keys;
   block.groups = parts_of(block.images, kept_grid(block));
   block.tiles = parts_of(block.images, {tokens_of(block), 1});
-  block.bands = bands_of(block);
+  const bool cuts_freely = block.conv == nullptr || block.hidden != nullptr;
+  block.bands = cuts_freely ? parts_of(block.images, mixed_grid(block)) : bands_of(block);
   for_units(block.images * block.groups, kernels().project_bytes(dtype, block),
             [&](int64_t unit, int64_t, void* scratch) { kernels().project(dtype, block, unit, scratch); });
   for_units(block.images * block.tiles, kernels().attend_bytes(dtype, block),
@@ -159,15 +173,17 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::
   block.scale = scale;
   block.activation = activation_of(activation);
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
-  const int64_t batch = x.size(0), element = x.element_size(), image_bytes = between_bytes(dtype, block, element);
-  const int64_t most = std::max(kBetweenBytes / image_bytes, threads());
-  const Workspace between(std::min(batch, most) * image_bytes);
+  if (x.size(0) == 0) return out;
+  const int64_t batch = block.images = x.size(0), element = x.element_size();
+  const Bytes between_steps = between_bytes(dtype, block, element);
+  const int64_t most = std::max(kBetweenBytes / between_steps.sum(), threads());
+  const Workspace between(std::min(batch, most) * between_steps.sum());
   const int64_t bytes = element * tokens_of(block) * block.channels;
   for (int64_t first = 0; first < batch; first += most) {
     block.x = static_cast<const char*>(x.const_data_ptr()) + first * bytes;
     block.out = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
     block.images = std::min(most, batch - first);
-    serve(dtype, block, between.data());
+    serve(dtype, block, between_steps, between.data());
   }
   return out;
 }

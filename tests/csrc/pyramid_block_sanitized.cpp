@@ -145,7 +145,7 @@ void add(Rows& rows, const Rows& others) {
 }
 
 template <class T>
-void run(DType dtype, double tolerance, const Sizes& sizes) {
+void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = false) {
   const auto& kernels = pyramid_block::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2, channels = sizes.channels;
   const RandomNorm norm1(channels), norm2(channels), norm_kept(channels);
@@ -170,6 +170,8 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   const Memory keys = memory(images * kept_tokens(block) * width * kernels.element_bytes(dtype));
   const Memory values = memory(images * kept_tokens(block) * width * kernels.element_bytes(dtype));
   block.keys = keys.get(), block.values = values.get();
+  const Memory hidden = memory(images * tokens_of(block) * kernels.hidden_bytes(dtype, block));
+  block.hidden = holds_hidden ? hidden.get() : nullptr;
   for (int64_t unit = images * sizes.groups; unit-- > 0;) {  // in any order
     const Memory scratch = memory(kernels.project_bytes(dtype, block));
     kernels.project(dtype, block, unit, scratch.get());
@@ -214,6 +216,8 @@ int main() {
     run<float>(DType::float32, 1e-4, sizes);
     run<BFloat16>(DType::bfloat16, 0.15, sizes);
     run<Half>(DType::float16, 1e-2, sizes);
+    if (sizes.convolves) run<float>(DType::float32, 1e-4, sizes, true);
+    if (sizes.convolves) run<BFloat16>(DType::bfloat16, 0.15, sizes, true);
   }
   std::printf("done\n");
 }

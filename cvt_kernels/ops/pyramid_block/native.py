@@ -3,8 +3,8 @@
 Weights are packed once for this CPU. A call takes three steps: keys and values, of what the reduction makes
 of the tokens; tiles of queries through attention and the linear layer behind it; and the feed-forward layers,
 a few rows of tokens at a time. Nothing but keys, values and the tokens after attention goes through memory:
-of the hidden channels there are never more than those of a few rows, which stay in the cache. Sums are in
-float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits every time,
+of the hidden channels there are as a rule no more than those of a few rows, which stay in the cache. Sums are
+in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits every time,
 whatever the number of threads.
 """
 
