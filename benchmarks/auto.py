@@ -289,6 +289,16 @@ def conv_linear(stage: str, setting: Setting) -> Call:
     return Call("conv_linear", bind, [x, weight, bias], douts)
 
 
+def depthwise_conv_gelu(stage: str, setting: Setting) -> Call:
+    """Returns the convolution between the layers of a Mix-FFN, with its GELU."""
+    from . import test_fused
+
+    leaves, call = test_fused.depthwise_conv_gelu(stage, setting.dtype, setting.images)
+    dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
+    bind = functools.partial(functools.partial, call)
+    return Call("depthwise_conv_gelu", bind, leaves, [dout] if setting.backward else None)
+
+
 def transformer_block(stage: str, setting: Setting) -> Call:
     """Returns a block of CvT, in evaluation."""
     return _whole_block("transformer_block", stage, setting)
@@ -304,10 +314,7 @@ def _whole_block(operator: str, stage: str, setting: Setting) -> Call:
 
     leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
     dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
-
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(call, function)
-
+    bind = functools.partial(functools.partial, call)
     return Call(operator, bind, leaves, [dout] if setting.backward else None)
 
 
@@ -359,6 +366,7 @@ FUSED = (
     layer_norm_mlp,
     conv_linear,
     conv_embedding,
+    depthwise_conv_gelu,
     transformer_block,
     pyramid_block,
 )

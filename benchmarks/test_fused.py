@@ -66,6 +66,17 @@ def conv_linear(stage, dtype, images):
     return (x, weight, bias, taps, variance), call
 
 
+def depthwise_conv_gelu(stage, dtype, images):
+    grid, channels, _ = suites.stages()[stage]
+    shapes = (images, grid[0] * grid[1], 4 * channels), (4 * channels, 1, 3, 3), (4 * channels,)
+    x, weight, bias = (suites.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+
+    def call(function, x, weight, bias):
+        return function(x, grid, weight, bias, approximate="none")
+
+    return (x, weight / 3, bias), call
+
+
 @functools.lru_cache(maxsize=1)  # kernels may keep packed copies for a block that they have seen
 def block_of(x_channels, taps, variance, weight, bias, fc1_weight, fc1_bias, fc2_weight):
     """Returns the parameters of a block, in which some layers have the same ones."""
@@ -200,6 +211,7 @@ def _call_by_keyword(function, *tensors, **settings):
 CASES = [
     conv_embedding,
     conv_linear,
+    depthwise_conv_gelu,
     linear_add_layer_norm,
     linear_gelu,
     linear_add,

@@ -406,6 +406,9 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
         conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, momentum=0.1 * variant, **eps)
         return Sample((x, (tokens, tokens), (conv, conv)), {"training": False}, images)
+    if operator == "depthwise_conv_gelu":
+        weight, bias = randn(channels, 1, 3, 3), randn(channels)
+        return Sample((x, (tokens, tokens), weight, bias), {"approximate": "tanh"}, images)
     if operator == "conv_linear":
         norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
         conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, **eps)

@@ -144,6 +144,7 @@ def operator_calls():
         ("attention", (heads, heads[:, :5], heads[:, :5]), {}),
         ("conv_projection", (x, (4, 5), (conv, conv)), {"training": False}),
         ("conv_projection", (x, (4, 5), (conv, conv)), {"training": True}),
+        ("depthwise_conv_gelu", (x, (4, 5), torch.randn(16, 1, 3, 3), b), {}),
         ("linear", (x, w, b), {}),
         ("linear_gelu", (x, w, b), {}),
         ("linear_add", (x, w, b, x), {}),

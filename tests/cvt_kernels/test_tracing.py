@@ -51,6 +51,7 @@ INTEGERS, SCALES = reference.quantize_rows(LINEAR.weight)
 #: Each operator as a function of tokens (batch, TOKENS, CHANNELS).
 CALLS = {
     "conv_projection": lambda x: ck.conv_projection(x, GRID, CONVS, training=False),
+    "depthwise_conv_gelu": lambda x: ck.depthwise_conv_gelu(x[:, 1:], GRID, CONVS[0].weight, NORM.bias),
     "attention": lambda x: ck.attention(*[x.unflatten(2, (2, -1))] * 3, bias=BIAS),
     "layer_norm": lambda x: ck.layer_norm(x, *NORM[:2], shift=NORM.bias),
     "add_layer_norm": lambda x: ck.add_layer_norm(x, x, *NORM[:2]),

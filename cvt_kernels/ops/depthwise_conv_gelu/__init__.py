@@ -75,6 +75,8 @@ def _check(
 ) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
+    if not x.shape[2]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
     check_whole_grid(grid, x)
     check_depthwise("", weight, bias, x, x.shape[2])
     check_approximate(approximate)
