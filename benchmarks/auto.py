@@ -300,16 +300,22 @@ def depthwise_conv_gelu(stage: str, setting: Setting) -> Call:
 
 
 def transformer_block(stage: str, setting: Setting) -> Call:
-    """Returns a block, in evaluation."""
+    """Returns a block of CvT, in evaluation."""
+    return _whole_block("transformer_block", stage, setting)
+
+
+def pyramid_block(stage: str, setting: Setting) -> Call:
+    """Returns a block of SegFormer of a stage's sizes, in evaluation."""
+    return _whole_block("pyramid_block", stage, setting)
+
+
+def _whole_block(operator: str, stage: str, setting: Setting) -> Call:
     from . import test_fused
 
-    leaves, call = test_fused.transformer_block(stage, setting.dtype, setting.images)
+    leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
     dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
-
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(call, function)
-
-    return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
+    bind = functools.partial(functools.partial, call)
+    return Call(operator, bind, leaves, [dout] if setting.backward else None)
 
 
 def on_rows(operator: str, stage: str, setting: Setting) -> Call:
@@ -362,6 +368,7 @@ FUSED = (
     conv_embedding,
     depthwise_conv_gelu,
     transformer_block,
+    pyramid_block,
 )
 #: The operators that make 8-bit numbers of activations.
 OF_8_BITS = ("quantize_rows", "layer_norm_quantize", "gelu_quantize")
