@@ -127,9 +127,23 @@ def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate
     return gelu(module(x), approximate=approximate)
 
 
+#: Classes of GELU besides ``nn.GELU``, of Microsoft and of transformers, and what :func:`cvt_kernels.gelu`
+#: calls them.
+GELU_VARIANTS: dict[str, GeluVariant] = {
+    "QuickGELU": "quick",
+    "QuickGELUActivation": "quick",
+    "GELUActivation": "none",
+    "GELUTanh": "tanh",
+    "PytorchGELUTanh": "tanh",
+    "NewGELUActivation": "tanh",
+}
+
+
 def gelu_variant(activation: Any) -> GeluVariant:
-    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or else QuickGELU."""
-    return cast(GeluVariant, activation.approximate) if type(activation) is nn.GELU else "quick"
+    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or a named one."""
+    if type(activation) is nn.GELU:
+        return cast(GeluVariant, activation.approximate)
+    return GELU_VARIANTS.get(type(activation).__name__, "quick")
 
 
 def gelu_operator(module: Any, device_type: str) -> str:
