@@ -88,7 +88,7 @@ def _through_both(
     part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
     if total is None:
         return linear(tokens, part, bias)
-    inplace = not checks.wants_gradient(tokens, part, bias, total)
+    inplace = total.is_contiguous() and not checks.wants_gradient(tokens, part, bias, total)
     return linear_add(tokens, part, bias, total, inplace=inplace)
 
 
@@ -98,11 +98,12 @@ def _add(total: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _tokens_of(image: Tensor) -> Tensor:
-    return image.flatten(2).transpose(1, 2)
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def _as_map(tokens: Tensor, size: Sequence[int]) -> Tensor:
-    return tokens.transpose(1, 2).unflatten(2, tuple(size))
+    # In this order a batch of one has the strides by which PyTorch knows that channels are last.
+    return tokens.unflatten(1, tuple(size)).permute(0, 3, 1, 2)
 
 
 # Reasons --------------------------------------------------------------------------------------------------
