@@ -31,6 +31,7 @@ from .huggingface import UPSTREAM
 from .pyramid import (
     GELUS,
     PyramidParts,
+    as_map,
     attend,
     convolve_and_activate,
     embed_tokens,
@@ -123,7 +124,7 @@ def _attention_of_v2(
 
 def _pooled(self: Any, x: Tensor, height: int, width: int) -> Tensor:
     """Returns the tokens of keys and values in linear attention, 7×7 of them."""
-    pooled = self.pool(x.unflatten(1, (height, width)).permute(0, 3, 1, 2))
+    pooled = self.pool(as_map(x, (height, width)))
     conv = self.spatial_reduction
     tokens = linear(pooled.permute(0, 2, 3, 1).flatten(1, 2), conv.weight.flatten(1), conv.bias)
     return normalize_and_gelu(self.layer_norm, tokens, approximate=gelu_variant(self.act))
