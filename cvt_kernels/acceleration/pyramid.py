@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..reference import (
     DepthwiseConv,
@@ -51,6 +51,10 @@ class PyramidParts(NamedTuple):
         """Returns the modules whose work a served block does."""
         layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *(self.reduction or ()))
         return [self.norm1, self.norm2, *layers, *([] if self.conv is None else [self.conv])]
+
+    def folded(self) -> list[Tensor]:
+        """Returns the tensors of which a served block holds copies: none, it has the live ones."""
+        return []
 
     def as_operator(self) -> PyramidBlock:
         """Returns the block as the arguments of ``pyramid_block``, its live tensors."""
