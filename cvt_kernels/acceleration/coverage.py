@@ -1,4 +1,4 @@
-"""Reports which blocks, frozen stages and frozen layers run fused, by which backends, and why others do not."""
+"""Reports which blocks, frozen stages and layers run fused, by which backends, and why others do not."""
 
 from __future__ import annotations
 
