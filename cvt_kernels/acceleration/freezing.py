@@ -210,9 +210,14 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | PyramidParts)
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
     if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
         return "its parameters and buffers are of several dtypes or on several devices"
-    if any(t.is_inference() for t in parts.folded()):
+    if any(t.is_inference() for t in _folded_of(parts)):
         return "its parameters were made in inference mode, where changes cannot be noticed"
     return None
+
+
+def _folded_of(parts: StageParts | PyramidParts) -> list[Tensor]:
+    """Returns the tensors of which what is served has copies, or sums."""
+    return parts.folded() if isinstance(parts, StageParts) else []
 
 
 # What a frozen module is watched for ----------------------------------------------------------------------
@@ -258,7 +263,7 @@ class _Watch:
         spaces = [vars(stage), *self._spaces]
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
-        self._folded = parts.folded()
+        self._folded = _folded_of(parts)
         self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
