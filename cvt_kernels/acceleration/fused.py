@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks, dispatch
-from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm
+from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
@@ -39,6 +39,13 @@ def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
     plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
     return normalize(module, x) if plain and not is_watched(module) else module(x)
+
+
+def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVariant) -> Tensor:
+    """Computes a plain LayerNorm and the GELU of it."""
+    if _dtypes_differ(x, norm.weight):
+        return gelu(norm(x), approximate=approximate)
+    return layer_norm_gelu(x, norm.weight, norm.bias, eps=norm.eps, approximate=approximate)
 
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
