@@ -27,8 +27,8 @@ class LayerEntry(NamedTuple):
     Attributes:
         block: The entry of the same class among the blocks.
         classes: Names of the classes that its submodules may have besides those of ``torch.nn``.
-        parts: Returns the modules of a layer, whose structure is as upstream has it; None for a layer of this
-            class that is another block.
+        parts: Returns the modules of a layer, whose structure is as upstream has it; None for linear
+            attention, for which ``block`` has a reason.
     """
 
     block: BlockEntry
@@ -102,7 +102,13 @@ _ENDS = (
 def _layer_entry(block: BlockEntry) -> LayerEntry:
     beginning, parts = _CLASSES[block.name]
     classes = {f"{beginning}{end}" for end in _ENDS} | {"GlpnDropPath"} | GELU_VARIANTS.keys()
-    return LayerEntry(block, frozenset(classes), parts)
+    return LayerEntry(block._replace(why_unsupported=_why_linear), frozenset(classes), parts)
+
+
+def _why_linear(layer: Any) -> str | None:
+    if getattr(layer._modules.get("attention"), "linear_attention", False):
+        return "its attention is linear, which no operator computes together with the rest of the layer"
+    return None
 
 
 #: Every entry by its key.
@@ -121,10 +127,8 @@ def entry_of(block: BlockEntry) -> LayerEntry | None:
     return LAYERS.get(f"{block.key}, frozen")
 
 
-def why_parts_unsupported(parts: PyramidParts | None) -> str | None:
+def why_parts_unsupported(parts: PyramidParts) -> str | None:
     """Says why the parts of a layer are not those of a ``pyramid_block``; None if they are."""
-    if parts is None:
-        return "its attention is linear, which no operator serves with the rest of the layer"
     layers = (*parts.linears, parts.proj, parts.fc1, parts.fc2)
     for name, layer in zip(_LINEARS, layers, strict=True):
         if not is_plain_linear(layer):
