@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import accuracy
-from tests.checks import assert_accurate, record_calls
+from tests.checks import assert_accurate, python_blocks, record_calls, run_blocks
 from tests.upstream import KERNELS_FIRST
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -156,7 +157,7 @@ def test_dropout_draws_what_eager_draws():
 
 
 def test_compiled_as_one_graph():
-    model = make("SwinModel", "cvt_kernels")
+    model = make("SiglipTextModel", "cvt_kernels")  # with a mask
     inputs = inputs_of(model)
     with torch.no_grad():
         expected = compute(model, inputs)
@@ -251,3 +252,11 @@ def test_transformers_is_missing_or_too_old(monkeypatch, module, error, message)
     monkeypatch.setitem(sys.modules, "transformers", module)
     with pytest.raises(error, match=message):
         ck.register_attention()
+
+
+def test_the_page_runs_as_it_stands():
+    page = Path(__file__).parents[3] / "docs" / "attention_interface.md"
+    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    assert names["model"].config._attn_implementation == "cvt_kernels"
+    assert names["clip"].vision_model.config._attn_implementation == "cvt_kernels"
+    assert names["clip"].text_model.config._attn_implementation == "sdpa"
