@@ -32,7 +32,7 @@ def sdpa(
 ) -> Tensor:
     """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``.
 
-    A bias becomes a mask, one by position of (1, h, Nq, Nkv) for the whole batch, of (B, h, Nq, Nkv) with rows.
+    A bias becomes a mask; one by position has (1, h, Nq, Nkv), or (B, h, Nq, Nkv) with rows.
     """
     mask = bias
     if position is not None:
