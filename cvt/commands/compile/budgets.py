@@ -20,6 +20,7 @@ _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
     "conv_embedding": "cvt_kernels.ops.conv_embedding.triton.common",
     "conv_linear": "cvt_kernels.ops.conv_linear.triton.common",
+    "depthwise_conv_gelu": "cvt_kernels.ops.depthwise_conv_gelu.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
     "layer_norm_mlp": "cvt_kernels.ops.mlp.triton.common",
     "linear_gelu": "cvt_kernels.ops.linear.triton.common",

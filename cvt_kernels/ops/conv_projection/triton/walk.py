@@ -73,15 +73,19 @@ class WalkPlan(NamedTuple):
             geometry: One that :func:`is_walk` accepts.
             others: The other tensors that it reads or writes two channels at a time.
         """
-        chip = machine.chip(x.device)
-        config = configuration(kernel, chip.capability)
+        config = configuration(kernel, machine.chip(x.device).capability)
         assert isinstance(config, WalkConfig), kernel
+        return cls.by(config, x, geometry, others)
+
+    @classmethod
+    def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
+        """Returns the plan by a configuration, of what :meth:`of` takes."""
         is_packed = (
             x.element_size() == 2
             and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
             and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *others))
         )
-        return _plan(config, x.shape, x.dtype, is_packed, geometry, chip)
+        return _plan(config, x.shape, x.dtype, is_packed, geometry, machine.chip(x.device))
 
 
 def is_walk(geometry: Geometry) -> bool:
