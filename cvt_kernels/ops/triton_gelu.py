@@ -60,13 +60,15 @@ def activate_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_
 def derivative_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE: tl.constexpr):
     """Returns gelu'(2 · h) of float32 or float64.
 
-    With x = 2 · h it is Φ(x) + x · Φ'(x), where Φ is a sigmoid of 2 · u as above. Only exact GELU has a Φ' of
-    its own, since it has one: x · φ(x).
+    With x = 2 · h it is Φ(x) + x · Φ'(x). Φ is the sigmoid of 2 · u, with u as above, and Φ' is that of the
+    sigmoid; but exact GELU has its own Φ', which takes fewer instructions than that of the polynomial.
 
     Args:
         h: A tile.
-        APPROXIMATE, IS_HALF: See :func:`activate`.
-        HARDWARE: Whether powers and reciprocals are the GPU's own instructions.
+        APPROXIMATE: The variant.
+        IS_HALF: As in :func:`activate`.
+        HARDWARE: Whether powers and reciprocals are the GPU's own instructions. Unlike the hardware's tanh,
+            these are as exact as float32, for the slope of tanh would be twice as wrong as tanh.
     """
     if APPROXIMATE == "none" and not IS_HALF:
         return 0.5 + 0.5 * tl.erf(h * _SQRT_2) + h * _SQRT_2_OVER_PI * tl.exp(-2.0 * (h * h))
@@ -74,7 +76,7 @@ def derivative_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWAR
     if APPROXIMATE == "none":
         least = tl.minimum(square, _LARGEST_SQUARE)
         cdf = _sigmoid(h * (_ERF_LINEAR + least * (_ERF_CUBIC + least * _ERF_QUINTIC)), HARDWARE)
-        return cdf + h * _SQRT_2_OVER_PI * _power(-2.0 * _LOG2_E * square, HARDWARE)
+        return cdf + h * _SQRT_2_OVER_PI * _power(square * (-2.0 * _LOG2_E), HARDWARE)
     if APPROXIMATE == "tanh":
         u = h * (_TANH_LINEAR + _TANH_CUBIC * square)
         slope = h * (2.0 * _TANH_LINEAR + 6.0 * _TANH_CUBIC * square)

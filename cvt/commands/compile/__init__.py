@@ -52,8 +52,10 @@ def add_parser(commands: Any) -> None:
         ("--operator", "operators", str, list(_OPERATORS),
          f"attention_with_bias, attention_by_position, conv_projection_hybrid, {', '.join(_OPERATORS)} "
          "(default: all but the first three)"),
-        ("--stage", "stages", positive_int, [1, 2, 3, 4], "1, 2, 3, of the latter models 4 too (default: all)"),
-        ("--image-size", "image_sizes", positive_int, [None], "default: 224; 384 for cvt_w24, 512 for segformer_*"),
+        ("--stage", "stages", positive_int, [1, 2, 3, 4],
+         "1, 2, 3; of the models of depthwise_conv_gelu, 4 (default: all)"),
+        ("--image-size", "image_sizes", positive_int, [None],
+         "default: 224; 384 for cvt_w24, 512 for segformer_b0 and segformer_b5"),
         ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),
     ):  # fmt: skip
         metavar = option.removeprefix("--").upper()

@@ -36,6 +36,8 @@ _FAMILIES = {
     "scatter_rows": "cvt_kernels.ops.rows.triton.common",
 }
 
+_BUDGETED = ("cvt_13", 224), ("segformer_b0", 512), ("segformer_b5", 512), ("pvt_v2_b2", 224)
+
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
 CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
     90: {("layer_norm", CudaCase("identity", 8, 1)): Budget(instructions_per_output=20, registers=64)},
@@ -67,7 +69,7 @@ def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
 
 def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:
     """Says whether budgets hold for launches of these settings."""
-    return (model, image_size, batch_size, dtype) == ("cvt_13", 224, 256, "bfloat16")
+    return (model, image_size) in _BUDGETED and (batch_size, dtype) == (256, "bfloat16")
 
 
 def excesses(budget: Budget, resources: Resources, counts: Iterable[Counts]) -> list[str]:

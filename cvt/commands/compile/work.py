@@ -540,9 +540,7 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_embedding_normalize_kernel": _embedding_normalization,
     "_conv_linear_fwd_kernel": _conv_linear,
     "_depthwise_conv_gelu_fwd_kernel": functools.partial(_conv_gelu, results=("y_ptr",)),
-    "_depthwise_conv_gelu_bwd_conv_kernel": functools.partial(
-        _conv_gelu, results=("da_ptr", "partial_ptr")
-    ),
+    "_depthwise_conv_gelu_bwd_conv_kernel": functools.partial(_conv_gelu, results=("da_ptr", "partial_ptr")),
     "_attention_fwd_kernel": _attention_forward,
     "_attention_fwd_loop_kernel": _attention_forward_loop,
     "_attention_bwd_kernel": _attention_backward,

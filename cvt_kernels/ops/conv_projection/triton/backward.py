@@ -138,7 +138,7 @@ def backward_sums(
     partial = (walk_backward_sums if is_walk(geometry) else _partial_sums)(
         x, geometry, weights, means, variances, dys
     )
-    return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
+    return sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
 
 
 def _partial_sums(

@@ -49,9 +49,7 @@ class _DepthwiseConvGelu(torch.autograd.Function):
 
 
 @torch.library.custom_op("cvt_kernels::triton_depthwise_conv_gelu", mutates_args=())
-def _forward_op(
-    x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str
-) -> Tensor:
+def _forward_op(x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     height, width = grid
     return conv_gelu_forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
 

@@ -55,8 +55,7 @@ def _gradients_of_sums(window, raw_dys, start, taps, WALK: tl.constexpr, SPEC: t
 def _depthwise_conv_gelu_bwd_conv_kernel(
     x_ptr, w_ptr, bias_ptr, dy_ptr, da_ptr, partial_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr,
-    SPEC: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes da of a strip of some images, and its share of the gradients of taps and bias.
 
@@ -73,12 +72,14 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
         first = image * (height * width) * CHANNELS
         rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, WALK)
         dys = output_lanes(dy_ptr + first, place, 1, False, CHANNELS, WALK)
-        above = load_above(rows, place.first_row, STEP, WALK)
-        raw = load_at(rows, place.first_row, STEP, WALK)
+        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
+        here = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
         for row in range(place.first_row, place.end_row, 2):
-            next_raw = load_at(rows, row + 1, STEP, WALK)
-            last_raw = load_at(rows, row + 2, STEP, WALK)
-            window = (widen(above, WALK), widen(raw, WALK), widen(next_raw, WALK), widen(last_raw, WALK))
+            raw_below = load_at(rows, row + 1, STEP, WALK)
+            raw_last = load_at(rows, row + 2, STEP, WALK)
+            below = widen(raw_below, WALK)
+            last = widen(raw_last, WALK)
+            window = (above, here, below, last)
             for r in tl.static_range(2):
                 raw_dys = load_outputs(dys, row + r, width, rows.limits, 1, False, CHANNELS, WALK)
                 own = (window[r], window[r + 1], window[r + 2])
@@ -87,8 +88,8 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
                 dws = add_weight_gradients(dws, own, das)
                 if SPEC.has_bias:
                     dbias += das[0] + das[1]
-            above = next_raw
-            raw = last_raw
+            above = below
+            here = last
     plane = regions.to(tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     c = channels_of(place.region, CHANNELS, WALK)
@@ -109,7 +110,7 @@ def conv_gelu_backward(
         needs_dx: Whether the gradient of x is needed.
     """
     has_bias, channels = bias is not None, x.shape[2]
-    plan = ConvPlan.of("bwd_conv", x, grid, weight, approximate, has_bias=has_bias, dy=dy)
+    plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
     da = x.new_empty(x.shape)
     partial = x.new_empty(9 + has_bias, plan.walk.regions, channels, dtype=accumulator_dtype(x))
     machine.launch(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .... import backends, machine
@@ -14,15 +14,20 @@ from ...conv_projection.triton.common import Geometry, WalkConfig
 from ...conv_projection.triton.walk import WalkPlan
 from ...triton_launch import Budget, Overrides
 
-# Launch configurations, for every GPU ---------------------------------------------------------------------
+# Launch configurations ------------------------------------------------------------------------------------
 
+#: By kernel, on every GPU. A lane has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2
+#: of 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
+#: gradients of the taps beside them. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
 CONFIGS: dict[str, WalkConfig] = {
-    "fwd": WalkConfig(pairs=4, channels=64, registers=64, resident_warps=32),
-    "bwd_conv": WalkConfig(pairs=4, channels=64, registers=128, resident_warps=16),
+    "fwd": WalkConfig(pairs=4, channels=128, registers=128, resident_warps=16),
+    "bwd_conv": WalkConfig(pairs=4, channels=128, registers=255, resident_warps=8),
 }
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for the models that it compiles.
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for SegFormer and PVT v2.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
+        "fwd": Budget(instructions_per_output=25, registers=128),
+        "bwd_conv": Budget(instructions_per_output=47, registers=255),
     },
 }
 _overrides: Overrides[WalkConfig] = Overrides(CONFIGS)
@@ -85,13 +90,32 @@ class ConvPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, kernel: str, x: Tensor, grid: tuple[int, int], weight: Tensor, approximate: str, *, has_bias: bool,
-        dy: Tensor | None = None,
-    ) -> ConvPlan:
-        """Returns the plan of a kernel of ``CONFIGS`` for tokens ``x`` whose channels are adjacent."""
-        config = _overrides.get(kernel) or CONFIGS[kernel]
-        walk = WalkPlan.by(config, x, geometry_of(grid), (weight,) if dy is None else (weight, dy))
+        cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
+        has_bias: bool,
+    ) -> ConvPlan:  # fmt: skip
+        """Returns the plan of a kernel of ``CONFIGS``.
+
+        Args:
+            kernel: Its name.
+            x: The tokens, whose channels are adjacent.
+            grid: Their (H, W).
+            approximate: GELU's variant.
+            parameters: What it reads besides, by units.
+            has_bias: Whether there is a bias.
+        """
+        config = _fitted(_overrides.get(kernel) or CONFIGS[kernel], x.shape[2])
+        walk = WalkPlan.by(config, x, geometry_of(grid), parameters)
         is_half = x.element_size() == 2
         spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
-        sizes = {name: value for name, value in walk.arguments.items() if name != "CLASS_TOKEN"}
+        sizes = {name: value for name, value in walk.arguments.items() if name not in _UNUSED}
         return cls(walk, sizes | {"stride_b": x.stride(0), "STEP": x.stride(1), "SPEC": spec})
+
+
+#: Arguments of walks that have no place here: there is no class token, and one convolution of stride 1.
+_UNUSED = "CLASS_TOKEN", "STRIDES"
+
+
+def _fitted(config: WalkConfig, channels: int) -> WalkConfig:
+    """Returns a configuration whose blocks of channels have no half without any, where that is possible."""
+    half = config.channels // 2
+    return replace(config, channels=half) if 0 < channels % config.channels <= half else config

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from .... import machine
 from ...conv_projection.triton.walk import (
+    add_row,
     column_limits,
+    load_above,
+    load_at,
     load_vector,
     load_weights,
     locate_walk,
     rows_of,
     store_row,
-    walk_start,
-    walk_step,
+    widen,
 )
 from ...triton_gelu import activate_half
 from .common import ConvPlan
@@ -46,12 +48,18 @@ def _activated(halves, SPEC: tl.constexpr):
     return tiles
 
 
+@triton.jit
+def _begin(start, taps, above, here):
+    """Returns the sums of the outputs of a row and of the next, with what the row before and it add."""
+    upper = add_row(add_row((start, start), above, taps, 0), here, taps, 1)
+    return upper, add_row((start, start), here, taps, 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _depthwise_conv_gelu_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr,
-    SPEC: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of a strip of some images."""
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
@@ -62,19 +70,27 @@ def _depthwise_conv_gelu_fwd_kernel(
         image = place.first_image + n * groups
         rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, WALK)
         y = y_ptr + image * (height * width) * CHANNELS
-        sums, raw = walk_start(rows, place.first_row, (start,), (taps,), STEP, STRIDES, WALK)
+        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
+        here = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
+        upper, lower = _begin(start, taps, above, here)
         for row in range(place.first_row, place.end_row, 2):
-            upper, lower, sums, raw = walk_step(sums, raw, rows, row, (start,), (taps,), STEP, STRIDES, WALK)
+            below_raw = load_at(rows, row + 1, STEP, WALK)
+            last_raw = load_at(rows, row + 2, STEP, WALK)
+            below = widen(below_raw, WALK)
+            last = widen(last_raw, WALK)
+            upper = _activated(add_row(upper, below, taps, 2), SPEC)
+            lower = _activated(add_row(add_row(lower, below, taps, 1), last, taps, 2), SPEC)
             y_row = y + row * width * CHANNELS
-            store_row(y_row, lane, _activated(upper[0], SPEC), limits, row, CHANNELS)
-            store_row(y_row + width * CHANNELS, lane, _activated(lower[0], SPEC), limits, row + 1, CHANNELS)
+            store_row(y_row, lane, upper, limits, row, CHANNELS)
+            store_row(y_row + width * CHANNELS, lane, lower, limits, row + 1, CHANNELS)
+            upper, lower = _begin(start, taps, below, last)
 
 
 def conv_gelu_forward(
     x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
 ) -> Tensor:
     """Returns y for tokens ``x`` whose channels are adjacent, and contiguous parameters of their dtype."""
-    plan = ConvPlan.of("fwd", x, grid, weight, approximate, has_bias=bias is not None)
+    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
     machine.launch(
         _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
@@ -86,8 +102,8 @@ def conv_gelu_forward(
 def planned_forward(
     x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
 ) -> machine.PlannedLaunch:
-    """Returns the launch of :func:`conv_gelu_forward` for tensors like these, which takes x, w, bias and y."""
-    plan = ConvPlan.of("fwd", x, grid, weight, approximate, has_bias=bias is not None)
+    """Returns the launch of :func:`conv_gelu_forward` for tensors like these; it takes x, w, bias and y."""
+    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     return machine.PlannedLaunch(
         _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), plan.walk.options, plan.others
     )
