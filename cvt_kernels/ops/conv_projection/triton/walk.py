@@ -84,10 +84,14 @@ class WalkPlan(NamedTuple):
     @classmethod
     def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
         """Returns the plan by a configuration, of what :meth:`of` takes."""
-        strides = x.shape[2], x.stride(0), x.stride(1)
-        addresses = [tensor.data_ptr() for tensor in (x, *others)]
-        alignment = math.gcd(16, *addresses, *(stride * x.element_size() for stride in strides))
+        alignment = alignment_of(x, others)
         return _plan(config, x.shape, x.dtype, alignment, geometry, machine.chip(x.device))
+
+
+def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
+    """Returns of how many bytes, up to 16, the address of every token of ``x`` and of others is a multiple."""
+    strides = (stride * x.element_size() for stride in (x.shape[2], x.stride(0), x.stride(1)))
+    return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 
 
 def is_walk(geometry: Geometry) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .... import backends, machine
 from ...conv_projection.triton.common import Geometry, WalkConfig
-from ...conv_projection.triton.walk import WalkPlan
+from ...conv_projection.triton.walk import WalkPlan, alignment_of
 from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -103,7 +103,9 @@ class ConvPlan(NamedTuple):
             parameters: What it reads besides, by units.
             has_bias: Whether there is a bias.
         """
-        config = _fitted(_overrides.get(kernel) or CONFIGS[kernel], x.shape[2])
+        config = _overrides.get(kernel) or CONFIGS[kernel]
+        if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
+            config = replace(config, channels=config.channels // 2)
         walk = WalkPlan.by(config, x, geometry_of(grid), parameters)
         is_half = x.element_size() == 2
         spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
@@ -115,7 +117,10 @@ class ConvPlan(NamedTuple):
 _UNUSED = "CLASS_TOKEN", "STRIDES"
 
 
-def _fitted(config: WalkConfig, channels: int) -> WalkConfig:
-    """Returns a configuration whose blocks of channels have no half without any, where that is possible."""
-    half = config.channels // 2
-    return replace(config, channels=half) if 0 < channels % config.channels <= half else config
+def _prefers_half(config: WalkConfig, channels: int, alignment: int) -> bool:
+    """Returns whether blocks of half the channels are better.
+
+    They are where one of them holds the last channels, and where a lane would take its channels by several
+    accesses, whose addresses and masks find no registers.
+    """
+    return alignment % 8 != 0 or 0 < channels % config.channels <= config.channels // 2

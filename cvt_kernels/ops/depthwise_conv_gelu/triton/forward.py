@@ -28,10 +28,12 @@ SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_bloc
 @triton.jit
 def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
     """Returns half the bias, with which a sum starts, and half of each tap."""
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
     if SPEC.has_bias:
         start = load_vector(bias_ptr, place, WALK) * 0.5
     else:
-        start = tl.zeros([WALK.pairs, WALK.channels], WALK.accumulator)
+        start = tl.zeros([P, BC], WALK.accumulator)
     weights = load_weights(w_ptr, place, WALK)
     taps = ()
     for t in tl.static_range(9):
