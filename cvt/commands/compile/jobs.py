@@ -116,7 +116,7 @@ def triton_jobs(selection: Selection) -> list[Job]:
         ("inference", "training"),
     ):  # fmt: skip
         case = LaunchCase(operator, dtype, model, size or image_size_of(model), batch, stage, mode)
-        for launch in _launches(case, arch) if is_of(operator, model) else ():
+        for launch in _launches(case, arch):
             kernel, work = specialize(launch, arch), work_of(launch)
             job = jobs.setdefault(repr(kernel), Job(kernel, {}))
             job.cases.setdefault(case, []).extend([] if work is None else [work])
@@ -124,9 +124,9 @@ def triton_jobs(selection: Selection) -> list[Job]:
 
 
 def _launches(case: LaunchCase, arch: int) -> list[machine.Launch]:
-    """Returns the launches of a case; none for a stage that its model does not have."""
+    """Returns the launches of a case; none for an operator or a stage that its model does not have."""
     stage = stages_of(case.model, case.image_size)[case.stage - 1 : case.stage]
-    if not stage:
+    if not stage or not is_of(case.operator, case.model):
         return []
     return TRITON_OPERATORS[case.operator](
         *stage,

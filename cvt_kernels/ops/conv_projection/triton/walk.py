@@ -89,7 +89,7 @@ class WalkPlan(NamedTuple):
 
 
 def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
-    """Returns of how many bytes, up to 16, the address of every token of ``x`` and of others is a multiple."""
+    """Returns the bytes, up to 16, of which the addresses of all tokens and of others are multiples."""
     strides = (stride * x.element_size() for stride in (x.shape[2], x.stride(0), x.stride(1)))
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 

@@ -30,10 +30,9 @@ def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
     """Returns half the bias, with which a sum starts, and half of each tap."""
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
+    start = tl.zeros([P, BC], WALK.accumulator)
     if SPEC.has_bias:
         start = load_vector(bias_ptr, place, WALK) * 0.5
-    else:
-        start = tl.zeros([P, BC], WALK.accumulator)
     weights = load_weights(w_ptr, place, WALK)
     taps = ()
     for t in tl.static_range(9):
