@@ -45,9 +45,9 @@ def add_parser(commands: Any) -> None:
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
          "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
-        ("--model", "models", str, ["cvt_13", "segformer_b0", "segformer_b5", "pvt_v2_b2"],
+        ("--model", "models", str, ["cvt_13", "segformer_b0", "pvt_v2_b2"],
          "cvt_13, cvt_21, cvt_w24; of depthwise_conv_gelu alone, segformer_b0, segformer_b5, pvt_v2_b2 "
-         "(default: cvt_13 and the latter)"),
+         "(default: cvt_13, segformer_b0, pvt_v2_b2)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         ("--operator", "operators", str, list(_OPERATORS),
          f"attention_with_bias, attention_by_position, conv_projection_hybrid, {', '.join(_OPERATORS)} "

@@ -36,7 +36,7 @@ _FAMILIES = {
     "scatter_rows": "cvt_kernels.ops.rows.triton.common",
 }
 
-_BUDGETED = ("cvt_13", 224), ("segformer_b0", 512), ("segformer_b5", 512), ("pvt_v2_b2", 224)
+_BUDGETED = ("cvt_13", 224), ("segformer_b0", 512)
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
 CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {

@@ -40,8 +40,8 @@ class WalkTile(NamedTuple):
         is_packed: Whether two channels are read and written as one number of 32 bits.
         element: Triton's dtype of the activations.
         accumulator: Triton's dtype of sums.
-        alignment: Bytes of which every token's address is a multiple, up to 16, so that a lane with several
-            units may read them at once.
+        alignment: Bytes of which every token's address is a multiple, up to 16. With more than 4, of scalar
+            pointers, a lane with several units reads them at once.
     """
 
     pairs: int
@@ -243,7 +243,9 @@ def units(ptr, WALK: tl.constexpr):
     """Returns a pointer to channels as one to units."""
     ALIGNMENT: tl.constexpr = WALK.alignment
     if WALK.is_packed:
-        ptr = tl.multiple_of(ptr.to(tl.pointer_type(tl.int32), bitcast=True), ALIGNMENT)
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        if ALIGNMENT > 4:
+            ptr = tl.multiple_of(ptr, ALIGNMENT)
     return ptr
 
 
