@@ -405,11 +405,12 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--arch", "sm_91"], "--arch: got 'sm_91', expected one of sm_80, sm_86, sm_89, sm_90, sm_100, "
          "sm_120"),
         (["--dtype", "int8"], "--dtype: got 'int8', expected one of bfloat16, float16, float32"),
-        (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
-        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
+        (["--stage", "5"], "--stage: got 5, expected one of 1, 2, 3, 4"),
+        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24, "
+         "segformer_b0, segformer_b5, pvt_v2_b2"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
-         "conv_projection_hybrid, "
-         "conv_embedding, conv_linear, attention, attention_with_bias, attention_by_position, "
+         "conv_projection_hybrid, conv_embedding, conv_linear, depthwise_conv_gelu, "
+         "attention, attention_with_bias, attention_by_position, "
          "layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, quantize_rows, "
          "layer_norm_quantize, gelu_quantize, linear_int8, linear_float8, gather_rows, "
          "gather_add_layer_norm, scatter_rows, layer_norm_gelu"),
