@@ -188,7 +188,12 @@ def _load_pyramid(name: str, model_class: Any, checkpoint: str) -> Any:
         raise FileNotFoundError(
             f"checkpoint: {checkpoint} is no folder, expected one of Hugging Face for {name}"
         )
-    config = model_class.config_class.from_pretrained(checkpoint)
+    config, kind = (
+        quiet_transformers().AutoConfig.from_pretrained(checkpoint),
+        model_class.config_class.model_type,
+    )
+    if config.model_type != kind:
+        raise ValueError(f"checkpoint: {checkpoint} is of {config.model_type}, expected a model of {kind}")
     for field, expected in PYRAMIDS[name].sizes.items():
         got = getattr(config, field, None)
         if field != "num_labels" and got != (tuple(expected) if isinstance(got, tuple) else expected):
