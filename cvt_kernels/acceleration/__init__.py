@@ -16,7 +16,7 @@ import functools
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..graphs import cached, change_class, ungraphed
 from ..missing import warn_of_missing_kernels
@@ -151,9 +151,11 @@ def _fused_class(original: Any, key: str) -> Any:
     entry = TABLE[key]
 
     @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _is_recorded(args, kwargs) and why_not_now(self, entry) is None:
-            return entry.forward(self, *args, **kwargs)  # type: ignore[misc]
+            result = entry.forward(self, *args, **kwargs)  # type: ignore[misc]
+            if result is not NotImplemented:
+                return result
         return original.forward(self, *args, **kwargs)
 
     return _derived(original, key, forward=forward)

@@ -22,7 +22,8 @@ class BypassedPart(NamedTuple):
 
     Attributes:
         path: Names from the block to it; a number is a position among the children.
-        kinds: What it may be: exact types, or names of classes, with or without their module.
+        kinds: What it may be: exact types, or names of classes, with or without their module. ``NoneType`` is
+            among them if there need not be one.
     """
 
     path: tuple[str, ...]
@@ -40,10 +41,13 @@ class BlockEntry(NamedTuple):
         arguments: Names of the arguments of ``forward``.
         children: Names of the submodules. There are no parameters or buffers beside them.
         layers: Those that ``quantize`` may replace: linear layers, or the convolution of an embedding.
-        forward: The fused forward; None for a class that calls the operators already.
+        forward: The fused forward, which returns ``NotImplemented`` for arguments that it leaves to the own
+            one; None for a class that calls the operators already.
         parts: The submodules that the fused forward, or a class that calls the operators, does not call.
         why_unsupported: Says why parts of the right kinds are not supported all the same; None if they are.
         why_not_now: Says why the block cannot be fused at the moment; None if it can.
+        variant: Name of a submodule by which the class is told from another one of the same name; empty if
+            there is none.
     """
 
     upstream: str
@@ -52,15 +56,16 @@ class BlockEntry(NamedTuple):
     arguments: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
-    forward: Callable[..., Tensor] | None = None
+    forward: Callable[..., Any] | None = None
     parts: tuple[BypassedPart, ...] = ()
     why_unsupported: Callable[[Any], str | None] = lambda block: None
     why_not_now: Callable[[Any], str | None] = lambda block: None
+    variant: str = ""
 
     @property
     def key(self) -> str:
         """The name of the entry in the table, and in pickles."""
-        return f"{self.upstream} {self.name}"
+        return f"{self.upstream} {self.name}" + (f" with {self.variant}" if self.variant else "")
 
     @property
     def is_embedding(self) -> bool:
@@ -111,6 +116,23 @@ def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
 def by_name(*entries: BlockEntry) -> dict[str, BlockEntry]:
     """Returns the entries of an upstream by the names of their classes."""
     return {entry.name: entry for entry in entries}
+
+
+def variants_by_name(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:
+    """Returns the entries of an upstream by the names of their classes, of which some have variants."""
+    names = dict.fromkeys(entry.name for entry in entries)
+    return {name: tuple(entry for entry in entries if entry.name == name) for name in names}
+
+
+def recognize_variant(module: nn.Module, variants: dict[str, tuple[BlockEntry, ...]]) -> BlockEntry | None:
+    """Returns the entry of a module by its classes' names and its submodules; None for others.
+
+    A module that has the name only gets an entry too, with which it will not agree.
+    """
+    names = (cls.__name__ for cls in type(module).__mro__)
+    entries = next((variants[name] for name in names if name in variants), ())
+    alike = (entry for entry in entries if entry.variant in module._modules)
+    return next(alike, entries[0] if entries else None)
 
 
 def always(*operators: str) -> Callable[[Any, str], tuple[str, ...]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks, dispatch
-from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm
+from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
@@ -39,6 +39,13 @@ def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
     plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
     return normalize(module, x) if plain and not is_watched(module) else module(x)
+
+
+def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVariant) -> Tensor:
+    """Computes a plain LayerNorm and the GELU of it."""
+    if _dtypes_differ(x, norm.weight):
+        return gelu(norm(x), approximate=approximate)
+    return layer_norm_gelu(x, norm.weight, norm.bias, eps=norm.eps, approximate=approximate)
 
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -127,9 +134,23 @@ def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate
     return gelu(module(x), approximate=approximate)
 
 
+#: Classes of GELU besides ``nn.GELU``, of Microsoft and of transformers, and what :func:`cvt_kernels.gelu`
+#: calls them.
+GELU_VARIANTS: dict[str, GeluVariant] = {
+    "QuickGELU": "quick",
+    "QuickGELUActivation": "quick",
+    "GELUActivation": "none",
+    "GELUTanh": "tanh",
+    "PytorchGELUTanh": "tanh",
+    "NewGELUActivation": "tanh",
+}
+
+
 def gelu_variant(activation: Any) -> GeluVariant:
-    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or else QuickGELU."""
-    return cast(GeluVariant, activation.approximate) if type(activation) is nn.GELU else "quick"
+    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or a named one."""
+    if type(activation) is nn.GELU:
+        return cast(GeluVariant, activation.approximate)
+    return GELU_VARIANTS.get(type(activation).__name__, "quick")
 
 
 def gelu_operator(module: Any, device_type: str) -> str:

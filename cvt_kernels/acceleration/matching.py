@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from types import NoneType
 from typing import Any
 
 from torch import nn
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
-from . import huggingface, microsoft, ours
+from . import glpn, huggingface, microsoft, ours, pvt, segformer
 from .entries import BlockEntry, BypassedPart
 from .fused import is_watched, patch_of, why_must_be_called
+
+_PYRAMIDS = segformer, pvt, glpn
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {
     entry.key: entry for upstream in (huggingface, microsoft, ours) for entry in upstream.ENTRIES.values()
-}
+} | {entry.key: entry for upstream in _PYRAMIDS for each in upstream.ENTRIES.values() for entry in each}
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
@@ -52,16 +55,20 @@ def check_module(model: object) -> None:
 
 
 def _looked_for() -> str:
-    names: dict[str, list[str]] = {}
+    names: dict[str, dict[str, None]] = {}
     for entry in TABLE.values():
-        names.setdefault(entry.upstream, []).append(entry.name)
+        names.setdefault(entry.upstream, {})[entry.name] = None
     return "; ".join(f"{', '.join(classes)} ({upstream})" for upstream, classes in names.items())
 
 
 def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
     if ours.own_class(type(module)) is not None:
         return ours.recognize(module)
-    return huggingface.recognize(module) or microsoft.recognize(module, parent)
+    for upstream in (huggingface, *_PYRAMIDS):
+        entry = upstream.recognize(module)
+        if entry is not None:
+            return entry
+    return microsoft.recognize(module, parent)
 
 
 # Whether a block is of the class that its entry describes -------------------------------------------------
@@ -111,7 +118,7 @@ def _why_parts_unsupported(block: nn.Module, entry: BlockEntry) -> str | None:
         reason = _why_another_kind(module, part)
         if reason is not None:
             return f"{'.'.join(part.path)} {reason}"
-        patch = patch_of(type(module))
+        patch = None if module is None else patch_of(type(module))
         if patch is not None:
             return f"the forward of {'.'.join(part.path)} is patched by {patch}"
     return entry.why_unsupported(block)
@@ -122,7 +129,9 @@ def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
     if not _are_parts_bypassable(block, entry.parts):
         for part in entry.parts:
             module = _part_of(block, part)
-            reason = _why_another_kind(module, part) or why_must_be_called(module)
+            reason = _why_another_kind(module, part)
+            if reason is None and module is not None:
+                reason = why_must_be_called(module)
             if reason is not None:
                 return f"{'.'.join(part.path)} {reason}"
     return entry.why_unsupported(block) or entry.why_not_now(block)
@@ -138,8 +147,12 @@ def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> 
         for name in path:
             found = module._modules.get(name)
             if found is None:
-                return False
+                break
             module = found
+        if found is None:
+            if NoneType in kinds:
+                continue
+            return False
         kind = type(module)
         if (kind not in kinds and not is_named(kind, kinds)) or is_watched(module):
             return False
@@ -163,7 +176,8 @@ def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | Non
     kind = type(module)
     if kind in part.kinds or is_named(kind, part.kinds):
         return None
-    expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in part.kinds)
+    kinds = [k for k in part.kinds if k is not NoneType]
+    expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in kinds)
     actual = "missing" if module is None else f"a {kind.__qualname__}"
     return f"is {actual}, expected {expected}"
 

@@ -1,0 +1,137 @@
+"""SegFormer's decode head without its concatenated maps: the same sum, in the order that costs least.
+
+Upstream projects the map of each stage to D channels, resizes it to the size of the first, concatenates all
+and fuses them by a 1×1 convolution. Both layers act on channels only, and resizing on pixels only, so they
+commute: here each map goes through its part of the fusion at its own size, and is resized and added then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from ..ops.linear import linear, linear_add
+from .fused import is_watched, why_must_be_called
+
+#: The 1×1 convolutions whose work is done without calling them.
+POINTWISE_LAYERS = "linear_fuse", "classifier"
+
+
+def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
+    """Computes the logits (B, labels, H, W) of the maps (B, C, H, W) of all stages, the largest first."""
+    if len(states) != len(projections) or any(state.ndim != 4 for state in states):
+        return NotImplemented
+    linears = [projection.proj for projection in projections]
+    folds = _can_fold(head.batch_norm)
+    parts, bias = _parts_of_fusion(head, linears, folds)
+    size = states[0].shape[2:]
+    total = None
+    for state, layer, part in zip(states[1:], linears[1:], parts[1:], strict=True):
+        image = _as_map(_through_both(_tokens_of(state), layer.weight, part), state.shape[2:])
+        image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
+        total = _tokens_of(image) if total is None else _add(total, _tokens_of(image))
+    fused = _through_both(_tokens_of(states[0]), linears[0].weight, parts[0], bias, total)
+    image = _as_map(fused, size)
+    image = head.dropout(head.activation(image if folds else head.batch_norm(image)))
+    classifier = head.classifier
+    logits = linear(_tokens_of(image), classifier.weight.flatten(1), classifier.bias)
+    return _as_map(logits, size)
+
+
+def _can_fold(norm: Any) -> bool:
+    """Says whether a BatchNorm is only a factor and a summand of every channel now."""
+    has_statistics = norm.running_mean is not None and norm.running_var is not None
+    return type(norm) is nn.BatchNorm2d and not norm.training and has_statistics and not is_watched(norm)
+
+
+def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[Tensor], Tensor | None]:
+    """Returns the part (D, D) of the fusion for each stage, and the bias of the sum, in float32 at least.
+
+    With ``folds`` the BatchNorm after it is in them.
+    """
+    weight, norm = head.linear_fuse.weight, head.batch_norm
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    with torch.autocast(weight.device.type, enabled=False):
+        fusion, shift = weight.flatten(1).to(dtype), None
+        if folds:
+            scale = (norm.running_var.to(dtype) + norm.eps).rsqrt()
+            scale = scale if norm.weight is None else scale * norm.weight.to(dtype)
+            fusion, shift = fusion * scale[:, None], -scale * norm.running_mean.to(dtype)
+            shift = shift if norm.bias is None else shift + norm.bias.to(dtype)
+        # Upstream concatenates the last stage first.
+        parts = list(fusion.chunk(len(linears), dim=1))[::-1]
+        for layer, part in zip(linears, parts, strict=True):
+            if layer.bias is not None:
+                bias = part @ layer.bias.to(dtype)
+                shift = bias if shift is None else shift + bias
+    return parts, shift
+
+
+def _through_both(
+    tokens: Tensor, weight: Tensor, part: Tensor, bias: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """Applies a projection and a part of the fusion: as one layer, or one after the other if that is less.
+
+    The result is added to ``total``, if there is one.
+    """
+    dtype = weight.dtype
+    if tokens.shape[0] * tokens.shape[1] > weight.shape[1]:
+        with torch.autocast(tokens.device.type, enabled=False):
+            part = part @ weight.to(part.dtype)
+    else:
+        tokens = linear(tokens, weight)
+    part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
+    if total is None:
+        return linear(tokens, part, bias)
+    inplace = not checks.wants_gradient(tokens, part, bias, total)
+    return linear_add(tokens, part, bias, total, inplace=inplace)
+
+
+def _add(total: Tensor, tokens: Tensor) -> Tensor:
+    # Of the first nobody else has a reference.
+    return total + tokens if checks.wants_gradient(total, tokens) else total.add_(tokens)
+
+
+def _tokens_of(image: Tensor) -> Tensor:
+    return image.flatten(2).transpose(1, 2)
+
+
+def _as_map(tokens: Tensor, size: Sequence[int]) -> Tensor:
+    return tokens.transpose(1, 2).unflatten(2, tuple(size))
+
+
+# Reasons --------------------------------------------------------------------------------------------------
+
+
+def why_head_unsupported(head: Any, projections: Any) -> str | None:
+    """Says why a decode head is not the sum that is computed here; None if it is."""
+    for name in POINTWISE_LAYERS:
+        conv = head._modules[name]
+        geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
+        if geometry != ((1, 1), (1, 1), (0, 0), 1):
+            return f"{name} is not a 1×1 convolution"
+    if head.linear_fuse.bias is not None:
+        return "linear_fuse has a bias"
+    if type(projections) is not nn.ModuleList:
+        return f"the projections are a {type(projections).__qualname__}, expected a ModuleList"
+    for i, projection in enumerate(projections):
+        if (
+            type(projection).__name__ != "SegformerMLP"
+            or type(projection._modules.get("proj")) is not nn.Linear
+        ):
+            return f"the projection of stage {i} is not upstream's SegformerMLP with a linear layer"
+    return None
+
+
+def why_head_not_now(projections: Any) -> str | None:
+    """Says who would notice that projections are not called; None if nobody would."""
+    for i, projection in enumerate(projections):
+        reason = why_must_be_called(projection) or why_must_be_called(projection.proj)
+        if reason is not None:
+            return f"the projection of stage {i} {reason}"
+    return None
