@@ -69,10 +69,10 @@ Operators: median microseconds and, in parentheses, the share of the ceiling tha
 per second by the wall clock and, in parentheses, the most memory that tensors took beyond weights and images.
 The last column sets our fastest against the fastest of the others.
 
-"Beside Hugging Face's model" is what `cvt bench` measured: all contenders in turns, with the same weights, on
-real photographs; `hf` is Hugging Face's model as it is, `compile` the same under `torch.compile` (on a CPU in
-inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In parentheses stand the
-quartiles. [How to read `cvt bench`](report.md) says more.
+"Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all contenders in turns,
+with the same weights, on real photographs; `hf` is Hugging Face's model as it is, `compile` the same under
+`torch.compile` (on a CPU in inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In
+parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
