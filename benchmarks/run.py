@@ -285,7 +285,7 @@ def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: floa
     from cvt.files import replacing, write_json
 
     for part in parts:
-        print(f"{part.name:<16}", end="", flush=True)
+        print(f"{part.name:<26}", end="", flush=True)
         outcome = run_part(part, min(part.seconds, deadline - time.monotonic()), environment)
         summary["parts"][part.name] = outcome
         with replacing(path) as file:
