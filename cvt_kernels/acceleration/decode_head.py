@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..ops.linear import linear, linear_add
+from ..ops.linear import linear
 from .fused import is_watched, why_must_be_called
+from .pyramid import as_map
 
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
@@ -31,16 +32,31 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
     parts, bias = _parts_of_fusion(head, linears, folds)
     size = states[0].shape[2:]
     total = None
-    for state, layer, part in zip(states[1:], linears[1:], parts[1:], strict=True):
-        image = _as_map(_through_both(_tokens_of(state), layer.weight, part), state.shape[2:])
-        image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
-        total = _tokens_of(image) if total is None else _add(total, _tokens_of(image))
-    fused = _through_both(_tokens_of(states[0]), linears[0].weight, parts[0], bias, total)
-    image = _as_map(fused, size)
-    image = head.dropout(head.activation(image if folds else head.batch_norm(image)))
-    classifier = head.classifier
-    logits = linear(_tokens_of(image), classifier.weight.flatten(1), classifier.bias)
-    return _as_map(logits, size)
+    # The largest is last, since its product can be added to the others in place.
+    for state, layer, part in reversed(list(zip(states, linears, parts, strict=True))):
+        tokens = _tokens_of(state)
+        if state.shape[2:] == size:
+            total = _through_both(tokens, layer.weight, part, bias, total)
+        else:
+            image = as_map(_through_both(tokens, layer.weight, part, bias), state.shape[2:])
+            image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
+            total = _tokens_of(image) if total is None else _add(total, _tokens_of(image))
+        bias = None  # of the first, since resizing keeps constants
+    return _classify(head, as_map(total, size), folds)
+
+
+def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
+    """Computes what follows the fusion: BatchNorm unless it is in there, activation, dropout, classifier."""
+    if not folds:
+        image = head.batch_norm(image)
+    activation = head.activation
+    if type(activation) is nn.ReLU and not is_watched(activation) and not checks.wants_gradient(image):
+        image = image.relu_()
+    else:
+        image = activation(image)
+    layer = head.classifier
+    logits = linear(_tokens_of(head.dropout(image)), layer.weight.flatten(1), layer.bias)
+    return as_map(logits, image.shape[2:])
 
 
 def _can_fold(norm: Any) -> bool:
@@ -86,10 +102,15 @@ def _through_both(
     else:
         tokens = linear(tokens, weight)
     part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
-    if total is None:
-        return linear(tokens, part, bias)
-    inplace = not checks.wants_gradient(tokens, part, bias, total)
-    return linear_add(tokens, part, bias, total, inplace=inplace)
+    if bias is None and total is not None and _can_multiply_into(total, tokens, part):
+        return total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t()).view_as(total)
+    tokens = linear(tokens, part, bias)
+    return tokens if total is None else _add(total, tokens)
+
+
+def _can_multiply_into(total: Tensor, tokens: Tensor, part: Tensor) -> bool:
+    same = total.dtype == tokens.dtype == part.dtype and not checks.autocast_enabled(total)
+    return same and total.is_contiguous() and not checks.wants_gradient(total, tokens, part)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:
@@ -98,11 +119,7 @@ def _add(total: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _tokens_of(image: Tensor) -> Tensor:
-    return image.flatten(2).transpose(1, 2)
-
-
-def _as_map(tokens: Tensor, size: Sequence[int]) -> Tensor:
-    return tokens.transpose(1, 2).unflatten(2, tuple(size))
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 # Reasons --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from .huggingface import UPSTREAM
 from .pyramid import (
     GELUS,
     PyramidParts,
+    as_map,
     attend,
     convolve_and_activate,
     embed_tokens,
@@ -123,9 +124,9 @@ def _attention_of_v2(
 
 def _pooled(self: Any, x: Tensor, height: int, width: int) -> Tensor:
     """Returns the tokens of keys and values in linear attention, 7×7 of them."""
-    pooled = self.pool(x.transpose(1, 2).unflatten(2, (height, width)))
+    pooled = self.pool(as_map(x, (height, width)))
     conv = self.spatial_reduction
-    tokens = linear(pooled.flatten(2).transpose(1, 2), conv.weight.flatten(1), conv.bias)
+    tokens = linear(pooled.permute(0, 2, 3, 1).flatten(1, 2), conv.weight.flatten(1), conv.bias)
     return normalize_and_gelu(self.layer_norm, tokens, approximate=gelu_variant(self.act))
 
 

@@ -78,6 +78,12 @@ def convolve_and_activate(conv: Any, activation: nn.Module, x: Tensor, height: i
     return depthwise_conv_gelu(x, (height, width), conv.weight, conv.bias, approximate=approximate)
 
 
+def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
+    """Returns the map (B, C, H, W) of tokens, channels last in memory."""
+    # In this order a batch of one has the strides by which PyTorch knows that channels are last.
+    return tokens.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
+
+
 # Reasons --------------------------------------------------------------------------------------------------
 
 

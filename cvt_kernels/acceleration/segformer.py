@@ -21,11 +21,19 @@ from .entries import (
     why_dropout_active,
     why_norms_unsupported,
 )
-from .fused import add_and_normalize, apply_linear, gelu_variant, norm_operators, normalize_for_layers
+from .fused import (
+    add_and_normalize,
+    apply_linear,
+    gelu_variant,
+    norm_operators,
+    normalize,
+    normalize_for_layers,
+)
 from .huggingface import UPSTREAM
 from .pyramid import (
     GELUS,
     PyramidParts,
+    as_map,
     attend,
     convolve_and_activate,
     embed_tokens,
@@ -76,6 +84,15 @@ def _layer(self: Any, hidden_states: Tensor, height: int, width: int, **kwargs: 
     branch = self.drop_path(self.hidden_dropout(branch))
     stream, y = add_and_normalize(self.layernorm_after, branch, hidden_states)
     return self.drop_path(self.mlp(y, height, width)) + stream
+
+
+def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    tokens, height, width = self.patch_embeddings(hidden_states)
+    for block in self.blocks:
+        tokens = block(tokens, height, width, **kwargs)
+    tokens = normalize(self.layer_norm, tokens)
+    # Upstream copies the map so that channels are first in memory, which nothing after it needs.
+    return as_map(tokens, (height, width)) if self.reshape else tokens
 
 
 # Fused forwards before it, also of GLPN -------------------------------------------------------------------
@@ -256,6 +273,16 @@ _ENTRIES_OF_5 = (
         norms=("layernorm_before", "layernorm_after"),
         last_argument="kwargs",
         children=("hidden_dropout",),
+    ),
+    BlockEntry(
+        upstream=UPSTREAM,
+        name="SegformerStage",
+        operators=always("layer_norm"),
+        arguments=("hidden_states", "kwargs"),
+        children=frozenset(("patch_embeddings", "blocks", "layer_norm")),
+        forward=_stage,
+        parts=bypassed({"layer_norm": nn.LayerNorm}),
+        why_unsupported=lambda block: why_norms_unsupported(block.layer_norm),
     ),
     BlockEntry(
         upstream=UPSTREAM,
