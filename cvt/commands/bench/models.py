@@ -115,7 +115,7 @@ class Subject(NamedTuple):
 
     @property
     def output(self) -> str:
-        """What an element of the output is: ``"logit"`` or ``"depth"``."""
+        """The kind of the output's elements: ``"logit"`` or ``"depth"``."""
         return "depth" if "DepthEstimation" in type(self.hf).__name__ else "logit"
 
     def save(self, directory: Any) -> None:

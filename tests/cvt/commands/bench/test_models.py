@@ -62,7 +62,7 @@ def keys_of(results):
 
 
 def test_accelerated_models_are_measured():
-    """Of an odd image size, with our kernels."""
+    """The images are of an odd size, and the kernels ours."""
     with ck.use_backend(*KERNELS_FIRST):
         results = measured("segformer_b0", image_size=70)
     assert keys_of(results)[:2] == ["hf", "accelerate"]
