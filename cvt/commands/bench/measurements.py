@@ -102,9 +102,9 @@ def run(
     if subject.ours is None:
         keys = [key for key in keys if key in HUGGINGFACE or key in peers]
     about, compiling = _about(keys, subject, freeze=device.type == "cpu" and not train)
-    ours = (
-        None if subject.ours is None else copy.deepcopy(subject.ours).to(device, DTYPES[dtype]).train(train)
-    )
+    ours = copy.deepcopy(subject.ours)
+    if ours is not None:
+        ours = ours.to(device, DTYPES[dtype]).train(train)
     contenders = _built(keys, hf, ours, about)
     product = measure.Product(device, DTYPES[dtype])
     # A backward has two products for each of the forward's.
@@ -167,7 +167,7 @@ def _about(keys: Sequence[str], subject: Subject, *, freeze: bool) -> tuple[dict
 def _built(
     keys: Sequence[str], hf: nn.Module, ours: nn.Module | None, about: dict[str, dict[str, Any]]
 ) -> list[Contender]:
-    """Makes the contenders; ``about`` notes why one is not made."""
+    """Makes the contenders; ``about`` notes why one is not made of a model that ``cvt`` does not have."""
     contenders = []
     for key in keys:
         if ours is None and key not in HUGGINGFACE:
@@ -176,7 +176,7 @@ def _built(
         try:
             contenders.append(build_contender(key, hf, ours))
         except ValueError as obstacle:
-            if key not in FROZEN:
+            if key not in FROZEN or ours is not None:
                 raise
             about[key]["note"] = str(obstacle)
     return contenders

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ... import hub
+from ...checkpoints import local_place
 from ...config import PRESETS, default_image_size
 from ...evaluation import cost
 from ...factory import SEED, randomize
@@ -159,8 +161,8 @@ def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
 
     Args:
         name: Its name.
-        checkpoint: A folder with its weights, or their name on the Hub; None for random ones.
-        image_size: Pixels of each side. Position embeddings of random weights are for this size.
+        checkpoint: A directory with its weights, or their name on the Hub; None for random ones.
+        image_size: Pixels of each side, for which PVT's position embeddings are if its weights are random.
 
     Raises:
         ValueError: There is no such model in this version of transformers, or the weights are of another one.
@@ -175,7 +177,7 @@ def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
     if checkpoint is not None:
         return _load_pyramid(name, model_class, checkpoint)
     config = model_class.config_class(**PYRAMIDS[name].sizes)
-    if hasattr(config, "image_size"):
+    if config.model_type == "pvt":
         config.image_size = image_size
     model = model_class(_without_chance(config))
     randomize(model)
@@ -184,23 +186,20 @@ def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
 
 def _load_pyramid(name: str, model_class: Any, checkpoint: str) -> Any:
     """Loads the weights of a model of ``PYRAMIDS``, which may be for another number of classes."""
-    if not Path(checkpoint).is_dir() and checkpoint.count("/") != 1:
-        raise FileNotFoundError(
-            f"checkpoint: {checkpoint} is no folder, expected one of Hugging Face for {name}"
-        )
-    config, kind = (
-        quiet_transformers().AutoConfig.from_pretrained(checkpoint),
-        model_class.config_class.model_type,
-    )
+    place = local_place(checkpoint)
+    folder = place if isinstance(place, Path) else hub.fetch(place)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"checkpoint: {checkpoint} is no folder, expected Hugging Face's of {name}")
+    config = quiet_transformers().AutoConfig.from_pretrained(folder)
+    kind = model_class.config_class.model_type
     if config.model_type != kind:
         raise ValueError(f"checkpoint: {checkpoint} is of {config.model_type}, expected a model of {kind}")
     for field, expected in PYRAMIDS[name].sizes.items():
         got = getattr(config, field, None)
         if field != "num_labels" and got != (tuple(expected) if isinstance(got, tuple) else expected):
             raise ValueError(f"checkpoint: {checkpoint} has {field} {got}, expected {expected} as {name} has")
-    model, loading = model_class.from_pretrained(
-        checkpoint, config=_without_chance(config), output_loading_info=True
-    )
+    config = _without_chance(config)
+    model, loading = model_class.from_pretrained(folder, config=config, output_loading_info=True)
     if lacking := sorted(loading["missing_keys"]):
         raise ValueError(
             f"checkpoint: {checkpoint} lacks {len(lacking)} weights of {name}, such as {lacking[0]}"

@@ -9,6 +9,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import commands as cli
+from cvt import hub
 from cvt.commands.bench import breakdown, contenders, measurements, models, plots, report
 from cvt.commands.bench import results as result_files
 from cvt_kernels import measure
@@ -213,7 +214,7 @@ def test_operations_are_those_of_products_and_convolutions():
     assert next(model.parameters()).device.type == "cpu"
 
 
-def test_weights_come_back(tmp_path, capsys):
+def test_weights_come_back(tmp_path, capsys, monkeypatch):
     subject = models.build_subject("segformer_b0", None, 64)
     assert subject.weights == "random weights (seed 0)"
     subject.save(tmp_path)
@@ -222,6 +223,8 @@ def test_weights_come_back(tmp_path, capsys):
     assert again.hf.config.drop_path_rate == 0
     for (name, a), b in zip(subject.hf.state_dict().items(), again.hf.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+    monkeypatch.setattr(hub, "fetch", lambda model: {"owner/name": tmp_path}[model.name])
+    assert models.build_subject("segformer_b0", "owner/name", 64).weights == "owner/name"
     capsys.readouterr()
     base = ["bench", "--model"]
     other = bad(capsys, cli.main, *base, "pvt_tiny", "--checkpoint", str(tmp_path))
