@@ -89,12 +89,80 @@ def ours(*, drop=0.0, drop_path=0.0):
     return model
 
 
+def _pyramid(
+    kind,
+    config_kind,
+    *,
+    drop=0.0,
+    drop_path=0.0,
+    attention_drop=0.0,
+    model_class=None,
+    image_size=70,
+    **config,
+):
+    """Returns a small model of transformers with two stages of one and two layers."""
+    import transformers
+
+    config = {
+        "num_encoder_blocks": 2,
+        "depths": [1, 2],
+        "hidden_sizes": [16, 32],
+        "num_attention_heads": [1, 2],
+        "patch_sizes": [7, 3],
+        "strides": [4, 2],
+        "mlp_ratios": [2, 2],
+        "sr_ratios": [2, 1],
+        "num_labels": 5,
+        "image_size": 70,
+        "hidden_dropout_prob": drop,
+        "classifier_dropout_prob": drop,
+        "attention_probs_dropout_prob": attention_drop,
+        "drop_path_rate": drop_path,
+    } | config
+    model = (model_class or getattr(transformers, kind))(getattr(transformers, config_kind)(**config))
+    randomize(model)
+    return model.eval()
+
+
+def segformer(**config):
+    """Returns a SegFormer with its decode head."""
+    return _pyramid("SegformerForSemanticSegmentation", "SegformerConfig", decoder_hidden_size=24, **config)
+
+
+def pvt(**config):
+    """Returns a PVT, which computes images of one size only."""
+    sizes = {"patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1], "qkv_bias": True}
+    return _pyramid("PvtForImageClassification", "PvtConfig", **sizes | config)
+
+
+def pvt_v2(**config):
+    """Returns a PVT v2."""
+    return _pyramid("PvtV2ForImageClassification", "PvtV2Config", **config)
+
+
+def pvt_v2_linear(**config):
+    """Returns a PVT v2 with linear attention."""
+    return pvt_v2(linear_attention=True, **config)
+
+
+def glpn(**config):
+    """Returns a GLPN."""
+    sizes = {"num_encoder_blocks": 4, "depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24]}
+    sizes |= {"num_attention_heads": [1, 2, 2, 3], "patch_sizes": [7, 3, 3, 3], "strides": [4, 2, 2, 2]}
+    sizes |= {"mlp_ratios": [2] * 4, "sr_ratios": [4, 2, 1, 1], "decoder_hidden_size": 8}
+    return _pyramid("GLPNForDepthEstimation", "GLPNConfig", **sizes | config)
+
+
+#: The makers of models with a pyramid of tokens: few keys for many queries.
+PYRAMIDS = [segformer, pvt, pvt_v2, pvt_v2_linear, glpn]
+
 #: The makers of models that are somebody else's.
 UPSTREAMS = [huggingface, microsoft]
 
 
 def logits(outputs):
-    return getattr(outputs, "logits", outputs)
+    """Returns the logits, or GLPN's depth."""
+    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
 
 
 def pair(make, mode="eval", **config):

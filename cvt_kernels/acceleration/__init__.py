@@ -6,8 +6,9 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The parts, each on those before it: ``fused`` (operations on submodules), ``entries`` (of the
 table), ``stages`` (whole stages for serving), ``ours``, ``huggingface`` and ``microsoft`` (forwards and
-entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), ``compiling``
-(frozen stages under torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
+entries), ``matching`` (which block is which), ``layers`` (layers of pyramids for serving), ``freezing``
+(which stage or layer can be served as one), ``compiling`` (both under torch.compile), this file (the swap of
+classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .compiling import (
     give_number,
+    is_frozen,
     members_of_numbered,
     take_number,
     try_to_trace_as_one,
@@ -39,6 +41,9 @@ from .matching import (
 )
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+#: The attribute of a class of ours that holds the first original and the keys of the entries, in their order.
+_MADE_OF = "_cvt_kernels_made_of"
 
 
 def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
@@ -85,14 +90,14 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
         if entry.forward is not None and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
     for stage, key in stages:
-        if not is_fused(stage):
+        if not is_frozen(stage):
             change_class(stage, functools.partial(_frozen_class, key=key))
             give_number(stage)
     return model
 
 
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the stages of a model that can be frozen, with the keys of their entries.
+    """Returns the stages and layers of a model that can be frozen, with the keys of their entries.
 
     Raises:
         ValueError: There are none, or the model is in training mode.
@@ -101,11 +106,14 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
     stages = find_stages(model)
     if not stages:
-        raise ValueError(f"model: {type(model).__name__} has no whole stage of a CvT to freeze")
+        raise ValueError(
+            f"model: {type(model).__name__} has no whole stage of a CvT to freeze, and no layer of a "
+            "SegFormer, PVT, PVT v2 or GLPN"
+        )
     reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
         raise ValueError(
-            f"model: none of the {len(stages)} stages of {type(model).__name__} can be frozen; "
+            f"model: none of the {len(stages)} {stages[0][2].noun}s of {type(model).__name__} can be frozen; "
             f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
         )
     return [
@@ -163,16 +171,18 @@ def _fused_class(original: Any, key: str) -> Any:
 
 @cached
 def _frozen_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that serves the stage of the entry named ``key`` as one."""
+    """Returns the subclass of ``original`` that serves the stage or layer of the entry ``key`` as one.
+
+    A layer is a block too, and ``original`` then the class with its fused forward.
+    """
     entry = STAGES[key]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return original.forward(self, *args, **kwargs)
-        images = (*args, *kwargs.values())
         serve = try_to_trace_as_one if torch.compiler.is_compiling() else try_to_serve
-        result = serve(self, entry, images[0]) if len(images) == 1 else None
+        result = serve(self, entry, args, kwargs)
         return original.forward(self, *args, **kwargs) if result is None else result
 
     def _cvt_kernels_graph_key(self: nn.Module) -> Any:
@@ -191,21 +201,25 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _derived(original: Any, key: str, **members: Any) -> Any:
     """Returns a subclass of ``original`` that looks the same, with members of its own."""
+    first, *keys = vars(original).get(_MADE_OF, (original,))
+    made_of = first, *keys, key
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, (original, key), without_number(object.__reduce_ex__(self, 2)[2])
+        return _new_module, made_of, without_number(object.__reduce_ex__(self, 2)[2])
 
-    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original}
+    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original, _MADE_OF: made_of}
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(original, name)
     return type(original.__name__, (original,), members)
 
 
-def _new_module(original: type[nn.Module], key: str) -> nn.Module:
-    """Returns an accelerated block or a frozen stage without state, for pickle and ``copy``."""
-    fused = _frozen_class(original, key) if key in STAGES else _fused_class(original, key)
-    module: nn.Module = fused.__new__(fused)
-    if key in STAGES:
+def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
+    """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
+    made: Any = original
+    for key in keys:
+        made = _frozen_class(made, key) if key in STAGES else _fused_class(made, key)
+    module: nn.Module = made.__new__(made)
+    if is_frozen(module):
         give_number(module)
     return module

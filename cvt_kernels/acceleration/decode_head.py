@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .. import checks
 from ..ops.linear import linear
 from .fused import is_watched, why_must_be_called
-from .pyramid import as_map
+from .pyramid import as_map, drop
 
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
@@ -31,7 +31,7 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
     folds = _can_fold(head.batch_norm)
     parts, bias = _parts_of_fusion(head, linears, folds)
     size = states[0].shape[2:]
-    total = None
+    total: Any = None
     # The largest is last, since its product can be added to the others in place.
     for state, layer, part in reversed(list(zip(states, linears, parts, strict=True))):
         tokens = _tokens_of(state)
@@ -55,7 +55,7 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
     else:
         image = activation(image)
     layer = head.classifier
-    logits = linear(_tokens_of(head.dropout(image)), layer.weight.flatten(1), layer.bias)
+    logits = linear(_tokens_of(drop(head.dropout, image)), layer.weight.flatten(1), layer.bias)
     return as_map(logits, image.shape[2:])
 
 

@@ -34,6 +34,7 @@ from .pyramid import (
     as_map,
     attend,
     convolve_and_activate,
+    drop,
     embed_tokens,
     embedding_operator,
     reduce,
@@ -133,7 +134,7 @@ def _pooled(self: Any, x: Tensor, height: int, width: int) -> Tensor:
 def _feed_forward_of_v2(self: Any, hidden_states: Tensor, height: int, width: int) -> Tensor:
     hidden = self.relu(apply_linear(self.dense1, hidden_states))
     hidden = convolve_and_activate(self.dwconv.dwconv, self.intermediate_act_fn, hidden, height, width)
-    return self.dropout(apply_linear(self.dense2, self.dropout(hidden)))
+    return self.dropout(apply_linear(self.dense2, drop(self.dropout, hidden)))
 
 
 def _layer_of_v2(

@@ -78,6 +78,18 @@ def convolve_and_activate(conv: Any, activation: nn.Module, x: Tensor, height: i
     return depthwise_conv_gelu(x, (height, width), conv.weight, conv.bias, approximate=approximate)
 
 
+def drop(dropout: Any, x: Tensor) -> Tensor:
+    """Calls the dropout after a convolution, on tokens or a map, so that it drops what it drops upstream.
+
+    Random numbers follow the order in memory, and for a batch of one the strides of upstream's views tell
+    PyTorch that channels are first.
+    """
+    is_active = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+    if is_active and x.shape[0] == 1:
+        x = x.contiguous() if x.ndim == 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
+    return dropout(x)
+
+
 def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     """Returns the map (B, C, H, W) of tokens, channels last in memory."""
     # In this order a batch of one has the strides by which PyTorch knows that channels are last.

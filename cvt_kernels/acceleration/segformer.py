@@ -36,6 +36,7 @@ from .pyramid import (
     as_map,
     attend,
     convolve_and_activate,
+    drop,
     embed_tokens,
     embedding_operator,
     reduce,
@@ -75,7 +76,7 @@ def _attention(
 def _mix_mlp(self: Any, hidden_states: Tensor, height: int, width: int) -> Tensor:
     hidden = apply_linear(self.fc1, hidden_states)
     hidden = convolve_and_activate(self.dwconv.dwconv, self.activation_fn, hidden, height, width)
-    return self.dropout(apply_linear(self.fc2, self.dropout(hidden)))
+    return self.dropout(apply_linear(self.fc2, drop(self.dropout, hidden)))
 
 
 def _layer(self: Any, hidden_states: Tensor, height: int, width: int, **kwargs: Any) -> Tensor:
@@ -123,7 +124,7 @@ def _self_output(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tens
 def _mix_ffn(self: Any, hidden_states: Tensor, height: int, width: int) -> Tensor:
     hidden = apply_linear(self.dense1, hidden_states)
     hidden = convolve_and_activate(self.dwconv.dwconv, self.intermediate_act_fn, hidden, height, width)
-    return self.dropout(apply_linear(self.dense2, self.dropout(hidden)))
+    return self.dropout(apply_linear(self.dense2, drop(self.dropout, hidden)))
 
 
 def layer_with_tuple(

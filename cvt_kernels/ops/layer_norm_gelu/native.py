@@ -64,7 +64,7 @@ class _AddLayerNorm(torch.autograd.Function):
         h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(h, weight, bias, mean, rstd)
         ctx.activation = "identity"
-        ctx.branch_dtype = x.dtype
+        ctx.branch_dtype, ctx.differs = x.dtype, x.dtype != h.dtype
         ctx.set_materialize_grads(False)  # often only one of the two outputs is used
         return h, out
 
@@ -74,8 +74,8 @@ class _AddLayerNorm(torch.autograd.Function):
         if dout is None:
             dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
             return dbranch, dh, None, None, None, None
-        differs = ctx.branch_dtype != ctx.saved_tensors[0].dtype
-        dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=differs)
+        # Checkpointing lets saved tensors be read only once, which _gradients does.
+        dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=ctx.differs)
         return dbranch, dx, dweight, dbias, None, None
 
 

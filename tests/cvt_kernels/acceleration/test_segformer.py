@@ -1,0 +1,201 @@
+"""What is SegFormer's own: its decode head, attention by name, and maps or tokens of the last stage."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt_kernels.acceleration import decode_head
+from tests.checks import assert_accurate, record_calls
+from tests.upstream import assert_same_step, images, logits, pair, relative, segformer, with_right_gradients
+
+THREE_STAGES = {
+    "num_encoder_blocks": 3,
+    "depths": [1, 1, 1],
+    "hidden_sizes": [16, 24, 32],
+    "num_attention_heads": [1, 2, 2],
+    "patch_sizes": [7, 3, 3],
+    "strides": [4, 2, 2],
+    "mlp_ratios": [2, 2, 2],
+    "sr_ratios": [4, 2, 1],
+}
+
+
+def is_version_5():
+    return hasattr(segformer().segformer, "stages")
+
+
+def heads(**config):
+    """Returns a decode head, its accelerated copy, and maps for both."""
+    own = segformer(**THREE_STAGES | config).decode_head
+    generator = torch.Generator().manual_seed(2)
+    sizes = ((16, 17, 13), (24, 9, 7), (32, 5, 4))
+    maps = [torch.randn(2, *size, generator=generator) for size in sizes]
+    return own, ck.accelerate(copy.deepcopy(own)), maps
+
+
+def test_the_head_in_evaluation():
+    own, fused, maps = heads()
+    with torch.no_grad():
+        exact = copy.deepcopy(own).double()([each.double() for each in maps])
+        assert_accurate(fused(maps), own(maps), exact)
+        out = fused(maps)
+        assert (out.shape, out.stride()) == (own(maps).shape, own(maps).stride())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_gradients_and_statistics_of_the_head(batch, mode):
+    own, fused, maps = heads()
+    maps = [each[:batch].double() for each in maps]
+    for model in (own, fused):
+        getattr(with_right_gradients(model.double()), mode)()
+    leaves = [[each.clone().requires_grad_() for each in maps] for _ in (own, fused)]
+    assert_same_step(Head(own, leaves[0]), Head(fused, leaves[1]), None, 1e-11)
+    for ours, theirs in zip(*leaves, strict=True):
+        assert relative(theirs.grad, ours.grad) < 1e-11
+
+
+class Head(nn.Module):
+    """A head as a model of one argument, which it does not read."""
+
+    def __init__(self, head, maps):
+        super().__init__()
+        self.head, self.maps = head, maps
+
+    def forward(self, x):
+        return self.head(self.maps)
+
+
+def test_the_head_multiplies_its_weights_where_pixels_are_many(monkeypatch):
+    own, fused, maps = heads()
+    shapes = []
+
+    def linear(x, weight, bias=None):
+        shapes.append((x.shape[1], tuple(weight.shape)))
+        return nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(decode_head, "linear", linear)
+    with torch.no_grad():
+        assert relative(fused([each[:1] for each in maps]), own([each[:1] for each in maps])) < 1e-5
+    # 5×4 pixels are fewer than 32 channels; the largest map's product is added in place.
+    assert shapes == [(20, (24, 32)), (20, (24, 24)), (63, (24, 24)), (221, (5, 24))]
+
+
+def test_the_head_concatenates_nothing():
+    own, fused, maps = heads()
+    with torch.no_grad(), torch.profiler.profile() as ran:
+        fused(maps)
+    assert "aten::cat" not in {event.name for event in ran.events()}
+    with torch.no_grad(), torch.profiler.profile() as ran:
+        own(maps)
+    assert "aten::cat" in {event.name for event in ran.events()}
+
+
+def hook_projection(head):
+    projections = getattr(head, "linear_projections", None) or head.linear_c
+    projections[1].proj.register_forward_hook(lambda m, args, out: 1.5 * out)
+
+
+def replace_fusion(head):
+    old = head.linear_fuse
+    head.linear_fuse = nn.Conv2d(old.in_channels, old.out_channels, 1)
+
+
+def strided_classifier(head):
+    head.classifier = nn.Conv2d(head.classifier.in_channels, 5, 1, 2)
+
+
+HEAD_CHANGES = [
+    (hook_projection, "the projection of stage 1 has forward hooks"),
+    (replace_fusion, "linear_fuse has a bias"),
+    (strided_classifier, "classifier is not a 1×1 convolution"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), HEAD_CHANGES, ids=[c.__name__ for c, _ in HEAD_CHANGES])
+def test_a_changed_head_is_left_to_itself(change, reason):
+    own, _, maps = heads()
+    change(own)
+    fused = copy.deepcopy(own)
+    if change is hook_projection:
+        ck.accelerate(fused)
+    else:
+        with pytest.raises(ValueError, match=reason):
+            ck.accelerate(fused)
+    (row,) = ck.coverage(fused)
+    assert (row.fused, row.reason) == (False, reason)
+    with torch.no_grad():
+        assert torch.equal(fused(maps), own(maps))
+
+
+def hook_norm(head, calls):
+    head.batch_norm.register_forward_hook(lambda m, args, out: calls.append("norm"))
+
+
+def hook_activation(head, calls):
+    head.activation.register_forward_hook(lambda m, args, out: calls.append("activation"))
+
+
+@pytest.mark.parametrize("change", [hook_norm, hook_activation])
+def test_a_watched_step_of_the_head_is_called(change):
+    own, fused, maps = heads()
+    calls = []
+    change(fused, calls)
+    with torch.no_grad():
+        assert relative(fused(maps), own(maps)) < 1e-5
+    assert len(calls) == 1
+    assert ck.coverage(fused)[0].fused
+
+
+@pytest.mark.filterwarnings("ignore:Reshape_last_stage is set to False:FutureWarning")
+@pytest.mark.parametrize("reshape_last_stage", [True, False])
+def test_classification_by_maps_or_tokens(reshape_last_stage):
+    import transformers
+
+    kind = transformers.SegformerForImageClassification
+    own, fused = pair(segformer, model_class=kind, reshape_last_stage=reshape_last_stage)
+    x = images(2, 70, 54)
+    with torch.no_grad():
+        expected, actual = (model(x, output_hidden_states=True) for model in (own, fused))
+    assert relative(logits(actual), logits(expected)) < 1e-5
+    assert actual.hidden_states[-1].shape == expected.hidden_states[-1].shape
+    assert expected.hidden_states[-1].ndim == (4 if reshape_last_stage else 3)
+
+
+def test_losses_and_labels():
+    own, fused = pair(segformer, "train")
+    labels = torch.randint(5, (2, 70, 54), generator=torch.Generator().manual_seed(4))
+    losses = [model(images(2, 70, 54), labels=labels).loss for model in (own, fused)]
+    assert relative(losses[1], losses[0]) < 1e-5
+
+
+@pytest.mark.skipif("not is_version_5()", reason="this transformers has no attention by name for SegFormer")
+def test_attention_that_is_asked_for_is_left_to_the_block():
+    own, fused = pair(segformer)
+    calls = record_calls("attention")
+    for model in (own, fused):
+        model.set_attn_implementation("eager")
+    x = images(2, 70, 54)
+    with torch.no_grad():
+        expected, actual = (model(x, output_attentions=True) for model in (own, fused))
+    assert not calls
+    assert len(actual.attentions) == len(expected.attentions) == 3
+    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        assert relative(ours, theirs) < 1e-5
+    reasons = {row.reason for row in ck.coverage(fused) if not row.fused}
+    assert reasons == {"attention is that of transformers' 'eager', expected 'sdpa'"}
+    fused.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert relative(logits(fused(x)), logits(expected)) < 1e-5
+    assert len(calls) == 3
+
+
+@pytest.mark.skipif("not is_version_5()", reason="this transformers has no checkpointing for SegFormer")
+def test_gradient_checkpointing():
+    own, fused = pair(segformer, "train", drop_path=0.4)
+    for model in (own, fused):
+        model.gradient_checkpointing_enable()
+    assert_same_step(own, fused, images(2, 70, 54), 5e-5)
