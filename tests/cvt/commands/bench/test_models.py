@@ -66,14 +66,15 @@ def test_accelerated_models_are_measured():
     """The images are of an odd size, and the kernels ours."""
     with ck.use_backend(*KERNELS_FIRST):
         results = measured("segformer_b0", image_size=70)
-    assert keys_of(results)[:2] == ["hf", "accelerate"]
     (batch,) = results["batches"]
-    served = next(row for row in batch["rows"] if row["contender"] == "accelerate")["backends"]
-    assert sum(served["attention"].values()) == sum(TINY["depths"])
-    assert sum(served["depthwise_conv_gelu"].values()) == sum(TINY["depths"])
+    hf, accelerated, frozen = batch["rows"]
+    assert keys_of(results) == ["hf", "accelerate", "accelerate-frozen"]
+    for operator in ("attention", "depthwise_conv_gelu"):
+        assert sum(accelerated["backends"][operator].values()) == sum(TINY["depths"])
+    assert sum(frozen["backends"]["pyramid_block"].values()) == sum(TINY["depths"])
     assert results["contenders"]["hf"]["about"] == "Hugging Face's SegformerForSemanticSegmentation"
     # A map of classes for a fourth of the pixels each way; every pixel has its top 5 of 7 classes.
-    assert batch["rows"][0]["parity"]["of"] == 2 * 18 * 18 * 5
+    assert hf["parity"]["of"] == 2 * 18 * 18 * 5
     assert "70×70" in result_files.heading(results)
 
 
