@@ -131,10 +131,10 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
         if word.startswith("benchmarks."):
             assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 17
+    assert len(files) == len(set(files)) == 20
     assert all(part.seconds <= 540 for part in parts.values())
     # At the longest, the parts before the suite of models leave it some of the nine minutes.
-    after = ("model", "quantization", "variants", "tune")
+    after = ("model", *tabulate.PYRAMID_BENCHES, "quantization", "variants", "tune")
     assert sum(part.seconds for name, part in parts.items() if name not in after) <= 535
 
 
@@ -453,10 +453,12 @@ def write_results(root, *, date="2026-01-02-0304", **changes):
 
 def test_the_page_of_results_is_what_the_json_says():
     runs = tabulate.load(tabulate.RESULTS)
-    page = tabulate.page(runs, tabulate.variants_by_device(tabulate.RESULTS))
+    pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
+    others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]
+    page = tabulate.page(runs, others)
     assert tabulate.PAGE.read_text(encoding="utf-8") == page
     readme = tabulate.README.read_text(encoding="utf-8")
-    assert tabulate.fill_readme(readme, runs) == readme
+    assert tabulate.fill_readme(readme, runs, pyramids) == readme
     quantize = tabulate.QUANTIZE.read_text(encoding="utf-8")
     assert tabulate.fill_quantize(quantize, tabulate.RESULTS) == quantize
 
