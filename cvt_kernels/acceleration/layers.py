@@ -63,9 +63,8 @@ class LayerEntry(NamedTuple):
         # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
         # elsewhere.
         given.pop("output_hidden_states", None)
-        if not isinstance(x, Tensor) or any(
-            each is not None and each is not False for each in given.values()
-        ):
+        asked = any(value is not None and value is not False for value in given.values())
+        if asked or not isinstance(x, Tensor) or any(size is None for size in grid):
             return None
         return x, (grid[0], grid[1])
 
