@@ -58,6 +58,8 @@ class LayerEntry(NamedTuple):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, tuple[Any, Any]] | None:
         """Returns the tokens and the grid of a call; None for one of another form, or for attention maps."""
+        if len(args) > len(self.block.arguments):
+            return None
         given = {**dict(zip(self.block.arguments, args, strict=False)), **kwargs}
         x, *grid = (given.pop(name, None) for name in ("hidden_states", "height", "width"))
         # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
