@@ -567,10 +567,10 @@ def _is_idle(hook: Any) -> bool:
     Such hooks stay in a model once it has recorded any. If it does so again in the call that is to be
     replayed, the graph has what they record.
     """
-    module = getattr(hook, "__module__", None)
-    if module != "transformers.utils.output_capturing":
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False
-    return sys.modules[module]._active_collector.get() is None
+    collector = getattr(sys.modules[hook.__module__], "_active_collector", None)
+    return collector is not None and collector.get() is None
 
 
 def _why_modules_unknown(modules: list[nn.Module]) -> str | None:

@@ -148,7 +148,7 @@ def test_attention_maps_come_from_the_layers_own_forward(make):
 
 
 def test_a_segmenter_is_served_after_its_hidden_states_were_recorded():
-    """In transformers 5 every call of it records some, and leaves hooks on its attentions."""
+    """Each call of it in transformers 5 records some, and leaves hooks on its attentions."""
     own = segformer()
     fused = frozen(own)
     x = images(2, 32, 48)
@@ -335,7 +335,7 @@ def test_the_key_of_a_graph_is_that_of_a_state():
 
 
 def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
-    """Its attentions have hooks, once its hidden states were recorded."""
+    """The attentions have hooks, once hidden states were recorded."""
     monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
     monkeypatch.setattr(FakeCapture, "tapes", [])
     fused = frozen(segformer())
