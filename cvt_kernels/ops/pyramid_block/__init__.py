@@ -230,7 +230,7 @@ def _signature(
     x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(x, *block.tensors())
-    ratio = 1 if block.reduction is None else block.reduction.weight.shape[3]
+    ratio = 0 if block.reduction is None else block.reduction.weight.shape[3]
     widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
     settings = block.num_heads, block.approximate, block.conv is not None, inplace
     return gradient, x.shape, grid, x.is_contiguous(), ratio, widths, settings
@@ -251,7 +251,7 @@ def _shape_class(
     words = "exact" if approximate == "none" else approximate
     words += f", {size_class(batch)} images, {channels} channels, {size_class(tokens, 2)} tokens"
     words += f", {heads} heads of {attended // heads}, {hidden} hidden"
-    words += f", keys of {ratio}×{ratio} tokens" if ratio > 1 else ""
+    words += f", keys of {ratio}×{ratio} tokens" if ratio else ""
     words += ", with a convolution" if convolves else ""
     return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
 

@@ -209,6 +209,7 @@ def test_kinds_of_calls():
         "hidden": make(hidden=48),
         "heads": make(heads=2),
         "ratio": make(ratio=3),
+        "ratio of 1": make(ratio=1),
         "no reduction": make(ratio=0),
         "no convolution": make(convolves=False),
         "quick": make(approximate="quick"),
