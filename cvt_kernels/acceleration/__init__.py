@@ -5,7 +5,8 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The parts, each on those before it: ``fused`` (operations on submodules), ``entries`` (of the
-table), ``stages`` (whole stages for serving), ``ours``, ``huggingface`` and ``microsoft`` (forwards and
+table), ``stages`` (whole stages for serving), ``pyramid`` (what SegFormer and PVT share), ``decode_head``
+(SegFormer's), ``ours``, ``huggingface``, ``microsoft``, ``segformer``, ``pvt`` and ``glpn`` (forwards and
 entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), ``compiling``
 (frozen stages under torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
 """
@@ -44,10 +45,11 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     """Gives the supported blocks of a CvT fused forwards, in place.
 
-    Supported are Hugging Face's ``CvtModel`` and ``CvtForImageClassification``, Microsoft's ``cls_cvt``
-    models and every model that contains their blocks. (``cvt``'s own blocks are fused as they are.) The model
-    computes what it computed before, in evaluation and in training, with the same random numbers, gradients
-    and BatchNorm statistics, up to rounding. Parameters, ``state_dict``, hooks and class names stay.
+    Supported are Hugging Face's ``CvtModel`` and ``CvtForImageClassification``, its SegFormer, PVT, PVT v2
+    and GLPN, Microsoft's ``cls_cvt`` models and every model that contains their blocks. (``cvt``'s own blocks
+    are fused as they are.) The model computes what it computed before, in evaluation and in training, with
+    the same random numbers, gradients and BatchNorm statistics, up to rounding. Parameters, ``state_dict``,
+    hooks and class names stay.
 
     A block that is not as its class is upstream keeps its class, and one that a fused forward would not do
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
