@@ -40,7 +40,8 @@ gpu:
 # The same proofs, suites and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts prove \
-		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear fused host profile model quantization variants
+		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear fused host \
+		profile model bench_segformer_b0 bench_pvt_v2_b2 bench_pvt_v2_b2_training quantization variants
 
 # docs/results.md from benchmarks/results/.
 results: $(INSTALLED)

@@ -289,17 +289,33 @@ def conv_linear(stage: str, setting: Setting) -> Call:
     return Call("conv_linear", bind, [x, weight, bias], douts)
 
 
-def transformer_block(stage: str, setting: Setting) -> Call:
-    """Returns a block, in evaluation."""
+def depthwise_conv_gelu(stage: str, setting: Setting) -> Call:
+    """Returns the convolution between the layers of a Mix-FFN, with its GELU."""
     from . import test_fused
 
-    leaves, call = test_fused.transformer_block(stage, setting.dtype, setting.images)
+    leaves, call = test_fused.depthwise_conv_gelu(stage, setting.dtype, setting.images)
     dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
+    bind = functools.partial(functools.partial, call)
+    return Call("depthwise_conv_gelu", bind, leaves, [dout] if setting.backward else None)
 
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(call, function)
 
-    return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
+def transformer_block(stage: str, setting: Setting) -> Call:
+    """Returns a block of CvT, in evaluation."""
+    return _whole_block("transformer_block", stage, setting)
+
+
+def pyramid_block(stage: str, setting: Setting) -> Call:
+    """Returns a block of SegFormer of a stage's sizes, in evaluation."""
+    return _whole_block("pyramid_block", stage, setting)
+
+
+def _whole_block(operator: str, stage: str, setting: Setting) -> Call:
+    from . import test_fused
+
+    leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
+    dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
+    bind = functools.partial(functools.partial, call)
+    return Call(operator, bind, leaves, [dout] if setting.backward else None)
 
 
 def on_rows(operator: str, stage: str, setting: Setting) -> Call:
@@ -350,7 +366,9 @@ FUSED = (
     layer_norm_mlp,
     conv_linear,
     conv_embedding,
+    depthwise_conv_gelu,
     transformer_block,
+    pyramid_block,
 )
 #: The operators that make 8-bit numbers of activations.
 OF_8_BITS = ("quantize_rows", "layer_norm_quantize", "gelu_quantize")

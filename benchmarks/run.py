@@ -48,6 +48,9 @@ NAMES = (
     "bench_training",
     "profile",
     "model",
+    "bench_segformer_b0",
+    "bench_pvt_v2_b2",
+    "bench_pvt_v2_b2_training",
     "quantization",
     "variants",
     "tune",
@@ -88,6 +91,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     longest are those of ``build`` and of ``prove``, which compiles the Triton kernels for the parts after it.
     On a CPU each part may take all the time that there is.
     """
+    cvt_benches, pyramid_benches = benches(device, results, tiny=tiny)
     parts = [
         build(device),
         prove(device, results, tiny=tiny),
@@ -100,9 +104,10 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
         suite("linear", 15, results, tiny=tiny),
         suite("fused", 20, results, tiny=tiny),
         suite("host", 15, results, tiny=tiny),
-        *benches(device, results, tiny=tiny),
+        *cvt_benches,
         script("profile", "profile_model", 15, results, tiny=tiny),
         suite("model", 240, results, tiny=tiny),
+        *pyramid_benches,
         script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         script("variants", "variants", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
         tuning(device, results, tiny=tiny, minutes=minutes),
@@ -166,8 +171,8 @@ def suite(name: str, seconds: float, results: Path, *, tiny: bool) -> Part:
     return Part(name, command, seconds=seconds, needs=("pytest", "pytest_benchmark"))
 
 
-def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
-    """Returns the parts that run ``cvt bench``."""
+def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list[Part]]:
+    """Returns the parts that run ``cvt bench``: those of CvT-13, and those of other models."""
     cuda = device == "cuda"
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
@@ -180,11 +185,20 @@ def benches(device: str, results: Path, *, tiny: bool) -> list[Part]:
         command = [*MODULE, "cvt", "bench", "--device", device, "--json", output, *options, *smaller]
         return Part(name, command, seconds=25, needs=("transformers", "sklearn"))
 
-    return [
+    of_cvt = [
         bench("bench", "--batch-size", *batches, "--peers", peers),
         bench("bench_bfloat16", "--batch-size", *batches, "--peers", peers, "--dtype", "bfloat16"),
         bench("bench_training", "--batch-size", *trained, "--train"),
     ]
+    pyramid = "--model", "pvt_v2_b2", "--batch-size"
+    few, several = (["2"], ["2"]) if tiny else (["1"], ["1", "256"] if cuda else ["1", "8"])
+    peers = "hf" if tiny or cuda else "compile"
+    of_pyramids = [
+        bench("bench_segformer_b0", "--model", "segformer_b0", "--batch-size", *few, "--peers", peers),
+        bench("bench_pvt_v2_b2", *pyramid, *several, "--peers", peers),
+        bench("bench_pvt_v2_b2_training", *pyramid, *trained, "--train"),
+    ]
+    return of_cvt, of_pyramids
 
 
 def tuning(device: str, results: Path, *, tiny: bool, minutes: float) -> Part:
@@ -271,7 +285,7 @@ def run(parts: list[Part], summary: dict[str, Any], path: Path, *, minutes: floa
     from cvt.files import replacing, write_json
 
     for part in parts:
-        print(f"{part.name:<16}", end="", flush=True)
+        print(f"{part.name:<26}", end="", flush=True)
         outcome = run_part(part, min(part.seconds, deadline - time.monotonic()), environment)
         summary["parts"][part.name] = outcome
         with replacing(path) as file:

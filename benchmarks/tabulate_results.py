@@ -1,6 +1,7 @@
-"""Makes docs/results.md and the README's table from benchmarks/results/; ``make results`` runs it.
+"""Makes docs/results.md and the README's tables from benchmarks/results/; ``make results`` runs it.
 
-Of each device the newest run counts. The page says which results there are and which there are not.
+Of each device the newest run counts; of what is measured by itself, such as models besides CvT, the newest
+file. The page says which results there are and which there are not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
 README, QUANTIZE = ROOT / "README.md", ROOT / "docs" / "quantize.md"
 #: The lines between which a table stands.
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
+#: The line at which the README's table of other models than CvT begins.
+BEGIN_PYRAMIDS = "<!-- measured, other models: written by make results -->\n"
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
 #: What benchmarks/auto.py writes.
@@ -35,6 +38,8 @@ QUANTIZATION_SCHEMA, QUANTIZATION_VERSION = "benchmarks quantization", 1
 VARIANTS_SCHEMA, VARIANTS_VERSION = "benchmarks variants", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
+#: Those of other models than CvT.
+PYRAMID_BENCHES = ("bench_segformer_b0", "bench_pvt_v2_b2", "bench_pvt_v2_b2_training")
 SUITES = {
     "model": "Models",
     "conv_projection": "Projection",
@@ -64,10 +69,10 @@ Operators: median microseconds and, in parentheses, the share of the ceiling tha
 per second by the wall clock and, in parentheses, the most memory that tensors took beyond weights and images.
 The last column sets our fastest against the fastest of the others.
 
-"Beside Hugging Face's model" is what `cvt bench` measured: all contenders in turns, with the same weights, on
-real photographs; `hf` is Hugging Face's model as it is, `compile` the same under `torch.compile` (on a CPU in
-inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In parentheses stand the
-quartiles. [How to read `cvt bench`](report.md) says more.
+"Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all contenders in turns,
+with the same weights, on real photographs; `hf` is Hugging Face's model as it is, `compile` the same under
+`torch.compile` (on a CPU in inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In
+parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
@@ -94,13 +99,14 @@ def load(results: Path) -> list[Run]:
         ValueError: A file is not what benchmarks/run.py writes, or holds a rehearsal.
     """
     newest: dict[str, Path] = {}
+    names = (*BENCHES, *SUITES, "auto")
     for path in sorted(results.glob("*/*/summary.json")):
-        newest[path.parent.parent.name] = path
+        # Other parts alone, which have sections of their own, are no newer run.
+        if any(path.with_name(f"{name}.json").exists() for name in names):
+            newest[path.parent.parent.name] = path
     runs = []
     for path in newest.values():
-        summary = read(path, SCHEMA, VERSION)
-        if summary.get("tiny"):
-            raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
+        summary = read_summary(path)
         files = {name: path.parent / f"{name}.json" for name in (*BENCHES, *SUITES)}
         there = {name: file for name, file in files.items() if file.exists()}
         suites = {name: read(there[name]) for name in SUITES if name in there}
@@ -109,6 +115,18 @@ def load(results: Path) -> list[Run]:
         proven = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
         runs.append(Run(summary, suites, benches, proven))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Reads how each part of a run went.
+
+    Raises:
+        ValueError: The file is not what benchmarks/run.py writes, or holds a rehearsal.
+    """
+    summary = read(path, SCHEMA, VERSION)
+    if summary.get("tiny"):
+        raise ValueError(f"{path}: holds a rehearsal (--tiny), which is no result")
+    return summary
 
 
 def read(path: Path, schema: str | None = None, version: int | None = None) -> dict[str, Any]:
@@ -129,15 +147,15 @@ def read(path: Path, schema: str | None = None, version: int | None = None) -> d
     return content
 
 
-def page(runs: list[Run], variants: Sequence[str] = ()) -> str:
-    """Returns the page; ``variants`` are its sections from :func:`variants_by_device`."""
+def page(runs: list[Run], others: Sequence[str] = ()) -> str:
+    """Returns the page; ``others`` are its sections of what is measured by itself."""
     types = {run.summary["device_type"] for run in runs}
     lacking = [
         f"**There are no {name} results yet.** `{command}` makes them."
         for kind, name, command in (("cuda", "GPU", "make gpu"), ("cpu", "CPU", "make bench"))
         if kind not in types
     ]
-    return "\n\n".join([INTRODUCTION.rstrip(), *lacking, *(section(run) for run in runs), *variants]) + "\n"
+    return "\n\n".join([INTRODUCTION.rstrip(), *lacking, *(section(run) for run in runs), *others]) + "\n"
 
 
 def section(run: Run) -> str:
@@ -246,29 +264,84 @@ def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
     return f"{ours / theirs:.2f}" if ours is not None and theirs else "–"
 
 
-def fill_readme(text: str, runs: list[Run]) -> str:
-    """Puts the table of the newest run that has one between the marks of the README.
+def fill_readme(text: str, runs: list[Run], pyramids: dict[str, list[bench_results.Results]]) -> str:
+    """Puts the table of CvT of the newest run that has one, and the newest of other models, into the README.
 
     Raises:
         ValueError: The marks are not there.
     """
     measured = [run for run in runs if run.benches]
-    if not measured:
-        return text
-    return fill("README.md", text, readme_table(max(measured, key=lambda run: run.summary["date"])))
+    if measured:
+        newest = max(measured, key=lambda run: run.summary["date"])
+        text = fill("README.md", text, readme_table(newest))
+    if pyramids:
+        latest = max(pyramids.values(), key=lambda benches: max(each["date"] for each in benches))
+        text = fill("README.md", text, pyramids_table(latest), BEGIN_PYRAMIDS)
+    return text
 
 
-def fill(name: str, text: str, content: str) -> str:
+def fill(name: str, text: str, content: str, mark: str = BEGIN) -> str:
     """Puts content between the marks of a page.
 
     Raises:
         ValueError: The marks are not there.
     """
-    before, begin, rest = text.partition(BEGIN)
+    before, begin, rest = text.partition(mark)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{name}: has no {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(f"{name}: has no {mark.strip()} and {END.strip()}")
     return before + begin + content + "\n" + end + after
+
+
+# Other models ---------------------------------------------------------------------------------------------
+
+
+def pyramids_by_device(results: Path) -> dict[str, list[bench_results.Results]]:
+    """Returns the newest results of ``cvt bench`` for models besides CvT, by device.
+
+    Raises:
+        ValueError: A file is not what ``cvt bench`` writes, or of a rehearsal.
+    """
+    found: dict[str, list[bench_results.Results]] = {}
+    for name in PYRAMID_BENCHES:
+        newest = {path.parent.parent.name: path for path in sorted(results.glob(f"*/*/{name}.json"))}
+        for device, path in newest.items():
+            if (summary := path.with_name("summary.json")).exists():
+                read_summary(summary)
+            found.setdefault(device, []).append(bench_results.read(path))
+    return found
+
+
+def pyramids_of(benches: list[bench_results.Results]) -> str:
+    """Returns the section of a device."""
+    facts, versions = benches[0]["machine"], benches[0]["versions"]
+    device = (facts["gpus"] or [facts["cpu"].partition(",")[0]])[0]
+    dates = sorted({each["date"][:10] for each in benches})
+    used = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    lines = [f"## SegFormer and PVT on {device}", f"{' and '.join(dates)}, {used}."]
+    return "\n\n".join([*lines, *map(beside_huggingface, benches)])
+
+
+def pyramids_table(benches: list[bench_results.Results]) -> str:
+    """Returns the README's table of a device, with a row for each model and batch size."""
+    contenders = {
+        "compile": "`torch.compile`",
+        "accelerate": "accelerated",
+        "accelerate-frozen": "accelerated and frozen",
+    }
+    heads = ["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory, accelerated"]
+    table_rows = [heads]
+    for results in benches:
+        config = results["config"]
+        kind = "training step" if config["train"] else "inference"
+        model = f"{config['model']}, {config['image_size']}×{config['image_size']}, {config['dtype']}, {kind}"
+        for batch in results["batches"]:
+            rows = {row["contender"]: row for row in batch["rows"]}
+            rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
+            speeds = [times_as_fast(rows, name) for name in contenders]
+            memory = share_of_memory(rows, "accelerate")
+            table_rows.append([model, str(batch["batch_size"]), rate, *speeds, memory])
+    return "\n".join(markdown(table_rows))
 
 
 # Variants -------------------------------------------------------------------------------------------------
@@ -408,10 +481,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         runs = load(options.results)
-        readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs)
+        pyramids = pyramids_by_device(options.results)
+        readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs, pyramids)
         quantize = fill_quantize(options.quantize.read_text(encoding="utf-8"), options.results)
-        variants = variants_by_device(options.results)
-        pages = {options.page: page(runs, variants), options.readme: readme, options.quantize: quantize}
+        others = [*map(pyramids_of, pyramids.values()), *variants_by_device(options.results)]
+        pages = {options.page: page(runs, others), options.readme: readme, options.quantize: quantize}
         for path, text in pages.items():
             with replacing(path) as file:
                 file.write_text(text, encoding="utf-8")

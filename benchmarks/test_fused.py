@@ -1,4 +1,4 @@
-"""The operators of a frozen CvT-13 that reach over several layers, in inference.
+"""The operators of frozen models that reach over several layers, in inference, at the sizes of CvT-13.
 
 Contenders are the kernels, the same composed of other operators of this project, and PyTorch, compiled or
 not. What must move: every input and every output once, but of x the rows only that are needed.
@@ -66,6 +66,17 @@ def conv_linear(stage, dtype, images):
     return (x, weight, bias, taps, variance), call
 
 
+def depthwise_conv_gelu(stage, dtype, images):
+    grid, channels, _ = suites.stages()[stage]
+    shapes = (images, grid[0] * grid[1], 4 * channels), (4 * channels, 1, 3, 3), (4 * channels,)
+    x, weight, bias = (suites.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+
+    def call(function, x, weight, bias):
+        return function(x, grid, weight, bias, approximate="none")
+
+    return (x, weight / 3, bias), call
+
+
 @functools.lru_cache(maxsize=1)  # kernels may keep packed copies for a block that they have seen
 def block_of(x_channels, taps, variance, weight, bias, fc1_weight, fc1_bias, fc2_weight):
     """Returns the parameters of a block, in which some layers have the same ones."""
@@ -98,6 +109,47 @@ def transformer_block(stage, dtype, images):
         return function(x, grid, block_of(x.shape[2], *parameters), inplace=False)
 
     return (x, taps, variance, weight, bias, *fc1, fc2_weight), call
+
+
+def ratio_of(stage):
+    """Returns the ratio of the reduction where a stage is one of SegFormer: 8 in the first, 4 in the next."""
+    grid, _, _ = suites.stages()[stage]
+    return min(8 >> list(suites.stages()).index(stage), *grid)
+
+
+@functools.lru_cache(maxsize=1)
+def pyramid_of(x_channels, weight, bias, reducing, taps, fc1_weight, fc1_bias, fc2_weight):
+    """Returns the parameters of a block of SegFormer, in which some layers have the same ones."""
+    norm, linear = ck.Norm(bias, bias, 1e-6), ck.Linear(weight, bias)
+    return ck.PyramidBlock(
+        norm1=norm,
+        linears=(linear,) * 3,
+        reduction=ck.Reduction(reducing, bias, norm),
+        num_heads=x_channels // 64,
+        scale=None,
+        proj=linear,
+        norm2=norm,
+        fc1=ck.Linear(fc1_weight, fc1_bias),
+        conv=ck.DepthwiseConv(taps, fc1_bias),
+        approximate="none",
+        fc2=ck.Linear(fc2_weight, bias),
+    )
+
+
+def pyramid_block(stage, dtype, images):
+    (height, width), channels, _ = suites.stages()[stage]
+    _, weight, bias, _ = linear_layer(stage, dtype, images, 1, 1)
+    _, *fc1, _ = linear_layer(stage, dtype, images, 1, 4)
+    _, fc2_weight, *_ = linear_layer(stage, dtype, images, 4, 1)
+    ratio = ratio_of(stage)
+    x = suites.randn(images, height * width, channels, dtype=dtype, seed=0)
+    reducing = suites.randn(channels, channels, ratio, ratio, dtype=dtype, seed=4) / (ratio * channels**0.5)
+    taps = suites.randn(4 * channels, 1, 3, 3, dtype=dtype, seed=5) / 3
+
+    def call(function, x, *parameters):
+        return function(x, (height, width), pyramid_of(channels, *parameters), inplace=False)
+
+    return (x, weight, bias, reducing, taps, *fc1, fc2_weight), call
 
 
 def conv_embedding(stage, dtype, images):
@@ -159,11 +211,13 @@ def _call_by_keyword(function, *tensors, **settings):
 CASES = [
     conv_embedding,
     conv_linear,
+    depthwise_conv_gelu,
     linear_add_layer_norm,
     linear_gelu,
     linear_add,
     layer_norm_mlp,
     transformer_block,
+    pyramid_block,
     gather_rows,
     gather_add_layer_norm,
     scatter_rows,
@@ -175,9 +229,14 @@ PARTS = ("composed", "triton", "native", "reference")
 
 def operations_of(operator, stage):
     """Returns the operations of a block's products; None for operators whose memory is what counts."""
+    (height, width), channels, class_tokens = suites.stages()[stage]
+    if operator == "pyramid_block":
+        ratio, queries = ratio_of(stage), height * width
+        keys = height // ratio * (width // ratio)
+        products = queries * 10 * channels**2 + keys * (2 + ratio**2) * channels**2
+        return 2 * suites.batch() * (products + 2 * queries * keys * channels + 9 * queries * 4 * channels)
     if operator != "transformer_block":
         return None
-    (height, width), channels, class_tokens = suites.stages()[stage]
     queries, keys = height * width + class_tokens, -(-height // 2) * -(-width // 2) + class_tokens
     products = queries * 10 * channels**2 + keys * 2 * channels**2 + 2 * queries * keys * channels
     return 2 * suites.batch() * products

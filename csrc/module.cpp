@@ -81,6 +81,14 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "int[] geometry, float[] eps, int[] constant, int[] summands=[]) -> "
       "(Tensor dx, Tensor[] dweights, Tensor[] dscales, Tensor[] dshifts)");
 
+  // depthwise_conv_gelu/, on the CPU: activation(convolution + bias) of the tokens of a height × width grid, where weight is
+  // (channels, 1, 3, 3) and the activation one of GELU, and its gradients.
+  m.def(
+      "depthwise_conv_gelu(Tensor x, int height, int width, Tensor weight, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "depthwise_conv_gelu_backward(Tensor dout, Tensor x, int height, int width, Tensor weight, Tensor? bias, "
+      "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
   m.def("pack_linear(Tensor weight) -> Tensor");
 
@@ -111,6 +119,16 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
       "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation, "
       "Tensor? rows=None, Tensor(b!)? scores=None, str query=\"\") -> ()");
+
+  // pyramid_block/, on the CPU. The first packs a depthwise 3×3 convolution. The second computes a block on tokens in rows of
+  // an image: `packed` are the linear layers of Q, K and V, then proj, fc1 and fc2; `reduction` one for each row of the
+  // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
+  // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
+  // weight and bias of its LayerNorm; `eps` are those of the LayerNorms; `widths` as above.
+  m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "pyramid_block_packed(Tensor x, int height, int width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
+      "Tensor[] vectors, int[] widths, float[] eps, float scale, str activation) -> Tensor");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,

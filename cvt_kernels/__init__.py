@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import reference
 from .acceleration import accelerate, restore
+from .acceleration.attention_interface import register_attention
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
@@ -90,6 +91,7 @@ __all__ = [
     "quantize",
     "quantize_rows",
     "reference",
+    "register_attention",
     "release_memory",
     "restore",
     "scatter_rows",

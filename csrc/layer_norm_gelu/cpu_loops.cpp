@@ -8,16 +8,6 @@
 namespace cvt_kernels::layer_norm_gelu {
 namespace {
 
-template <class T, Activation activation>
-VECTOR_INLINE VectorOf<T> derivative(VectorOf<T> x) {
-  if constexpr (std::is_same_v<T, double>) {
-    for (int i = 0; i < x.lanes; i++) x.v[i] = activation_derivative<activation>(x.v[i]);
-    return x;
-  } else {
-    return activation_derivative<activation, kPrecision<T>>(x);
-  }
-}
-
 // LayerNorm -------------------------------------------------------------------------------------------------
 
 // The row x, h = x + residual, or x + shift, as accumulators: they lie in `scratch` unless x or h is of that type already.

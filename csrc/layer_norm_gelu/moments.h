@@ -1,4 +1,4 @@
-// The moments of a row and the activation of a vector, for the loops of this folder and of others.
+// The moments of a row, and the activation of a vector and its derivative, for the loops of this folder and of others.
 #pragma once
 
 #include "common/vector.h"
@@ -17,6 +17,16 @@ VECTOR_INLINE VectorOf<T> activated(VectorOf<T> x) {
     return x;
   } else {
     return activate<activation, kPrecision<T>>(x);
+  }
+}
+
+template <class T, Activation activation>
+VECTOR_INLINE VectorOf<T> derivative(VectorOf<T> x) {
+  if constexpr (std::is_same_v<T, double>) {
+    for (int i = 0; i < x.lanes; i++) x.v[i] = activation_derivative<activation>(x.v[i]);
+    return x;
+  } else {
+    return activation_derivative<activation, kPrecision<T>>(x);
   }
 }
 

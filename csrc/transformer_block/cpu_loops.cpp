@@ -15,7 +15,7 @@
 
 #include "transformer_block/cpu_loops.h"
 
-#include "attention/attend.h"
+#include "attention/heads.h"
 #include "linear/layer_loops.h"
 #include "conv_projection/convolve.h"
 
@@ -189,38 +189,19 @@ void project_band(const Block& block, int64_t unit, void* memory) {
 
 // The second step: attention and the MLP ------------------------------------------------------------------
 
-template <class E>
-attention::Forward attention_of(const Block& block) {
-  const int64_t head_dim = block.linears[0].outputs / block.heads, width = block.linears[0].outputs;
-  attention::Strided none{};
-  attention::Forward call{
-      .q = none, .k = none, .v = none,
-      .batch = block.images, .queries = queries_of(block), .keys = tokens_of(block, 1), .heads = block.heads,
-      .head_dim = head_dim, .scale = block.scale, .out = nullptr,
-  };
-  call.q.token = call.k.token = call.v.token = width;
-  return call;
-}
+int64_t head_dim_of(const Block& block) { return block.linears[0].outputs / block.heads; }
 
 template <class E>
 struct Attending {
-  attention::ScratchSizes sizes;
-  attention::Scratch<E> attention;
-  Factor<E> *keys, *values;  // of all heads
+  attention::Heads<E> heads;
   E *a, *hidden;
   float *tile, *sums, *copy, *gathered;
   Rounded rounded;
   int64_t a_stride, hidden_size, hidden_stride, hidden_rows, sums_stride;
 
-  Attending(const Block& block, Parts& parts) : sizes(attention::sizes_of<E>(attention_of<E>(block))) {
+  Attending(const Block& block, Parts& parts)
+      : heads(tokens_of(block, 1), block.heads, head_dim_of(block), block.scale, parts) {
     const int64_t rows = ceil_div(queries_of(block), block.tiles), hidden_channels = block.fc1.outputs;
-    keys = parts.take<Factor<E>>(block.heads * sizes.k);
-    values = parts.take<Factor<E>>(block.heads * sizes.v);
-    attention.q = parts.take<Factor<E>>(sizes.q);
-    attention.probabilities = parts.take<Factor<E>>(sizes.probabilities);
-    attention.scores = parts.take<float>(sizes.scores);
-    attention.out = parts.take<float>(sizes.out);
-    if (!kPaired<E>) attention.probabilities = reinterpret_cast<Factor<E>*>(attention.scores);
     a_stride = stride_of<E>(at_least(block.channels, block.proj.inputs));
     const bool whole = block.fc2.integers != nullptr;
     const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
@@ -239,37 +220,6 @@ struct Attending {
     rounded = {parts.take<char>(at_least(rows * rounded_bytes(block.proj), hidden_rows * of_mlp)), parts.take<float>(rows)};
   }
 };
-
-template <class E>
-void pack_heads(const Block& block, int64_t image, const Attending<E>& scratch) {
-  const attention::Forward call = attention_of<E>(block);
-  const int64_t width = block.linears[0].outputs;
-  const E* k = static_cast<const E*>(block.projected[1]) + image * call.keys * width;
-  const E* v = static_cast<const E*>(block.projected[2]) + image * call.keys * width;
-  for (int64_t head = 0; head < block.heads; head++) {
-    const int64_t first = head * call.head_dim;
-    attention::pack_keys<E>(k + first, width, call.keys, call.head_dim, scratch.keys + head * scratch.sizes.k);
-    attention::pack_values<E>(v + first, width, call.keys, call.head_dim, scratch.values + head * scratch.sizes.v);
-  }
-}
-
-// Attention of some queries; all heads side by side in scratch.a.
-template <class E>
-void attend_rows(const Block& block, const E* q, int64_t rows, const Attending<E>& scratch) {
-  const attention::Forward call = attention_of<E>(block);
-  attention::Scratch<E> of_head = scratch.attention;
-  const int64_t tiles = attention::tiles_of(rows);
-  for (int64_t head = 0; head < block.heads; head++) {
-    of_head.k = scratch.keys + head * scratch.sizes.k;
-    of_head.v = scratch.values + head * scratch.sizes.v;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = rows * tile / tiles;
-      attention::attend<E>(call, q + row * call.q.token + head * call.head_dim, rows * (tile + 1) / tiles - row,
-                           of_head, scratch.a + row * scratch.a_stride + head * call.head_dim, scratch.a_stride);
-    }
-  }
-  pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
-}
 
 // Computes activation(fc1(a)) of some rows for the hidden channels from `begin` to `end`.
 template <Activation activation, class T, class E = Element<T>>
@@ -329,11 +279,14 @@ template <class T, class E = Element<T>>
 void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
-  const Attending<E> scratch(block, parts);
+  Attending<E> scratch(block, parts);
   const int64_t image = unit / block.tiles, tile = unit % block.tiles;
   const Kept kept(block, image);
   if (kept.count == 0) return;
-  if (previous < 0 || previous / block.tiles != image) pack_heads(block, image, scratch);
+  if (previous < 0 || previous / block.tiles != image) {
+    const int64_t before = image * tokens_of(block, 1) * block.linears[1].outputs;
+    scratch.heads.pack(static_cast<const E*>(block.projected[1]) + before, static_cast<const E*>(block.projected[2]) + before);
+  }
   const int64_t first = kept.count * tile / block.tiles, rows = kept.count * (tile + 1) / block.tiles - first;
   const E* q = static_cast<const E*>(block.projected[0]) + (image * queries_of(block) + first) * block.linears[0].outputs;
   T* const tokens = static_cast<T*>(block.x) + image * tokens_of(block) * block.channels;
@@ -345,7 +298,8 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
       std::memcpy(x + r * block.channels, tokens + kept.rows[first + r] * block.channels, bytes);
     }
   }
-  attend_rows(block, q, rows, scratch);
+  scratch.heads.attend(q, rows, scratch.a, scratch.a_stride);
+  pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
   round_rows<T>(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
   apply<T>(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
@@ -392,8 +346,7 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   Parts parts(memory);
   const Scoring scratch(block, parts);
   const Kept kept(block, image);
-  const attention::Forward call = attention_of<E>(block);
-  const int64_t width = block.linears[0].outputs, keys = call.keys;
+  const int64_t width = block.linears[0].outputs, keys = tokens_of(block, 1), head_dim = head_dim_of(block);
   const E* q = static_cast<const E*>(block.projected[0]) + image * queries_of(block) * width;
   const E* k = static_cast<const E*>(block.projected[1]) + image * keys * width;
   // The class token is the first one, or with rows the first of these.
@@ -405,11 +358,11 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   const float scale = static_cast<float>(block.scale * 1.4426950408889634 / at_least<int64_t>(end - begin, 1));  // 1 / ln(2)
   float* out = block.scores + image * keys;
   for (int64_t head = 0; head < block.heads; head++) {
-    const int64_t first = head * call.head_dim;
+    const int64_t first = head * head_dim;
     for (int64_t key = 0; key < keys; key++) {
       const E* of_key = k + key * width + first;
       F sums = 0;
-      for_vectors<kLanes>(call.head_dim, [&](int64_t d, auto lanes, int) LAMBDA_INLINE {
+      for_vectors<kLanes>(head_dim, [&](int64_t d, auto lanes, int) LAMBDA_INLINE {
         sums = sums + keep(load(scratch.query + first + d, lanes) * load(of_key + d, lanes), lanes);
       });
       scratch.products[key] = sum(sums);

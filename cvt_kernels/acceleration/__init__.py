@@ -7,8 +7,9 @@ Every call asks again whether the block is what its entry in the table expects; 
 forward runs. The parts, each on those before it: ``fused`` (operations on submodules), ``entries`` (of the
 table), ``stages`` (whole stages for serving), ``pyramid`` (what SegFormer and PVT share), ``decode_head``
 (SegFormer's), ``ours``, ``huggingface``, ``microsoft``, ``segformer``, ``pvt`` and ``glpn`` (forwards and
-entries), ``matching`` (which block is which), ``freezing`` (which stage can be served as one), ``compiling``
-(frozen stages under torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
+entries), ``matching`` (which block is which), ``layers`` (layers of pyramids for serving), ``freezing``
+(which stage or layer can be served as one), ``compiling`` (both under torch.compile), this file (the swap of
+classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .compiling import (
     give_number,
+    is_frozen,
     members_of_numbered,
     take_number,
     try_to_trace_as_one,
@@ -41,37 +43,40 @@ from .matching import (
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
+#: The attribute of a class of ours that holds the first original and the keys of the entries, in their order.
+_MADE_OF = "_cvt_kernels_made_of"
+
 
 def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
-    """Gives the supported blocks of a CvT fused forwards, in place.
+    """Gives the supported blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN fused forwards, in place.
 
-    Supported are Hugging Face's ``CvtModel`` and ``CvtForImageClassification``, its SegFormer, PVT, PVT v2
-    and GLPN, Microsoft's ``cls_cvt`` models and every model that contains their blocks. (``cvt``'s own blocks
-    are fused as they are.) The model computes what it computed before, in evaluation and in training, with
-    the same random numbers, gradients and BatchNorm statistics, up to rounding. Parameters, ``state_dict``,
-    hooks and class names stay.
+    Supported are Hugging Face's models of these names, Microsoft's ``cls_cvt`` models and every model that
+    contains their blocks. (``cvt``'s own blocks are fused as they are.) The model computes what it computed
+    before, in evaluation and in training, with the same random numbers, gradients and BatchNorm statistics,
+    up to rounding. Parameters, ``state_dict``, hooks and class names stay.
 
     A block that is not as its class is upstream keeps its class, and one that a fused forward would not do
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
     everything. Second derivatives need the reference backend.
 
-    With ``freeze``, each stage is served as one where no gradient is wanted: biases are folded, the residual
-    stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches.
-    Changed weights are noticed, and folded again, unless they were changed through ``.data`` in place, which
-    PyTorch does not count. A frozen model does not train: in training mode it raises. Where gradients are
-    recorded, under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
+    With ``freeze``, each stage of a CvT is served as one where no gradient is wanted: biases are folded, the
+    residual stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the
+    launches. Of the other models each layer is served as one, by :func:`cvt_kernels.pyramid_block`. Changed
+    weights are noticed, and folded again, unless they were changed through ``.data`` in place, which PyTorch
+    does not count. A frozen model does not train: in training mode it raises. Where gradients are recorded,
+    under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: Whether to serve whole stages, for models in evaluation mode, ``cvt``'s included.
+        freeze: Whether to serve whole stages and layers, for models in evaluation mode, ``cvt``'s included.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no supported block, or with ``freeze`` it has no stage that can be frozen, or is in
-            training mode; it is left as it was.
+        ValueError: It has no supported block, or with ``freeze`` it has no stage or layer that can be frozen,
+            or is in training mode; it is left as it was.
     """
     blocks = find_blocks(model)
     supported = [(block, entry) for _, block, entry in blocks if why_mismatched(block, entry) is None]
@@ -87,14 +92,14 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
         if entry.forward is not None and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
     for stage, key in stages:
-        if not is_fused(stage):
+        if not is_frozen(stage):
             change_class(stage, functools.partial(_frozen_class, key=key))
             give_number(stage)
     return model
 
 
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the stages of a model that can be frozen, with the keys of their entries.
+    """Returns the stages and layers of a model that can be frozen, with the keys of their entries.
 
     Raises:
         ValueError: There are none, or the model is in training mode.
@@ -103,11 +108,14 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
     stages = find_stages(model)
     if not stages:
-        raise ValueError(f"model: {type(model).__name__} has no whole stage of a CvT to freeze")
+        raise ValueError(
+            f"model: {type(model).__name__} has no whole stage of a CvT to freeze, and no layer of a "
+            "SegFormer, PVT, PVT v2 or GLPN"
+        )
     reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
         raise ValueError(
-            f"model: none of the {len(stages)} stages of {type(model).__name__} can be frozen; "
+            f"model: none of the {len(stages)} {stages[0][2].noun}s of {type(model).__name__} can be frozen; "
             f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
         )
     return [
@@ -165,16 +173,18 @@ def _fused_class(original: Any, key: str) -> Any:
 
 @cached
 def _frozen_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that serves the stage of the entry named ``key`` as one."""
+    """Returns the subclass of ``original`` that serves the stage or layer of the entry ``key`` as one.
+
+    A layer is a block too, and ``original`` then the class with its fused forward.
+    """
     entry = STAGES[key]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return original.forward(self, *args, **kwargs)
-        images = (*args, *kwargs.values())
         serve = try_to_trace_as_one if torch.compiler.is_compiling() else try_to_serve
-        result = serve(self, entry, images[0]) if len(images) == 1 else None
+        result = serve(self, entry, args, kwargs)
         return original.forward(self, *args, **kwargs) if result is None else result
 
     def _cvt_kernels_graph_key(self: nn.Module) -> Any:
@@ -193,21 +203,25 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _derived(original: Any, key: str, **members: Any) -> Any:
     """Returns a subclass of ``original`` that looks the same, with members of its own."""
+    first, *keys = vars(original).get(_MADE_OF, (original,))
+    made_of = first, *keys, key
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, (original, key), without_number(object.__reduce_ex__(self, 2)[2])
+        return _new_module, made_of, without_number(object.__reduce_ex__(self, 2)[2])
 
-    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original}
+    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original, _MADE_OF: made_of}
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(original, name)
     return type(original.__name__, (original,), members)
 
 
-def _new_module(original: type[nn.Module], key: str) -> nn.Module:
-    """Returns an accelerated block or a frozen stage without state, for pickle and ``copy``."""
-    fused = _frozen_class(original, key) if key in STAGES else _fused_class(original, key)
-    module: nn.Module = fused.__new__(fused)
-    if key in STAGES:
+def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
+    """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
+    made: Any = original
+    for key in keys:
+        made = _frozen_class(made, key) if key in STAGES else _fused_class(made, key)
+    module: nn.Module = made.__new__(made)
+    if is_frozen(module):
         give_number(module)
     return module

@@ -1,4 +1,4 @@
-"""Reports which blocks and frozen stages of a model run fused, by which backends, and why others do not."""
+"""Reports which blocks, frozen stages and layers run fused, by which backends, and why others do not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .. import backends, dispatch
 from ..ops.linear_int8.modules import QuantizedLayer
 from ..tables import aligned
 from . import ours
+from .compiling import is_frozen
 from .entries import BlockEntry
 from .freezing import find_stages, operators_served, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
 
 class BlockCoverage(NamedTuple):
-    """A row of :func:`coverage`: one block, or a frozen stage.
+    """A row of :func:`coverage`: one block, or a frozen stage or layer.
 
     Attributes:
         path: Its name in ``model.named_modules()``.
@@ -94,7 +95,8 @@ def coverage(model: nn.Module) -> Coverage:
     """Lists the blocks that :func:`accelerate` knows as they are now: fused by which backends, or why not.
 
     A frozen stage has a row of its own before those of its blocks, which say how these run where the stage
-    does not run as one.
+    does not run as one. So has a frozen layer before those of its parts; it is a block too, but its row is
+    about the layer as one.
 
     Args:
         model: Any module, accelerated or not; wrappers are looked into.
@@ -121,7 +123,7 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 class _Row(NamedTuple):
-    """A block or a frozen stage: why it is not fused, and which operators it calls on a type of device."""
+    """A block, a frozen stage or layer: why it is not fused, and its operators on a type of device."""
 
     path: str
     module: nn.Module
@@ -130,7 +132,7 @@ class _Row(NamedTuple):
 
 
 def _rows_of(model: nn.Module) -> list[_Row]:
-    """Returns the rows of a model in its order; stages are among them where they are frozen."""
+    """Returns the rows of a model in its order; stages and layers as such where they are frozen."""
     blocks = list(find_blocks(model))  # which says so if it is no module
     on_rows = ours.blocks_on_rows(model)
     rows = {}
@@ -138,7 +140,7 @@ def _rows_of(model: nn.Module) -> list[_Row]:
         operators_of = functools.partial(_operators_of, block, entry, block in on_rows)
         rows[path] = _Row(path, block, _why_not_fused(block, entry), operators_of)
     for path, stage, stage_entry in find_stages(model):
-        if is_fused(stage):
+        if is_frozen(stage):
             reason = why_not_served(stage, stage_entry)
             rows[path] = _Row(path, stage, reason, functools.partial(operators_served, stage, stage_entry))
     return [rows[path] for path, _ in model.named_modules() if path in rows]

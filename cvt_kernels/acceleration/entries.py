@@ -5,7 +5,7 @@ An entry holds how its blocks are recognized, their fused forward, and what this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,16 @@ class StageEntry(NamedTuple):
     def key(self) -> str:
         """The name of the entry in the table, and in pickles."""
         return self.block.key
+
+    @property
+    def noun(self) -> str:
+        """The word for what it describes."""
+        return "stage"
+
+    def call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, None] | None:
+        """Returns the image of a call, which has no grid; None for a call of another form."""
+        given = (*args, *kwargs.values())
+        return (given[0], None) if len(given) == 1 and isinstance(given[0], Tensor) else None
 
 
 def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:

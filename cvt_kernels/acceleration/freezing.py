@@ -1,8 +1,10 @@
-"""Stages that are served as one: which can be, what they are watched for, and their forward.
+"""Modules that are served as one: which can be, what they are watched for, and their forward.
 
-A frozen stage has folded its biases (``stages``), which holds as long as nothing of it changes. Every call
-compares what it was folded from with what there is: modules, parameters and buffers by identity, folded
-tensors by version and memory, settings by value. After a change it is examined and folded again.
+They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. A frozen stage has folded its
+biases (``stages``), a frozen layer is an operator of its tensors (``layers``); both hold as long as nothing
+within changes. Every call compares what was found at first with what there is: modules, parameters and
+buffers by identity, folded tensors by version and memory, settings by value. After a change the module is
+examined and folded again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +21,23 @@ from torch.nn.modules import module as torch_module
 
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
+from ..reference import PyramidBlock
 from ..verdicts import stacklevel_of_caller
-from . import huggingface, microsoft, ours
-from .entries import StageEntry, why_convolutions_unsupported, why_norms_unsupported
-from .fused import is_watched, patch_of, why_must_be_called
-from .matching import find_blocks, is_named, original_class, why_mismatched, why_not_now
+from . import huggingface, layers, microsoft, ours
+from .entries import why_convolutions_unsupported, why_norms_unsupported
+from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
+from .layers import FrozenEntry, LayerEntry
+from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
+from .pyramid import PyramidParts
 from .stages import FoldedStage, StageParts, fold, operators_of, serve
 
 #: Every entry by its key.
-STAGES: dict[str, StageEntry] = {each.key: each for each in (huggingface.STAGE, microsoft.STAGE, ours.STAGE)}
+STAGES: dict[str, FrozenEntry] = {
+    **{each.key: each for each in (huggingface.STAGE, microsoft.STAGE, ours.STAGE)},
+    **layers.LAYERS,
+}
 
-#: The classes that a frozen stage may consist of, besides upstream's: those of torch.nn, and LinearInt8.
+#: The classes that a frozen module may consist of, besides upstream's: those of torch.nn, and LinearInt8.
 _PLAIN = frozenset(
     (
         nn.BatchNorm2d,
@@ -46,13 +55,13 @@ _PLAIN = frozenset(
 )
 
 
-#: The classes whose work a served stage does only where it expects them, and the names of upstream's.
+#: The classes whose work a served module does only where it expects them, and the names of upstream's.
 _WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, LinearInt8, nn.SyncBatchNorm)
-_WORKING_NAMES = ("LayerScale", "QuickGELU")
+_WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
-def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, StageEntry]]:
-    """Returns path, stage and entry of every stage of a model, whether it can be frozen or not."""
+def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, FrozenEntry]]:
+    """Returns path, module and entry of every stage of a CvT and layer of a pyramid, freezable or not."""
     found = []
     for path, module in model.named_modules():
         entry = _recognize(module)
@@ -61,8 +70,11 @@ def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, StageEntry]]:
     return found
 
 
-def _recognize(module: nn.Module) -> StageEntry | None:
+def _recognize(module: nn.Module) -> FrozenEntry | None:
     """Returns the entry of a module by the names of its classes and what it consists of; None for others."""
+    block = recognize(module, None)
+    if block is not None:
+        return layers.entry_of(block)
     names = {cls.__name__ for cls in type(module).__mro__}
     if ours.own_class(type(module)) is not None:
         return ours.STAGE if ours.STAGE.block.name in names else None
@@ -73,33 +85,54 @@ def _recognize(module: nn.Module) -> StageEntry | None:
     return microsoft.STAGE if is_stage else None
 
 
-# Whether a stage can be served as one ---------------------------------------------------------------------
+class _Kind(NamedTuple):
+    """The differences between stages and layers.
+
+    Attributes:
+        why_parts_unsupported: Says why parts of upstream's structure cannot be served as one.
+        fold: Returns parts as they are served.
+        serve: Computes the result's tokens and grid from what is served, a tensor and its grid; None for a
+            tensor that is not as expected.
+        operators_of: Returns the public operators, but ``linear``, that parts call on a type of device.
+    """
+
+    why_parts_unsupported: Callable[[Any], str | None]
+    fold: Callable[[Any], Any]
+    serve: Callable[[Any, Any, Any], tuple[Tensor, tuple[int, int]] | None]
+    operators_of: Callable[[Any, str], tuple[str, ...]]
 
 
-def why_not_freezable(stage: nn.Module, entry: StageEntry) -> str | None:
-    """Says why a stage cannot be served as one as it is now; None if it can."""
+def _kind_of(entry: FrozenEntry) -> _Kind:
+    return _LAYER if isinstance(entry, LayerEntry) else _STAGE
+
+
+# Whether a module can be served as one --------------------------------------------------------------------
+
+
+def why_not_freezable(stage: nn.Module, entry: FrozenEntry) -> str | None:
+    """Says why a stage or a layer cannot be served as one as it is now; None if it can."""
     reason = why_mismatched(stage, entry.block) or _why_other_modules(stage, entry)
     if reason is not None:
         return reason
     try:
-        parts = entry.parts(stage)
+        parts: Any = entry.parts(stage)
     except (AttributeError, KeyError) as error:
         return f"is not built as upstream's: {error}"
     return (
-        _why_parts_unsupported(parts)
+        _kind_of(entry).why_parts_unsupported(parts)
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage, parts)
     )
 
 
-def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
+def _why_other_modules(stage: nn.Module, entry: FrozenEntry) -> str | None:
     """Says which module within a stage is not what upstream has there; None if all are."""
     for path, block, block_entry in find_blocks(stage):
         reason = why_mismatched(block, block_entry)
         if reason is None:
             reason = why_not_now(block, block_entry)
         if reason is not None:
-            return f"{path} is not as upstream has it: {reason}"
+            return f"{path} is not as upstream has it: {reason}" if path else reason
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
         if kind not in _PLAIN and not is_named(kind, entry.classes):
@@ -107,12 +140,35 @@ def _why_other_modules(stage: nn.Module, entry: StageEntry) -> str | None:
         has_forward = kind.forward is not nn.Module.forward
         if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
             return f"the forward of {path} is patched by {patch}"
-        if (reason := why_must_be_called(module)) is not None:
+        if (reason := why_must_be_called(module)) is not None and not _is_only_recorded(module):
             return f"{path} {reason}"
     return None
 
 
-def _why_other_work(stage: nn.Module, parts: StageParts) -> str | None:
+def _is_only_recorded(module: nn.Module) -> bool:
+    """Says whether only a recorder, which gets nothing of it, would notice that a module is not called."""
+    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if any(others) or torch_module._has_any_global_hook() or "forward" in vars(module):
+        return False
+    return not _is_noticed(module._forward_hooks)
+
+
+def _is_noticed(hooks: Mapping[int, Any]) -> bool:
+    """Says whether there is a hook, other than those by which transformers records attention maps.
+
+    These stay in a model once any outputs have been recorded. They find no maps where attention makes none,
+    and attention that makes some is not frozen.
+    """
+    for hook in hooks.values():
+        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+            return True
+        held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        if "key" not in held or held["key"].cell_contents != "attentions":
+            return True
+    return False
+
+
+def _why_other_work(stage: nn.Module, parts: StageParts | PyramidParts) -> str | None:
     """Says which module within a stage does work that the served stage would not do; None if none does."""
     known = set(parts.modules())
     for path, module in stage.named_modules():
@@ -121,7 +177,7 @@ def _why_other_work(stage: nn.Module, parts: StageParts) -> str | None:
     return None
 
 
-def _why_parts_unsupported(parts: StageParts) -> str | None:
+def _why_stage_unsupported(parts: StageParts) -> str | None:
     norms = [parts.norm, *(norm for block in parts.blocks for norm in (block.norm1, block.norm2))]
     for norm in norms:
         if (reason := why_norms_unsupported(norm)) is not None:
@@ -147,31 +203,46 @@ def _why_parts_unsupported(parts: StageParts) -> str | None:
     return None
 
 
-def _why_tensors_unsupported(stage: nn.Module, parts: StageParts) -> str | None:
+def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | PyramidParts) -> str | None:
     """Says why the tensors cannot be folded; None if they can."""
     quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
     others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
     if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
         return "its parameters and buffers are of several dtypes or on several devices"
-    if any(t.is_inference() for t in parts.folded()):
+    if any(t.is_inference() for t in _folded_of(parts)):
         return "its parameters were made in inference mode, where changes cannot be noticed"
     return None
 
 
-# What a frozen stage is watched for -----------------------------------------------------------------------
+def _folded_of(parts: StageParts | PyramidParts) -> list[Tensor]:
+    """Returns the tensors of which what is served has copies, or sums."""
+    return parts.folded() if isinstance(parts, StageParts) else []
+
+
+# What a frozen module is watched for ----------------------------------------------------------------------
 
 
 #: The numbers and names that the work of the stage or of a module depends on, besides those of convolutions.
 _SETTINGS = (
     "eps",
     "num_heads",
+    "num_attention_heads",
+    "attention_head_size",
+    "head_dim",
     "scale",
+    "scaling",
     "approximate",
+    "act",
     "token_keep",
     "token_keep_bounds",
     "pool",
     "stride_kv",
+    "linear_attention",
+    "sequence_reduction_ratio",
+    "sequences_reduction_ratio",
+    "spatial_reduction_ratio",
+    "sr_ratio",
 )
 
 
@@ -181,7 +252,7 @@ class _Watch:
     It refers to the modules within the stage, not to the stage itself, which it must not keep alive.
     """
 
-    def __init__(self, stage: nn.Module, parts: StageParts):
+    def __init__(self, stage: nn.Module, parts: StageParts | PyramidParts):
         modules = list(itertools.islice(stage.modules(), 1, None))
         self._modules = modules
         self._spaces = [vars(module) for module in modules]
@@ -192,8 +263,9 @@ class _Watch:
         spaces = [vars(stage), *self._spaces]
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
-        self._folded = parts.folded()
+        self._folded = _folded_of(parts)
         self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
+        self._configs = [space["config"] for space in spaces if "config" in space]
         self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 
@@ -205,11 +277,14 @@ class _Watch:
             [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
             [space.get(name) for space, name in self._settings],
             [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
+            [getattr(config, "_attn_implementation", None) for config in self._configs],
         )
 
     def is_changed(self) -> bool:
         """Says whether the stage has to be examined again."""
-        if any(self._hooks) or any("forward" in space for space in self._spaces):
+        if any(map(_is_noticed, filter(None, self._hooks))):
+            return True
+        if any("forward" in space for space in self._spaces):
             return True
         return self._state() != self._before
 
@@ -219,9 +294,9 @@ class _Watch:
 
 
 class _Frozen(NamedTuple):
-    """A stage as it is served, what it is watched for, and a number that no other folding has."""
+    """A stage or a layer as it is served, what it is watched for, and a number that no other folding has."""
 
-    folded: FoldedStage
+    folded: FoldedStage | PyramidBlock
     watch: _Watch
     number: int
 
@@ -232,7 +307,7 @@ _numbers = itertools.count()
 _frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
 
 
-def _frozen_or_why_not(stage: nn.Module, entry: StageEntry) -> _Frozen | str:
+def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
     known = _frozen.get(stage)
     if known is None or known.watch.is_changed():
@@ -240,16 +315,16 @@ def _frozen_or_why_not(stage: nn.Module, entry: StageEntry) -> _Frozen | str:
         reason = why_not_freezable(stage, entry)
         if reason is not None:
             return reason
-        parts = entry.parts(stage)
-        folded = fold(parts, parts.conv.weight.device.type)
+        parts: Any = entry.parts(stage)
+        folded = _kind_of(entry).fold(parts)
         known = _frozen[stage] = _Frozen(folded, _Watch(stage, parts), next(_numbers))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
 
 
-def why_not_served(stage: nn.Module, entry: StageEntry) -> str | None:
-    """Says why a frozen stage would not be served as one now; None if it would."""
+def why_not_served(stage: nn.Module, entry: FrozenEntry) -> str | None:
+    """Says why a frozen stage or layer would not be served as one now; None if it would."""
     if stage.training:
         return "is in training mode"
     if torch_module._has_any_global_hook():
@@ -258,22 +333,25 @@ def why_not_served(stage: nn.Module, entry: StageEntry) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def operators_served(stage: nn.Module, entry: StageEntry, device_type: str) -> tuple[str, ...]:
-    """Returns the public operators, but ``linear``, that a frozen stage calls on a type of device."""
-    return operators_of(entry.parts(stage), device_type)
+def operators_served(stage: nn.Module, entry: FrozenEntry, device_type: str) -> tuple[str, ...]:
+    """Returns the public operators, but ``linear``, that a frozen module calls on a type of device."""
+    return _kind_of(entry).operators_of(entry.parts(stage), device_type)
 
 
 # The forward ----------------------------------------------------------------------------------------------
 
 
-def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
-    """Computes a frozen stage; None where its own forward has to.
+def try_to_serve(stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Computes a call of a frozen stage or layer; None where its own forward has to.
 
     Raises:
-        RuntimeError: The stage is in training mode.
+        RuntimeError: It is in training mode.
     """
     refuse_to_train(stage)
-    if has_gradient(stage, image):
+    call = entry.call_of(args, kwargs)
+    if call is None:
+        return None
+    if has_gradient(stage, call[0]):
         warnings.warn(
             "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks run one "
             "by one; call it within torch.inference_mode() or torch.no_grad()",
@@ -281,7 +359,7 @@ def try_to_serve(stage: nn.Module, entry: StageEntry, image: Tensor) -> Any:
             stacklevel=stacklevel_of_caller(),
         )
         return None
-    served = tokens_served(stage, entry, image)
+    served = tokens_served(stage, entry, *call)
     return None if served is None else entry.result(*served)
 
 
@@ -295,31 +373,43 @@ def refuse_to_train(stage: nn.Module) -> None:
 
 
 def tokens_served(
-    stage: nn.Module, entry: StageEntry, image: Tensor
+    stage: nn.Module, entry: FrozenEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
-    """Computes the tokens of a frozen stage and their grid; None where its own forward has to."""
-    if torch_module._has_any_global_hook() or checks.autocast_enabled(image):
+    """Computes the tokens of a frozen stage or layer and their grid; None where its own forward has to."""
+    if torch_module._has_any_global_hook() or checks.autocast_enabled(x):
         return None
     found = _frozen_or_why_not(stage, entry)
     if isinstance(found, str):
         return None
-    weight = found.folded.conv_weight
+    return _kind_of(entry).serve(found.folded, x, grid)
+
+
+def _fold_stage(parts: StageParts) -> FoldedStage:
+    return fold(parts, parts.conv.weight.device.type)
+
+
+def _serve_stage(folded: FoldedStage, image: Tensor, grid: None) -> tuple[Tensor, tuple[int, int]] | None:
+    weight = folded.conv_weight
     differs = image.dtype != weight.dtype or image.device != weight.device
     if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
-    return serve(found.folded, image)
+    return serve(folded, image)
 
 
-def has_gradient(stage: nn.Module, image: Tensor) -> bool:
-    """Says whether autograd has to record a call of a stage."""
+_STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage, operators_of)
+_LAYER = _Kind(layers.why_parts_unsupported, PyramidParts.as_operator, layers.serve, layers.operators_of)
+
+
+def has_gradient(stage: nn.Module, x: Any) -> bool:
+    """Says whether autograd has to record a call of a stage or a layer."""
     if checks.forward_mode_enabled():
         return True
     if not torch.is_grad_enabled():
         return False
-    return image.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
+    return x.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
 
 
-def graph_key(stage: nn.Module, entry: StageEntry) -> Any:
-    """Returns what tells apart the states in which a captured graph of a frozen stage is right."""
+def graph_key(stage: nn.Module, entry: FrozenEntry) -> Any:
+    """Returns what tells apart the states in which a captured graph of a frozen module is right."""
     found = _frozen_or_why_not(stage, entry)
     return found if isinstance(found, str) else found.number

@@ -38,7 +38,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []
     for path, module in model.named_modules():
-        entry = _recognize(module, parents.get(id(module)))
+        entry = recognize(module, parents.get(id(module)))
         if entry is not None:
             found.append((path, module, entry))
     if not found:
@@ -61,7 +61,8 @@ def _looked_for() -> str:
     return "; ".join(f"{', '.join(classes)} ({upstream})" for upstream, classes in names.items())
 
 
-def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+    """Returns the entry of a module, which may depend on the module that it is in; None for others."""
     if ours.own_class(type(module)) is not None:
         return ours.recognize(module)
     for upstream in (huggingface, *_PYRAMIDS):

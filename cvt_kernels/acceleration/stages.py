@@ -47,7 +47,7 @@ from .fused import gelu_operator
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
 
-#: The backends of ``transformer_block`` that call other operators of this package.
+#: The backends of ``transformer_block`` and ``pyramid_block`` that call other operators of this package.
 _COMPOSED = ("composed", "onednn")
 
 #: The operators, but ``linear``, that others consist of where these have no kernel.
@@ -219,13 +219,13 @@ def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
     names = ["conv_embedding"]
     if device_type == "cpu":
         names += ["transformer_block"]
-        if _may_be_composed(device_type):
+        if may_be_composed("transformer_block", device_type):
             names += _composition_of(parts.blocks)
     else:
         for block in parts.blocks:
             names += _launched(block)
     gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
-    return tuple(dict.fromkeys(part for name in names for part in _parts_of(name, gelu, device_type)))
+    return called(names, gelu, device_type)
 
 
 def _launched(block: BlockParts) -> list[str]:
@@ -259,13 +259,18 @@ def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
     return names
 
 
-def _may_be_composed(device_type: str) -> bool:
-    """Says whether blocks may call other operators, as some backends of ``transformer_block`` do."""
-    chosen = dispatch.chosen_backends("transformer_block", device_type, gradient=False)
+def may_be_composed(operator: str, device_type: str) -> bool:
+    """Says whether the operator of a whole block may call other operators, as some of its backends do."""
+    chosen = dispatch.chosen_backends(operator, device_type, gradient=False)
     if not chosen:
-        unproven = dispatch.backend_without_verdict("transformer_block", device_type, gradient=False)
+        unproven = dispatch.backend_without_verdict(operator, device_type, gradient=False)
         return unproven in _COMPOSED
     return any(backend in _COMPOSED for backend in chosen)
+
+
+def called(operators: Sequence[str], gelu: str, device_type: str) -> tuple[str, ...]:
+    """Returns operators, each once, with the others of which one consists where it has no kernel."""
+    return tuple(dict.fromkeys(part for name in operators for part in _parts_of(name, gelu, device_type)))
 
 
 def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:

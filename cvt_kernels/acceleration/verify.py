@@ -18,9 +18,10 @@ from ..backends import Backend, requested_backends, use_backend
 from ..checks import autocast_dtype, dtype_name
 from ..tables import aligned
 from . import accelerate, give_classes_back
+from .compiling import is_frozen
 from .coverage import coverage
 from .freezing import find_stages
-from .matching import is_fused, original_class
+from .matching import original_class
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.
@@ -165,9 +166,9 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     Where an error is larger than allowed, but not ten times, it may be chance: both models run eight times
     more, each time with other roundings in the inputs, and the rule is applied to the means.
 
-    A frozen stage calls no blocks. So of a frozen model, the evaluation of stages and of the whole model is
-    that with frozen stages; the rest is that of the model accelerated without freezing. Quantized layers are
-    so in all three, but in float64 they do not round what they get.
+    A frozen stage or layer calls no blocks. So of a frozen model, the evaluation of stages, layers and the
+    whole model is that with these frozen; the rest is that of the model accelerated without freezing.
+    Quantized layers are so in all three, but in float64 they do not round what they get.
 
     Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
     they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
@@ -224,12 +225,12 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
 
 
 def _frozen_paths(model: nn.Module) -> tuple[str, ...]:
-    """Returns the paths of the frozen stages of a model."""
-    return tuple(path for path, stage, _ in find_stages(model) if is_fused(stage))
+    """Returns the paths of the frozen stages and layers of a model."""
+    return tuple(path for path, stage, _ in find_stages(model) if is_frozen(stage))
 
 
 def _unfrozen(model: nn.Module) -> nn.Module:
-    """Gives the stages of a model their own classes back, in place; its blocks stay as they are."""
+    """Gives the stages and layers of a model their own classes back, in place; other blocks stay."""
     for _, stage, _ in find_stages(model):
         stage.__class__ = original_class(type(stage))
     return model
@@ -287,7 +288,7 @@ class _Record(NamedTuple):
 class _Run:
     """One of the models, with its inputs and the backend that it asks for.
 
-    ``stages`` are the paths of frozen stages, and ``serving`` is the model in which they are frozen.
+    ``stages`` are the paths of frozen stages and layers, and ``serving`` is the model with these frozen.
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class _Run:
         with torch.no_grad():
             for buffer, first in self.buffers:
                 buffer.copy_(first)
-        paths = [*self.stages, *(row.path for row in coverage(self.model))]
+        paths = dict.fromkeys((*self.stages, *(row.path for row in coverage(self.model))))
         with _outputs_of(self.model, paths) as seen:
             evaluation = {"": _detached(_tensors(self._evaluate(self.model)))} | seen
             training = {"": _detached(_tensors(self.train(random=False)))} | seen

@@ -131,10 +131,10 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
         if word.startswith("benchmarks."):
             assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 17
+    assert len(files) == len(set(files)) == 20
     assert all(part.seconds <= 540 for part in parts.values())
     # At the longest, the parts before the suite of models leave it some of the nine minutes.
-    after = ("model", "quantization", "variants", "tune")
+    after = ("model", *tabulate.PYRAMID_BENCHES, "quantization", "variants", "tune")
     assert sum(part.seconds for name, part in parts.items() if name not in after) <= 535
 
 
@@ -330,7 +330,7 @@ def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, provin
 def test_all_calls_of_the_model_are_there():
     cases = [(make(auto.settings()[0]).operator, name) for name, make in auto.makers()]
     assert {operator for operator, _ in cases} == set(backends.OPERATORS)
-    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 2 * 3 + 7 + 3 + 3)
+    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 2 * 3 + len(auto.FUSED) + 3 + 3)
     with_backward = {case.make(case.setting).operator for case in auto.cases() if case.setting.backward}
     assert set(backends.OPERATORS) - with_backward == {"linear_int8", *auto.OF_8_BITS}
     kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
@@ -453,10 +453,12 @@ def write_results(root, *, date="2026-01-02-0304", **changes):
 
 def test_the_page_of_results_is_what_the_json_says():
     runs = tabulate.load(tabulate.RESULTS)
-    page = tabulate.page(runs, tabulate.variants_by_device(tabulate.RESULTS))
+    pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
+    others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]
+    page = tabulate.page(runs, others)
     assert tabulate.PAGE.read_text(encoding="utf-8") == page
     readme = tabulate.README.read_text(encoding="utf-8")
-    assert tabulate.fill_readme(readme, runs) == readme
+    assert tabulate.fill_readme(readme, runs, pyramids) == readme
     quantize = tabulate.QUANTIZE.read_text(encoding="utf-8")
     assert tabulate.fill_quantize(quantize, tabulate.RESULTS) == quantize
 

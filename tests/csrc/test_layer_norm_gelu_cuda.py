@@ -16,14 +16,14 @@ from torch import Tensor
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
-from tests.checks import assert_accurate, compiler, not_built, recorded_operators
+from tests.checks import TRAPS, assert_accurate, compiler, not_built, recorded_operators
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROGRAM = ("layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "a_row_too_many")
 ACTIVATIONS = ("identity", "none", "tanh", "quick")
-SANITIZE = "-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=address,undefined"
+SANITIZE = f"-O0 -g1 -Wall -Wextra -Werror -Wno-unknown-pragmas -fsanitize=address,undefined {TRAPS}"
 
 pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 
@@ -96,7 +96,8 @@ def run(tmp_path_factory):
 
     def run(*calls: KernelCall) -> list[list[Tensor]]:
         done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
+        # By a signal without a message, it is UBSan: compiled without TRAPS, the program says where.
+        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr.decode()}"
         output = io.BytesIO(done.stdout)
         results = [[from_bytes(output, *result) for result in call.results()] for call in calls]
         assert not output.read()

@@ -155,16 +155,16 @@ def test_a_table_learns_what_only_position_tells():
 
 
 def test_compiles_without_graph_breaks():
-    model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48, pool="avg").train()
-    nn.init.normal_(model.stage0.blocks[0].attn.position_bias)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    ours, theirs = model(IMAGES), compiled(IMAGES)
-    torch.testing.assert_close(theirs, ours)
-    ours.sin().sum().backward()
-    theirs.sin().sum().backward()
-    assert model.stage0.blocks[0].attn.position_bias.grad.any()
-    for (name, a), b in zip(model.named_parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-5, msg=name)
+    model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48, pool="avg").eval()
+    table = model.stage0.blocks[0].attn.position_bias
+    nn.init.normal_(table)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    results = model(IMAGES), compiled(IMAGES)
+    torch.testing.assert_close(results[1], results[0])
+    # Gradients of the others are those of models without a table.
+    ours, theirs = (torch.autograd.grad(result.sin().sum(), table)[0] for result in results)
+    assert ours.any()
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()

@@ -406,6 +406,9 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
         conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, momentum=0.1 * variant, **eps)
         return Sample((x, (tokens, tokens), (conv, conv)), {"training": False}, images)
+    if operator == "depthwise_conv_gelu":
+        weight, bias = randn(channels, 1, 3, 3), randn(channels)
+        return Sample((x, (tokens, tokens), weight, bias), {"approximate": "tanh"}, images)
     if operator == "conv_linear":
         norms = [optional(channels), optional(channels), torch.zeros(channels), torch.ones(channels)]
         conv = ck.ConvBatchNorm(randn(channels, 1, 3, 3), *norms, padding=1, **eps)
@@ -442,6 +445,15 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
         scale = 0.1 * variant or None
         block = ck.TransformerBlock(
             norm, (conv,) * 3, (layers,) * 3, 1, scale, layers, norm, fc1, "tanh", fc2
+        )
+        return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
+    if operator == "pyramid_block":
+        norm = ck.Norm(optional(channels), optional(channels), **eps)
+        layers = ck.Linear(randn(channels, channels), optional(channels))
+        fc1, fc2 = ck.Linear(randn(12, channels), optional(12)), ck.Linear(randn(channels, 12))
+        conv = ck.DepthwiseConv(randn(12, 1, 3, 3), optional(12))
+        block = ck.PyramidBlock(
+            norm, (layers,) * 3, None, 1, 0.1 * variant or None, layers, norm, fc1, conv, "tanh", fc2
         )
         return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
     if operator == "linear_int8":

@@ -12,7 +12,15 @@ import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import cost
 from cvt_kernels import checks, proofs, reference
-from cvt_kernels.reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from cvt_kernels.reference import (
+    ConvBatchNorm,
+    DepthwiseConv,
+    Linear,
+    Norm,
+    PyramidBlock,
+    Reduction,
+    TransformerBlock,
+)
 from tests.checks import recorded_operators
 from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours
 
@@ -123,12 +131,20 @@ def operator_calls():
         proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None), approximate="none",
         fc2=Linear(wide.t().contiguous(), b),
     )  # fmt: skip
+    reduction = Reduction(torch.randn(16, 16, 2, 2), b, Norm(b, b))
+    pyramid = PyramidBlock(
+        norm1=Norm(b, b), linears=3 * (Linear(w, b),), reduction=reduction, num_heads=2, scale=None,
+        proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None),
+        conv=DepthwiseConv(torch.randn(64, 1, 3, 3)), approximate="none",
+        fc2=Linear(wide.t().contiguous(), b),
+    )  # fmt: skip
     heads = x.unflatten(2, (2, 8))
     mlp = wide, None, wide.t().contiguous(), b
     return [
         ("attention", (heads, heads[:, :5], heads[:, :5]), {}),
         ("conv_projection", (x, (4, 5), (conv, conv)), {"training": False}),
         ("conv_projection", (x, (4, 5), (conv, conv)), {"training": True}),
+        ("depthwise_conv_gelu", (x, (4, 5), torch.randn(16, 1, 3, 3), b), {}),
         ("linear", (x, w, b), {}),
         ("linear_gelu", (x, w, b), {}),
         ("linear_add", (x, w, b, x), {}),
@@ -138,6 +154,7 @@ def operator_calls():
         ("conv_linear", (x, (4, 5), (conv,), (linear,)), {}),
         ("conv_embedding", (image, torch.randn(16, 3, 7, 7), b), {"stride": 4, "padding": 2}),
         ("transformer_block", (x, (4, 5), block), {}),
+        ("pyramid_block", (x, (4, 5), pyramid), {}),
         ("linear_int8", (x, *quantized(w), b), {}),
         ("linear_int8", (x, *quantized(torch.randn(8, 1500)[:, :16]), None), {"approximate": "tanh"}),
     ]

@@ -6,7 +6,15 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, proofs, reference
-from cvt_kernels.reference import ConvBatchNorm, Linear, Norm, TransformerBlock
+from cvt_kernels.reference import (
+    ConvBatchNorm,
+    DepthwiseConv,
+    Linear,
+    Norm,
+    PyramidBlock,
+    Reduction,
+    TransformerBlock,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -32,6 +40,10 @@ CONVS = branch(), branch(2), branch(2)
 LINEAR = Linear(tensor(CHANNELS, CHANNELS), tensor(CHANNELS))
 NORM = Norm(tensor(CHANNELS), tensor(CHANNELS))
 BLOCK = TransformerBlock(NORM, CONVS, (LINEAR,) * 3, 2, None, LINEAR, NORM, LINEAR, "quick", LINEAR)
+REDUCTION, DEPTHWISE = Reduction(tensor(CHANNELS, CHANNELS, 2, 2), None, NORM), DepthwiseConv(CONVS[0].weight)
+PYRAMID = PyramidBlock(
+    NORM, (LINEAR,) * 3, REDUCTION, 2, None, LINEAR, NORM, LINEAR, DEPTHWISE, "quick", LINEAR
+)
 BIAS = tensor(TOKENS, TOKENS)
 ROWS = torch.tensor([[0, 3, -1]])
 INTEGERS, SCALES = reference.quantize_rows(LINEAR.weight)
@@ -39,6 +51,7 @@ INTEGERS, SCALES = reference.quantize_rows(LINEAR.weight)
 #: Each operator as a function of tokens (batch, TOKENS, CHANNELS).
 CALLS = {
     "conv_projection": lambda x: ck.conv_projection(x, GRID, CONVS, training=False),
+    "depthwise_conv_gelu": lambda x: ck.depthwise_conv_gelu(x[:, 1:], GRID, CONVS[0].weight, NORM.bias),
     "attention": lambda x: ck.attention(*[x.unflatten(2, (2, -1))] * 3, bias=BIAS),
     "layer_norm": lambda x: ck.layer_norm(x, *NORM[:2], shift=NORM.bias),
     "add_layer_norm": lambda x: ck.add_layer_norm(x, x, *NORM[:2]),
@@ -55,6 +68,7 @@ CALLS = {
         x.unsqueeze(1), CONVS[0].weight, NORM.bias, *NORM[:2], stride=2, padding=1, class_token=NORM.bias
     ),
     "transformer_block": lambda x: ck.transformer_block(x, GRID, BLOCK),
+    "pyramid_block": lambda x: ck.pyramid_block(x[:, 1:], GRID, PYRAMID),
     "quantize_rows": lambda x: ck.quantize_rows(x, scale=SCALES[0, 0]),
     "layer_norm_quantize": lambda x: ck.layer_norm_quantize(x, *NORM[:2], shift=NORM.bias),
     "gelu_quantize": lambda x: ck.gelu_quantize(x, NORM.bias, approximate="quick"),

@@ -1,4 +1,4 @@
-"""``cvt bench``: parity, speed and memory of a CvT beside its peers, on this machine."""
+"""``cvt bench``: parity, speed and memory of a model beside its peers, on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from ..common import add_device_argument, positive_int, resolve_device
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     bench = commands.add_parser(
-        "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's CvT"
+        "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's model"
     )
     bench.add_argument(
-        "--checkpoint", help="weights of a CvT of the paper or of cvt train; default: random ones"
+        "--checkpoint",
+        help="weights of a CvT of the paper or of cvt train; for another --model a directory of Hugging Face "
+        "or owner/name on the Hub; default: random ones",
     )
-    bench.add_argument("--model", help="cvt_13, cvt_21 or cvt_w24; default: as the checkpoint, or cvt_13")
+    bench.add_argument(
+        "--model",
+        metavar="NAME",
+        help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
+        "to _b5, pvt_v2_b2_linear, or glpn; default: as the checkpoint, or cvt_13",
+    )
     bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
-    bench.add_argument("--image-size", type=positive_int, help="pixels (default: 224, for cvt_w24 384)")
+    bench.add_argument(
+        "--image-size", type=positive_int, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
+    )
     bench.add_argument(
         "--batch-size",
         type=positive_int,

@@ -24,7 +24,7 @@ from .contenders import COMPILED, Contender
 _KINDS = {
     kind: re.compile(pattern, re.IGNORECASE)
     for kind, pattern in {
-        "block": r"transformer_block by native",
+        "block": r"(transformer|pyramid)_block by native",
         # The only products of two tensors, and the only scaling, are attention's.
         "attention": r"attention|einsum|bmm|softmax|aten::(matmul|mul)$|^MulBackward",
         "linear": r"linear|addmm|aten::mm$|: MmBackward",
@@ -33,6 +33,11 @@ _KINDS = {
         "gelu": r"gelu",
         "copies": r"aten::(copy_|clone|contiguous|cat|to)$|: (Clone|Cat|Copy)",
     }.items()
+}
+# The ends of the names of classes in transformers' models with pyramids of tokens.
+_PYRAMID_CLASSES = {
+    "embedding": ("PatchEmbeddings",),
+    "block": ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer"),
 }
 #: The fastest of this many is kept.
 _PROFILES = 3
@@ -152,13 +157,30 @@ def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the embeddings and blocks of either model, named by their stage, from 1 on."""
+    """Yields the embeddings and blocks of a model, named by their stage, from 1 on."""
     encoder = getattr(getattr(model, "cvt", None), "encoder", None)
     stages: Any = encoder.stages if encoder else [m for m in model.children() if isinstance(m, Stage)]
     for i, stage in enumerate(stages, 1):
         yield f"embedding {i}", stage.embedding if encoder else stage.patch_embed
         for block in stage.layers if encoder else stage.blocks:
             yield f"block {i}", block
+    if not stages:
+        yield from _parts_of_pyramid(model)
+
+
+def _parts_of_pyramid(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields those of a model of ``PYRAMIDS``, which has the blocks of each stage in a list of their own."""
+    places: dict[str, list[str]] = {"embedding": [], "block": []}
+    for name, module in model.named_modules():
+        kind = next(
+            (kind for kind, words in _PYRAMID_CLASSES.items() if type(module).__name__.endswith(words)), None
+        )
+        if kind is None:
+            continue
+        place = name if kind == "embedding" else name.rpartition(".")[0]
+        if place not in places[kind]:
+            places[kind].append(place)
+        yield f"{kind} {len(places[kind])}", module
 
 
 @contextlib.contextmanager

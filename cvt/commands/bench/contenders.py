@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from ...model import CvT
 
 #: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
 PEERS = {
-    "hf": "Hugging Face's CvtForImageClassification",
+    "hf": "Hugging Face's model",
     "compile": "the same under torch.compile",
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
@@ -126,7 +127,7 @@ def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[s
 
 
 class TrainingStep(NamedTuple):
-    """The logits (B, K) and the loss of a training step, both detached."""
+    """The logits (B, K) or another output, and the loss, of a training step, both detached."""
 
     logits: Tensor
     loss: Tensor
@@ -137,7 +138,8 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None
 
     Args:
         model: Takes images (B, 3, H, W).
-        images: The i-th has class i, modulo the number of classes.
+        images: The i-th has class i, modulo the number of classes, or the i-th pixel of the output where each
+            has a class; a depth is 0 everywhere.
         autocast: The dtype of autocast in the forward; None runs without it.
     """
     model.zero_grad(set_to_none=True)
@@ -146,20 +148,29 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None
         casting = torch.autocast(images.device.type, autocast)
     with casting:
         logits = logits_of(model(images))
-        labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(wide, labels)
+        if has_classes(logits):
+            of_each = len(logits), *logits.shape[2:]
+            labels = torch.arange(math.prod(of_each), device=logits.device) % logits.shape[1]
+            loss = F.cross_entropy(wide, labels.view(of_each))
+        else:
+            loss = wide.square().mean()
     loss.backward()
     return TrainingStep(logits.detach(), loss.detach())
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Returns the logits in what either model returns."""
-    return getattr(outputs, "logits", outputs)
+    """Returns the logits, or the depth, in what a model returns."""
+    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
 
 
-def huggingface_class() -> Any:
-    """Imports Hugging Face's model, and silences its loading.
+def has_classes(logits: Tensor) -> bool:
+    """Says whether an output is of classes, of images (B, K) or pixels (B, K, H, W); a depth is (B, H, W)."""
+    return logits.ndim != 3
+
+
+def quiet_transformers() -> Any:
+    """Imports transformers, and silences its loading of models.
 
     Raises:
         ModuleNotFoundError: The ``bench`` extra is not installed.
@@ -167,7 +178,7 @@ def huggingface_class() -> Any:
     transformers = require("transformers", "bench")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return transformers.CvtForImageClassification
+    return transformers
 
 
 def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> tuple[str | CvTConfig, CvT]:
@@ -209,16 +220,19 @@ def build_huggingface(ours: CvT) -> nn.Module:
     """
     with tempfile.TemporaryDirectory() as scratch:
         save_huggingface(ours, scratch)
-        return huggingface_class().from_pretrained(scratch)
+        return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
 
 
-def build_contender(key: str, hf: nn.Module | None, ours: nn.Module) -> Contender:
+def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> Contender:
     """Makes a contender of models that are where, of the dtype and in the mode in which they are to run.
 
     Args:
         key: One of ``PEERS`` or ``OURS``.
         hf: Hugging Face's model; None for contenders that are not in ``HUGGINGFACE``.
-        ours: Our model.
+        ours: Our model; None for contenders that are in ``HUGGINGFACE``.
+
+    Raises:
+        ValueError: The model cannot be accelerated or frozen.
     """
     requested = ("reference",) if key in PEERS else backends.requested_backends()
     model: Any = hf if key in HUGGINGFACE else ours

@@ -1,4 +1,4 @@
-"""The measurements of ``cvt bench``: the same weights in Hugging Face's CvT and in ours, on real photographs.
+"""The measurements of ``cvt bench``: Hugging Face's model and ours, of the same weights, on real photographs.
 
 Parity with float64 comes first, then speed in turns, with a large matrix product among them, then one step of
 each contender under the profiler, for its memory and for where its time goes. What :func:`run` returns is a
@@ -24,25 +24,23 @@ from tqdm import tqdm
 
 from cvt_kernels import __version__, machine, measure
 
-from ...config import DTYPES, default_image_size
-from ...evaluation import cost
-from ...factory import SEED
-from ...huggingface import save_huggingface
+from ...config import DTYPES
 from ...images import load_images, sample_photos
 from . import breakdown
 from .contenders import (
     CHOICES,
     COMPILED,
+    FROZEN,
+    HUGGINGFACE,
     OURS,
     PEERS,
     Contender,
     build_contender,
-    build_huggingface,
-    build_ours,
     chosen,
     freezing,
-    huggingface_class,
+    has_classes,
 )
+from .models import Subject, build_subject
 from .results import SCHEMA, VERSION
 from .verdict import parity_errors
 
@@ -66,10 +64,12 @@ def run(
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
     Args:
-        checkpoint: Weights of a CvT of the paper or of ``cvt train``; None for random ones.
-        model: Name of the CvT; None for what the checkpoint says or looks like, or CvT-13.
+        checkpoint: Weights of a CvT of the paper or of ``cvt train``, or Hugging Face's of another ``model``;
+            None for random ones.
+        model: Name of a CvT, or of one of ``PYRAMIDS``; None for what the checkpoint says or looks like, or
+            CvT-13.
         images: Photographs; None for scikit-learn's two. They are repeated to fill a batch.
-        image_size: Pixels of each side; None for 224, for CvT-W24 384.
+        image_size: Pixels of each side; None for the model's own, such as 224.
         batch_sizes: Images per step, measured one after the other.
         rounds: Timed steps of each contender, in turns, after one that is not timed.
         device: The device on which everything runs.
@@ -83,51 +83,59 @@ def run(
 
     Raises:
         ModuleNotFoundError: The ``bench`` extra is not installed.
-        FileNotFoundError, ImageError, CheckpointError: A file is missing or unusable.
-        ValueError: An unknown name, or a contender that is less accurate than it may be.
+        OSError, ImageError, CheckpointError: A file is missing or unusable.
+        ValueError: An unknown name, an image size that the model does not take, or a contender that is less
+            accurate than it may be.
     """
     device = torch.device(device)
     for peer in peers:
         if peer not in CHOICES:
             raise ValueError(f"peers: got {peer!r}, expected {', '.join(CHOICES)}")
-    huggingface_class()  # what is not installed fails before the long run
+    subject = build_subject(model, checkpoint, image_size)
     photos = list(sample_photos() if images is None else images)
-    name, original = build_ours(model, checkpoint)
-    image_size = image_size or default_image_size(name)
-    inputs = load_images(photos, image_size).to(device, DTYPES[dtype])
-    hf = build_huggingface(original).to(device, DTYPES[dtype]).train(train)
+    # A model of pixels may take larger images than the photographs are.
+    inputs = load_images(photos, subject.image_size, upscale=subject.ours is None).to(device, DTYPES[dtype])
+    hf = copy.deepcopy(subject.hf).to(device, DTYPES[dtype]).train(train)
     # Of the rounded weights, since their rounding is nobody's error.
     exact = Contender("float64", copy.deepcopy(hf).double(), ("reference",), has_parts=False)
-    ours = copy.deepcopy(original).to(device, DTYPES[dtype]).train(train)
     keys = chosen(peers, device, train=train)
-    contenders = [build_contender(key, hf, ours) for key in keys]
-    about, compiling = _about(keys, freeze=device.type == "cpu" and not train)
+    if subject.ours is None:
+        keys = [key for key in keys if key in HUGGINGFACE or key in peers]
+    about, compiling = _about(keys, subject, freeze=device.type == "cpu" and not train)
+    ours = copy.deepcopy(subject.ours)
+    if ours is not None:
+        ours = ours.to(device, DTYPES[dtype]).train(train)
+    contenders = _built(keys, hf, ours, about)
     product = measure.Product(device, DTYPES[dtype])
     # A backward has two products for each of the forward's.
-    operations = 2 * cost(ours.config, image_size).multiply_adds * (3 if train else 1)
+    operations = subject.operations * (3 if train else 1)
     batches = []
     steps = len(batch_sizes) * (len(keys) * (rounds + 3) + len(product.ways) * (rounds + 1))
     with compiling, tqdm(total=steps, leave=False, disable=None) as progress:
         for batch_size in batch_sizes:
             measured = _measure(contenders, exact, inputs, batch_size, rounds, product, about, progress)
-            work = breakdown.work(ours.config, image_size, batch_size, DTYPES[dtype].itemsize)
+            work = []
+            if subject.ours is not None:
+                size = DTYPES[dtype].itemsize
+                work = breakdown.work(subject.ours.config, subject.image_size, batch_size, size)
             counts = {"batch_size": batch_size, "operations": batch_size * operations, "work": work}
             batches.append({**counts, **measured})
     if save_weights is not None:
-        save_huggingface(original, save_weights)
+        subject.save(save_weights)
     return {
         **_session(),
         "config": {
-            "model": name,
-            "weights": f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint),
+            "model": subject.name,
+            "weights": subject.weights,
+            "output": subject.output,
             "photos": [Path(photo).name for photo in photos],
-            "image_size": image_size,
+            "image_size": subject.image_size,
             "dtype": dtype,
             "device": str(device),
             "threads": torch.get_num_threads(),
             "train": train,
             "rounds": rounds,
-            "depths": list(ours.config.depths),
+            "depths": subject.depths,
             "backends": _served_backends(batches),
         },
         "ceilings": {
@@ -141,11 +149,12 @@ def run(
     }
 
 
-def _about(keys: Sequence[str], *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
+def _about(keys: Sequence[str], subject: Subject, *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
     """Describes the contenders for the results; returns that, and the context in which all of them run."""
     about: dict[str, dict[str, Any]] = {
         key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
     }
+    about["hf"]["about"] = f"Hugging Face's {type(subject.hf).__name__}"
     compiled = [about[key] for key in keys if key in COMPILED]
     if not (compiled and freeze):
         return about, contextlib.nullcontext()
@@ -153,6 +162,24 @@ def _about(keys: Sequence[str], *, freeze: bool) -> tuple[dict[str, dict[str, An
     for peer_about in compiled:
         peer_about["about"] += words
     return about, compiling
+
+
+def _built(
+    keys: Sequence[str], hf: nn.Module, ours: nn.Module | None, about: dict[str, dict[str, Any]]
+) -> list[Contender]:
+    """Makes the contenders; ``about`` notes why one is not made of a model that ``cvt`` does not have."""
+    contenders = []
+    for key in keys:
+        if ours is None and key not in HUGGINGFACE:
+            about[key]["note"] = "cvt has no such model"
+            continue
+        try:
+            contenders.append(build_contender(key, hf, ours))
+        except ValueError as obstacle:
+            if key not in FROZEN or ours is not None:
+                raise
+            about[key]["note"] = str(obstacle)
+    return contenders
 
 
 def _session() -> dict[str, Any]:
@@ -271,18 +298,26 @@ def _parities(
 
 
 def _parity(logits: Tensor, truth: Tensor, norms: Tensor, true_norms: Tensor) -> dict[str, Any]:
-    k = min(5, truth.shape[1])
-    top, true_top = (each.topk(k).indices.tolist() for each in (logits.double(), truth))
+    top5, of = _agreement(logits, truth)
     gradient_error = None
     if len(true_norms):
         gradient_error = ((norms - true_norms).abs().max() / true_norms.max()).item()
     return {
         "error": (logits.double() - truth).abs().max().item(),
         "largest": truth.abs().max().item(),
-        "top5": sum(len(set(a) & set(b)) for a, b in zip(top, true_top, strict=True)),
-        "of": k * len(truth),
+        "top5": top5,
+        "of": of,
         "gradient_error": gradient_error,
     }
+
+
+def _agreement(logits: Tensor, truth: Tensor) -> tuple[int, int]:
+    """Counts the classes that are among the top 5 of images or pixels in both; of how many, 0 for a depth."""
+    if not has_classes(truth):
+        return 0, 0
+    k = min(5, truth.shape[1])
+    top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
+    return int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()
 
 
 def _gradient_norms(model: nn.Module) -> Tensor:

@@ -77,7 +77,7 @@ def draw(results: Results) -> Iterator[Plot]:
             + (" Time of the GPU's kernels only." if results["machine"]["gpus"] else ""),
             _operators(results, batch),
         )
-        if not results["config"]["train"]:
+        if batch["work"] and not results["config"]["train"]:
             yield Plot(
                 f"roofline-{size}",
                 f"Roofline, batch {size}",

@@ -55,7 +55,7 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
         contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
         explained=" ".join([*products(results), MEMORY]),
         speed=[_speed_rows(results, batch) for batch in batches],
-        parity=[parity_rows(batch) for batch in batches],
+        parity=[parity_rows(results, batch) for batch in batches],
         figures=figures,
         doubts={batch["batch_size"]: verdict.doubts(batch) for batch in batches},
         doubts_explained=verdict.DOUBTS,

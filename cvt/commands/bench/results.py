@@ -118,7 +118,7 @@ def text(results: Results) -> str:
         MEMORY,
     ]
     for batch in results["batches"]:
-        lines += ["", *_aligned_numbers(parity_rows(batch))]
+        lines += ["", *_aligned_numbers(parity_rows(results, batch))]
     return "\n".join(lines)
 
 
@@ -174,10 +174,12 @@ def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-def parity_rows(batch: dict[str, Any]) -> list[list[str]]:
+def parity_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
     """Returns the table of parity in one batch size, its heading first."""
     trained = any(row["parity"]["gradient_error"] is not None for row in batch["rows"])
-    table = [[f"parity, batch {batch['batch_size']}", "max |Δ logit|", "max |logit|", "top-5 agreement"]]
+    output = results["config"].get("output", "logit")
+    table = [[f"parity, batch {batch['batch_size']}", f"max |Δ {output}|", f"max |{output}|"]]
+    table[0] += ["top-5 agreement"] if output == "logit" else []
     table[0] += ["Δ of gradients' norms"] if trained else []
     for row in batch["rows"]:
         parity = row["parity"]
@@ -186,7 +188,7 @@ def parity_rows(batch: dict[str, Any]) -> list[list[str]]:
                 row["contender"],
                 f"{parity['error']:.1e}",
                 f"{parity['largest']:.2f}",
-                f"{parity['top5']}/{parity['of']}",
+                *([f"{parity['top5']}/{parity['of']}"] if output == "logit" else []),
                 *([f"{parity['gradient_error']:.1e}"] if trained else []),
             ]
         )

@@ -16,6 +16,7 @@ from ..common import positive_int
 _OPERATORS = (
     "conv_projection",
     "conv_linear",
+    "depthwise_conv_gelu",
     "conv_embedding",
     "attention",
     "layer_norm_mlp",
@@ -44,13 +45,17 @@ def add_parser(commands: Any) -> None:
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
          "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
-        ("--model", "models", str, ["cvt_13"], "cvt_13, cvt_21, cvt_w24 (default: cvt_13)"),
+        ("--model", "models", str, ["cvt_13", "segformer_b0", "pvt_v2_b2"],
+         "cvt_13, cvt_21, cvt_w24; of depthwise_conv_gelu alone, segformer_b0, segformer_b5, pvt_v2_b2 "
+         "(default: cvt_13, segformer_b0, pvt_v2_b2)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         ("--operator", "operators", str, list(_OPERATORS),
          f"attention_with_bias, attention_by_position, conv_projection_hybrid, {', '.join(_OPERATORS)} "
          "(default: all but the first three)"),
-        ("--stage", "stages", positive_int, [1, 2, 3], "1, 2, 3 (default: all)"),
-        ("--image-size", "image_sizes", positive_int, [None], "default: 224; 384 for cvt_w24"),
+        ("--stage", "stages", positive_int, [1, 2, 3, 4],
+         "1, 2, 3; of the models of depthwise_conv_gelu, 4 (default: all)"),
+        ("--image-size", "image_sizes", positive_int, [None],
+         "default: 224; 384 for cvt_w24, 512 for segformer_b0 and segformer_b5"),
         ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),
     ):  # fmt: skip
         metavar = option.removeprefix("--").upper()
@@ -70,14 +75,14 @@ def add_parser(commands: Any) -> None:
 def _compile(arguments: argparse.Namespace) -> int:
     """Compiles and prints tables; returns 1 if a kernel has a flaw, such as a spill, else 0."""
     from .gpus import LIMITS
-    from .launches import CUDA_OPERATOR, TRITON_OPERATORS
+    from .launches import CUDA_OPERATOR, PYRAMIDS, TRITON_OPERATORS
 
     archs = {f"sm_{number}": number for number in LIMITS}
     _check_names("--arch", arguments.archs, archs)
-    _check_names("--model", arguments.models, PRESETS)
+    _check_names("--model", arguments.models, (*PRESETS, *PYRAMIDS))
     _check_names("--dtype", arguments.dtypes, DTYPES)
     _check_names("--operator", arguments.operators, (*TRITON_OPERATORS, CUDA_OPERATOR))
-    _check_names("--stage", arguments.stages, (1, 2, 3))
+    _check_names("--stage", arguments.stages, (1, 2, 3, 4))
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     if arguments.json is not None:
@@ -96,6 +101,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     )
     cuda_jobs, notes = jobs.cuda_jobs(selection, required=arguments.cuda)
     plan = [*cuda_jobs, *jobs.triton_jobs(selection)]  # nvcc takes longest, so it comes first
+    if not plan:
+        raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
     rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
     rows.sort(key=lambda row: row.operator == CUDA_OPERATOR)
     if arguments.json is not None:

@@ -20,6 +20,7 @@ _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",
     "conv_embedding": "cvt_kernels.ops.conv_embedding.triton.common",
     "conv_linear": "cvt_kernels.ops.conv_linear.triton.common",
+    "depthwise_conv_gelu": "cvt_kernels.ops.depthwise_conv_gelu.triton.common",
     "attention": "cvt_kernels.ops.attention.triton.common",
     "layer_norm_mlp": "cvt_kernels.ops.mlp.triton.common",
     "linear_gelu": "cvt_kernels.ops.linear.triton.common",
@@ -34,6 +35,8 @@ _FAMILIES = {
     "gather_add_layer_norm": "cvt_kernels.ops.rows.triton.common",
     "scatter_rows": "cvt_kernels.ops.rows.triton.common",
 }
+
+_BUDGETED = ("cvt_13", 224), ("segformer_b0", 512)
 
 #: By compute capability and kernel, the budgets of CUDA kernels in bfloat16, here for rows of 64 elements.
 CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
@@ -66,7 +69,7 @@ def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
 
 def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:
     """Says whether budgets hold for launches of these settings."""
-    return (model, image_size, batch_size, dtype) == ("cvt_13", 224, 256, "bfloat16")
+    return (model, image_size) in _BUDGETED and (batch_size, dtype) == (256, "bfloat16")
 
 
 def excesses(budget: Budget, resources: Resources, counts: Iterable[Counts]) -> list[str]:

@@ -20,7 +20,7 @@ from .bounds import Analysis, analyze
 from .budgets import budget_of, cuda_budget_of, excesses, is_budgeted
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
 from .gpus import LIMITS
-from .launches import CUDA_OPERATOR, TRITON_OPERATORS, stages
+from .launches import CUDA_OPERATOR, TRITON_OPERATORS, image_size_of, is_of, stages, stages_of
 from .loops import why_not_counted
 from .resources import Compiled, Resources
 from .triton_kernels import TritonKernel, specialize
@@ -32,10 +32,10 @@ class Selection(NamedTuple):
 
     Attributes:
         archs: Compute capabilities, 90 for sm_90.
-        models: Names of ``PRESETS``.
+        models: Names of ``PRESETS`` or ``launches.PYRAMIDS``; operators are those that each model has.
         dtypes: Names of ``DTYPES``.
         operators: Names of ``TRITON_OPERATORS``, or ``CUDA_OPERATOR``.
-        stages: Stages of the models, from 1.
+        stages: Stages of the models, from 1; of a model, those that it has.
         image_sizes: Pixels of a side; None is the model's own.
         batch_sizes: Images of a batch.
     """
@@ -115,7 +115,7 @@ def triton_jobs(selection: Selection) -> list[Job]:
         selection.models, selection.image_sizes, selection.batch_sizes, selection.dtypes, selection.stages,
         ("inference", "training"),
     ):  # fmt: skip
-        case = LaunchCase(operator, dtype, model, size or default_image_size(model), batch, stage, mode)
+        case = LaunchCase(operator, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in _launches(case, arch):
             kernel, work = specialize(launch, arch), work_of(launch)
             job = jobs.setdefault(repr(kernel), Job(kernel, {}))
@@ -124,8 +124,12 @@ def triton_jobs(selection: Selection) -> list[Job]:
 
 
 def _launches(case: LaunchCase, arch: int) -> list[machine.Launch]:
+    """Returns the launches of a case; none for an operator or a stage that its model does not have."""
+    stage = stages_of(case.model, case.image_size)[case.stage - 1 : case.stage]
+    if not stage or not is_of(case.operator, case.model):
+        return []
     return TRITON_OPERATORS[case.operator](
-        stages(case.model, case.image_size)[case.stage - 1],
+        *stage,
         DTYPES[case.dtype],
         machine.Chip(arch, LIMITS[arch].multiprocessors),
         batch=case.batch_size,

@@ -6,8 +6,9 @@ The launchers run on tensors without memory (``device="meta"``), and their launc
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,59 @@ class Stage(NamedTuple):
     channels: int
     class_tokens: int
     embedding: Embedding
+
+
+class HiddenStage(NamedTuple):
+    """The shape that the Mix-FFNs of a stage work on.
+
+    Attributes:
+        grid: Height and width, in tokens.
+        channels: Channels between the two linear layers.
+    """
+
+    grid: tuple[int, int]
+    channels: int
+
+
+class Pyramid(NamedTuple):
+    """The facts of a model with Mix-FFNs; the grid of its first stage is a fourth of the image.
+
+    Attributes:
+        image_size: Pixels of a side, as the model is mostly used.
+        hidden: Channels between the two linear layers, by stage.
+    """
+
+    image_size: int
+    hidden: tuple[int, ...]
+
+
+#: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
+PYRAMIDS = {
+    "segformer_b0": Pyramid(512, (128, 256, 640, 1024)),
+    "segformer_b5": Pyramid(512, (256, 512, 1280, 2048)),
+    "pvt_v2_b2": Pyramid(224, (512, 1024, 1280, 2048)),
+}
+#: The operators of these models; all others are of ``PRESETS``.
+PYRAMID_OPERATORS = ("depthwise_conv_gelu",)
+
+
+def image_size_of(model: str) -> int:
+    """Returns the pixels of a side of a model's own images."""
+    return PYRAMIDS[model].image_size if model in PYRAMIDS else default_image_size(model)
+
+
+def is_of(operator: str, model: str) -> bool:
+    """Returns whether a model has an operator."""
+    return (operator in PYRAMID_OPERATORS) == (model in PYRAMIDS)
+
+
+def stages_of(model: str, image_size: int) -> Sequence[Stage | HiddenStage]:
+    """Returns the stages of a model of ``PRESETS`` or ``PYRAMIDS``, for square images."""
+    if model not in PYRAMIDS:
+        return stages(model, image_size)
+    sides = (-(-image_size // (4 << i)) for i in itertools.count())
+    hidden = PYRAMIDS[model].hidden
+    return [HiddenStage((side, side), channels) for side, channels in zip(sides, hidden, strict=False)]
 
 
 def stages(model: str, image_size: int | None = None) -> list[Stage]:
@@ -135,6 +189,25 @@ def conv_linear_launches(
             x, geometry, meta(channels, 1, 3, 3), vectors, vectors, vectors, vectors,
             meta(channels, channels), vectors,
         )  # fmt: skip
+    return launches
+
+
+def depthwise_conv_gelu_launches(
+    stage: Stage | HiddenStage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256,
+    training: bool = True,
+) -> list[machine.Launch]:  # fmt: skip
+    """Returns the launches of a Mix-FFN's convolution with exact GELU."""
+    from cvt_kernels.ops.depthwise_conv_gelu.triton import backward, forward
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x = meta(batch, math.prod(stage.grid), stage.channels)
+    parameters = meta(stage.channels, 1, 3, 3), meta(stage.channels)
+    with machine.recorded_launches(chip) as launches:
+        y = forward.conv_gelu_forward(x, stage.grid, *parameters, "none")
+        if training:
+            backward.conv_gelu_backward(y, x, stage.grid, *parameters, "none", needs_dx=True)
     return launches
 
 
@@ -427,6 +500,7 @@ TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "conv_projection_hybrid": functools.partial(conv_projection_launches, hybrid=True),
     "conv_embedding": conv_embedding_launches,
     "conv_linear": conv_linear_launches,
+    "depthwise_conv_gelu": depthwise_conv_gelu_launches,
     "attention": attention_launches,
     "attention_with_bias": functools.partial(attention_launches, bias=True),
     "attention_by_position": functools.partial(attention_launches, by_position=True),

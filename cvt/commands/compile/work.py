@@ -214,6 +214,21 @@ def _sum_regions(launch: machine.Launch) -> Work:
     )
 
 
+# Depthwise convolution and GELU ---------------------------------------------------------------------------
+
+
+def _conv_gelu(launch: machine.Launch, results: tuple[str, ...]) -> Work:
+    """Describes a walk that reads the first tensors and writes ``results``, the first of which counts."""
+    arguments = launch.arguments
+    moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
+    return Work(
+        programs=_programs(launch),
+        outputs=arguments[results[0]].numel(),
+        bytes=_bytes(moved),
+        trips=_walk_trips(arguments),
+    )
+
+
 # The projection with its linear layers --------------------------------------------------------------------
 
 
@@ -524,6 +539,8 @@ _WORK: dict[str, Callable[[machine.Launch], Work]] = {
     "_conv_embedding_embed_kernel": _embedding_in_one,
     "_conv_embedding_normalize_kernel": _embedding_normalization,
     "_conv_linear_fwd_kernel": _conv_linear,
+    "_depthwise_conv_gelu_fwd_kernel": functools.partial(_conv_gelu, results=("y_ptr",)),
+    "_depthwise_conv_gelu_bwd_conv_kernel": functools.partial(_conv_gelu, results=("da_ptr", "partial_ptr")),
     "_attention_fwd_kernel": _attention_forward,
     "_attention_fwd_loop_kernel": _attention_forward_loop,
     "_attention_bwd_kernel": _attention_backward,

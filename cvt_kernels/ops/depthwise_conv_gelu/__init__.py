@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import backends, checks, dispatch
 from ...reference import GeluVariant
 from ..layer_norm_gelu import check_approximate
-from ..registration import images_within, register_reference, size_class
+from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements
@@ -75,6 +75,8 @@ def _check(
 ) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
+    if not x.shape[2]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
     check_whole_grid(grid, x)
     check_depthwise("", weight, bias, x, x.shape[2])
     check_approximate(approximate)
@@ -132,5 +134,7 @@ def _sample(factor: int, x: Tensor, *args: Any, **settings: Any) -> tuple[Any, d
     return (x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())], *args), settings
 
 
+register_triton("depthwise_conv_gelu", __name__)
+register_native("depthwise_conv_gelu", __name__)
 register_reference("depthwise_conv_gelu")
 backends.describe("depthwise_conv_gelu", backends.Operator(_signature, _shape_class, _sample))

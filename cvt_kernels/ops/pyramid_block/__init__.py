@@ -1,12 +1,13 @@
 """A block of SegFormer, PVT or PVT v2 as one operator, for serving.
 
-The composition takes other operators of this package one after the other, each by its own verdict.
+``onednn`` takes PyTorch's packed linear layers for CPUs. The composition takes other operators of this
+package one after the other, each by its own verdict.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from ..attention import attention
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
 from ..layer_norm_gelu import check_approximate, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
-from ..registration import images_within, register_composed, register_reference, size_class
+from ..packed_linear import why_unavailable
+from ..registration import images_within, register_composed, register_native, register_reference, size_class
+from . import onednn
+from .squares import matrix_of, squares_of
 
 _SHAPE, _WEIGHT, _REDUCING = "(batch, tokens, channels)", "(outputs, inputs)", "(channels, channels, r, r)"
 _SAMPLE = 2**17  # elements
@@ -78,6 +82,13 @@ def _key_of(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool
 # The composition ------------------------------------------------------------------------------------------
 
 
+def _prepare_composition(
+    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
+) -> Callable[..., Any]:
+    return lambda x, block: _compose(x, grid, block, inplace=inplace)
+
+
+@dispatch.prepared_by(_prepare_composition)
 def _compose(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
@@ -102,16 +113,8 @@ def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Ten
     """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C), by a linear layer."""
     ratio, norm = reduction.weight.shape[-1], reduction.norm
     squares = squares_of(x, grid, ratio)
-    weight = reduction.weight.permute(0, 2, 3, 1).flatten(1)
-    return layer_norm(linear(squares, weight, reduction.bias), norm.weight, norm.bias, eps=norm.eps)
-
-
-def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:
-    """Returns the squares of ratio × ratio tokens of x (B, H·W, C) as rows (B, H'·W', ratio² · C)."""
-    height, width = grid[0] // ratio, grid[1] // ratio
-    image = x.unflatten(1, grid)[:, : height * ratio, : width * ratio]
-    squares = image.unflatten(2, (width, ratio)).unflatten(1, (height, ratio))
-    return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+    kept = linear(squares, matrix_of(reduction.weight), reduction.bias)
+    return layer_norm(kept, norm.weight, norm.bias, eps=norm.eps)
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -261,7 +264,19 @@ def _sample(
     return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
 
 
+register_native("pyramid_block", __name__, forward_only=True)
 register_composed("pyramid_block", _compose, devices=("cpu", "cuda"))
+backends.register(
+    "pyramid_block",
+    "onednn",
+    backends.Implementation(
+        onednn.pyramid_block,
+        devices=("cpu",),
+        why_unavailable=why_unavailable,
+        why_unsupported=onednn.why_unsupported,
+        forward_only=True,
+    ),
+)
 register_reference("pyramid_block")
 backends.describe(
     "pyramid_block",

@@ -1,7 +1,7 @@
 """A convolutional transformer block as one operator, for serving.
 
-``onednn`` has PyTorch's packed linear layers for CPUs, ``packing`` the packed copies of weights. The
-composition takes other operators of this package one after the other, each by its own verdict.
+``onednn`` takes PyTorch's packed linear layers for CPUs. The composition takes other operators of this
+package one after the other, each by its own verdict.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..conv_projection import check_arguments, conv_projection, geometry_of
 from ..layer_norm_gelu import check_approximate, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
+from ..packed_linear import why_unavailable
 from ..registration import images_within, register_composed, register_native, register_reference, size_class
 from ..rows import gather_rows, scatter_rows
 from . import onednn
@@ -504,7 +505,7 @@ backends.register(
     backends.Implementation(
         onednn.transformer_block,
         devices=("cpu",),
-        why_unavailable=onednn.why_unavailable,
+        why_unavailable=why_unavailable,
         why_unsupported=onednn.why_unsupported,
         forward_only=True,
     ),

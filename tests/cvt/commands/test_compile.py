@@ -265,10 +265,11 @@ def test_conv_linear(compile_ahead):
     assert analysis["predicted"]["share_of_floor"] > 0.9
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_attention(compile_ahead, arch):
+@pytest.mark.parametrize(("arch", "stages"), [("sm_80", "1"), ("sm_90", "123"), ("sm_100", "3")])
+def test_attention(compile_ahead, arch, stages):
     """CvT-13's three stages at 224²: the products on tensor cores."""
-    out, rows = compile_ahead("--operator", "attention", "--arch", arch, "--dtype", "bfloat16")
+    arguments = ["--operator", "attention", "--arch", arch, "--dtype", "bfloat16"]
+    out, rows = compile_ahead(*arguments, "--stage", *stages)
     assert_flawless(rows)
     assert "PREDICTED from them, not measured" in out
     names = [
@@ -277,12 +278,13 @@ def test_attention(compile_ahead, arch):
         if any(case["mode"] == "training" for case in row["cases"])
     ]
     inference = [row for row in rows if {case["mode"] for case in row["cases"]} == {"inference"}]
-    assert [row["cases"][0]["stage"] for row in inference] == [1, 2, 3]  # the forward without statistics
-    assert names == [
-        *((1, name) for name in ("fwd_loop", "bwd_dq", "bwd_dkdv")),
-        *((2, name) for name in ("fwd", "bwd_dq", "bwd_dkdv")),
-        *((3, name) for name in ("fwd", "bwd")),
-    ]
+    assert [row["cases"][0]["stage"] for row in inference] == list(map(int, stages))  # without statistics
+    kernels = {
+        "1": ("fwd_loop", "bwd_dq", "bwd_dkdv"),
+        "2": ("fwd", "bwd_dq", "bwd_dkdv"),
+        "3": ("fwd", "bwd"),
+    }
+    assert names == [(int(stage), name) for stage in stages for name in kernels[stage]]
     tensor_cores = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[arch]
     for row in rows:
         assert any(name.startswith(tensor_cores) for name in row["resources"]["tensor_cores"]), row
@@ -403,11 +405,12 @@ def test_a_spill_fails_the_command(compile_ahead):
         (["--arch", "sm_91"], "--arch: got 'sm_91', expected one of sm_80, sm_86, sm_89, sm_90, sm_100, "
          "sm_120"),
         (["--dtype", "int8"], "--dtype: got 'int8', expected one of bfloat16, float16, float32"),
-        (["--stage", "4"], "--stage: got 4, expected one of 1, 2, 3"),
-        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"),
+        (["--stage", "5"], "--stage: got 5, expected one of 1, 2, 3, 4"),
+        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24, "
+         "segformer_b0, segformer_b5, pvt_v2_b2"),
         (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
-         "conv_projection_hybrid, "
-         "conv_embedding, conv_linear, attention, attention_with_bias, attention_by_position, "
+         "conv_projection_hybrid, conv_embedding, conv_linear, depthwise_conv_gelu, "
+         "attention, attention_with_bias, attention_by_position, "
          "layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, quantize_rows, "
          "layer_norm_quantize, gelu_quantize, linear_int8, linear_float8, gather_rows, "
          "gather_add_layer_norm, scatter_rows, layer_norm_gelu"),

@@ -241,7 +241,12 @@ def _plan(
         precision="tf32" if tf32 else "ieee",
     )
     walk = WalkTile(
-        pairs=strips, channels=chunk, is_packed=is_packed, element=element, accumulator=accumulator
+        pairs=strips,
+        channels=chunk,
+        is_packed=is_packed,
+        element=element,
+        accumulator=accumulator,
+        alignment=4 if is_packed else 1,
     )
     arguments = {
         "batch": batch,

@@ -60,7 +60,7 @@ def _sum_regions_kernel(
     tl.store(sum_ptr + place, total.to(sum_ptr.dtype.element_ty), mask=c_mask)
 
 
-def _sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
@@ -138,7 +138,7 @@ def backward_sums(
     partial = (walk_backward_sums if is_walk(geometry) else _partial_sums)(
         x, geometry, weights, means, variances, dys
     )
-    return _sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
+    return sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
 
 
 def _partial_sums(
@@ -268,7 +268,7 @@ def backward_conv(
         x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs
     )
     taps = [k * k for k in geometry.kernel_sizes]
-    dweights = _sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
+    dweights = sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
     return dconvs, [dw.view(channels, 1, k, k) for dw, k in zip(dweights, geometry.kernel_sizes, strict=True)]
 
 

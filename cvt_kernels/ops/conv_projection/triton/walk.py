@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ class WalkTile(NamedTuple):
         is_packed: Whether two channels are read and written as one number of 32 bits.
         element: Triton's dtype of the activations.
         accumulator: Triton's dtype of sums.
+        alignment: Bytes of which every token's address is a multiple, up to 16. With more than 4, of scalar
+            pointers, a lane with several units reads them at once.
     """
 
     pairs: int
@@ -46,6 +49,7 @@ class WalkTile(NamedTuple):
     is_packed: bool
     element: Any
     accumulator: Any
+    alignment: int
 
 
 class WalkPlan(NamedTuple):
@@ -73,15 +77,21 @@ class WalkPlan(NamedTuple):
             geometry: One that :func:`is_walk` accepts.
             others: The other tensors that it reads or writes two channels at a time.
         """
-        chip = machine.chip(x.device)
-        config = configuration(kernel, chip.capability)
+        config = configuration(kernel, machine.chip(x.device).capability)
         assert isinstance(config, WalkConfig), kernel
-        is_packed = (
-            x.element_size() == 2
-            and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
-            and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *others))
-        )
-        return _plan(config, x.shape, x.dtype, is_packed, geometry, chip)
+        return cls.by(config, x, geometry, others)
+
+    @classmethod
+    def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
+        """Returns the plan by a configuration, of what :meth:`of` takes."""
+        alignment = alignment_of(x, others)
+        return _plan(config, x.shape, x.dtype, alignment, geometry, machine.chip(x.device))
+
+
+def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
+    """Returns the bytes, up to 16, of which the addresses of all tokens and of others are multiples."""
+    strides = (stride * x.element_size() for stride in (x.shape[2], x.stride(0), x.stride(1)))
+    return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 
 
 def is_walk(geometry: Geometry) -> bool:
@@ -95,7 +105,7 @@ def is_walk(geometry: Geometry) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: WalkConfig, shape: torch.Size, dtype: torch.dtype, is_packed: bool, geometry: Geometry,
+    config: WalkConfig, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
     chip: machine.Chip,
 ) -> WalkPlan:  # fmt: skip
     batch, tokens, channels = shape
@@ -112,9 +122,10 @@ def _plan(
     tile = WalkTile(
         pairs=pairs,
         channels=block,
-        is_packed=is_packed,
+        is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
         element=_ELEMENTS[dtype],
         accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
+        alignment=alignment,
     )
     arguments = {
         "batch": batch,
@@ -223,15 +234,18 @@ def locate_walk(
         c=c,
         c_mask=c < CHANNELS,
         unit=unit,
-        unit_mask=unit * SIZE < CHANNELS,
+        unit_mask=unit < CHANNELS // SIZE,
     )
 
 
 @triton.jit
 def units(ptr, WALK: tl.constexpr):
     """Returns a pointer to channels as one to units."""
+    ALIGNMENT: tl.constexpr = WALK.alignment
     if WALK.is_packed:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        if ALIGNMENT > 4:
+            ptr = tl.multiple_of(ptr, ALIGNMENT)
     return ptr
 
 
@@ -346,9 +360,10 @@ class WalkRows(NamedTuple):
 @triton.jit
 def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr):
     """Returns the :class:`WalkRows` of an image with its first pixel at ``x_ptr`` and tokens STEP apart."""
+    ALIGNMENT: tl.constexpr = WALK.alignment
     DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
     return WalkRows(
-        ptr=units(x_ptr, WALK) - DISTANCE,
+        ptr=tl.multiple_of(units(x_ptr, WALK) - DISTANCE, ALIGNMENT),
         stride=width * DISTANCE,
         lane=place.col * DISTANCE + place.unit,
         limits=column_limits(place.col, width, height, place.unit_mask, -1, 4),

@@ -45,7 +45,7 @@ _SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blo
 
 
 @triton.jit
-def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
+def zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
     """Returns COUNT tiles [P, BC] of zeros as a tuple."""
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
@@ -56,7 +56,7 @@ def _zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def _channels_of(region, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def channels_of(region, CHANNELS: tl.constexpr, WALK: tl.constexpr):
     """Returns this program's channels [1, BC] anew: a walk leaves no register to keep them in."""
     BC: tl.constexpr = WALK.channels
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
@@ -120,7 +120,7 @@ def _conv_projection_walk_bwd_sums_kernel(
     for i in tl.static_range(len(STRIDES)):
         starts = starts + (-load_vector(mean_ptrs[i], place, WALK),)
         taps = taps + (load_weights(w_ptrs[i], place, WALK),)
-        totals = totals + (_zeros(2, WALK),)
+        totals = totals + (zeros(2, WALK),)
     for n in range(place.images):
         image = place.first_image + n * groups
         rows = rows_of(x_ptr + image * stride_b + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
@@ -143,7 +143,7 @@ def _conv_projection_walk_bwd_sums_kernel(
             totals = added
     plane = regions.to(tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
-    c = _channels_of(place.region, CHANNELS, WALK)
+    c = channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):
         sum_dy, sum_product = totals[i]
         var = tl.load(var_ptrs[i] + c, mask=c < CHANNELS, other=1.0).to(WALK.accumulator)
@@ -189,7 +189,7 @@ def _affine(
     """
     rstd = _inverse_deviation(var_ptr, eps, place, WALK)
     scale = load_vector(gamma_ptr, place, WALK) * rstd
-    (start,) = _zeros(1, WALK)
+    (start,) = zeros(1, WALK)
     taps = ()
     if BATCH_STATS:
         slope = load_vector(sums_ptr + CHANNELS, place, WALK) * inverse_count * rstd * scale
@@ -237,7 +237,7 @@ def _gradients_of_outputs(window, raw_dys, limits, row, scale, start, taps, WALK
 
 
 @triton.jit
-def _add_weight_gradients(dws, window, dconvs):
+def add_weight_gradients(dws, window, dconvs):
     """Returns the 9 sums of a weight's gradient with those of some outputs added."""
     added = ()
     for t in tl.static_range(9):
@@ -249,7 +249,7 @@ def _add_weight_gradients(dws, window, dconvs):
 
 
 @triton.jit
-def _store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, WALK: tl.constexpr):
     """Writes the sums of 9 tiles over their lanes, ``plane`` elements apart.
 
     Eight of them are one tile [P, BC, 8], since one reduction takes less time than eight, to compile too.
@@ -287,7 +287,7 @@ def _conv_projection_walk_bwd_conv_kernel(
                 inverse_counts[i], place, CHANNELS, BATCH_STATS, WALK,
             ),
         )  # fmt: skip
-        dws = dws + (_zeros(9, WALK),)
+        dws = dws + (zeros(9, WALK),)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     for n in range(place.images):
         image = place.first_image + n * groups
@@ -322,16 +322,16 @@ def _conv_projection_walk_bwd_conv_kernel(
                     )
                     out_ptr = outs[i] + out_row * output_size(width, STRIDES[i]) * CHANNELS
                     store_row(out_ptr, 0, dconvs, limits, row + r, CHANNELS)
-                    own = _add_weight_gradients(own, rows_3, dconvs)
+                    own = add_weight_gradients(own, rows_3, dconvs)
                 updated = updated + (own,)
             dws = updated
             above = next_raw
             raw = last_raw
     plane = regions.to(tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
-    c = _channels_of(place.region, CHANNELS, WALK)
+    c = channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):
-        _store_weight_gradients(partial_ptr + 9 * i * plane, plane, dws[i], c, CHANNELS, WALK)
+        store_weight_gradients(partial_ptr + 9 * i * plane, plane, dws[i], c, CHANNELS, WALK)
 
 
 def walk_backward_conv(
@@ -423,7 +423,7 @@ def _add_class_tokens(
     """Writes an image's gradient of the class token, in the walk of its first strip and columns."""
     mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
     lane = place.c + place.col  # of which only the lane at column 0 counts
-    (total,) = _zeros(1, WALK)
+    (total,) = zeros(1, WALK)
     for i in tl.static_range(len(STRIDES)):
         dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], 1, CHANNELS) - CHANNELS
         total += tl.load(dy_ptr + lane, mask=mask, other=0.0).to(WALK.accumulator)
@@ -451,7 +451,7 @@ def _conv_projection_walk_bwd_input_kernel(
             dx += CHANNELS
         dconvs = ()
         raws = ()
-        sums = _zeros(2, WALK)
+        sums = zeros(2, WALK)
         for i in tl.static_range(len(STRIDES)):
             dconv_ptr = _first_output(dconv_ptrs[i], image, height, width, STRIDES[i], 0, CHANNELS)
             lanes = output_lanes(dconv_ptr, place, STRIDES[i], True, CHANNELS, WALK)
@@ -465,8 +465,8 @@ def _conv_projection_walk_bwd_input_kernel(
             raws = raws + (raw,)
         for row in range(place.first_row, place.end_row, 2):
             upper = sums
-            lower = _zeros(2, WALK)
-            sums = _zeros(2, WALK)
+            lower = zeros(2, WALK)
+            sums = zeros(2, WALK)
             next_raws = ()
             for i in tl.static_range(len(STRIDES)):
                 if STRIDES[i] == 1:

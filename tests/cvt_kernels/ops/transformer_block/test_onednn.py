@@ -9,8 +9,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from cvt_kernels.ops import packing
-from cvt_kernels.ops.transformer_block import onednn
+from cvt_kernels.ops import packed_linear, packing
 from tests.cvt_kernels.ops.transformer_block.test_transformer_block import BACKENDS, make
 from tests.upstream import ours
 
@@ -81,8 +80,8 @@ def test_a_changed_bias_of_quick_gelu_is_scaled_anew():
 
 def test_weights_are_packed_once(monkeypatch):
     packs = []
-    pack = onednn._pack
-    monkeypatch.setattr(onednn, "_pack", lambda *args: packs.append(args) or pack(*args))
+    pack = packed_linear._pack
+    monkeypatch.setattr(packed_linear, "_pack", lambda *args: packs.append(args) or pack(*args))
     for batch in (2, 1, 2):
         x, grid, block = make(batch=batch)
         for _ in range(2):
@@ -184,8 +183,8 @@ def test_gradients_are_refused():
 
 
 def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
-    library = onednn._library()._replace(has_bfloat16=lambda: False, has_float16=lambda: False)
-    monkeypatch.setattr(onednn, "_library", lambda: library)
+    library = packed_linear._library()._replace(has_bfloat16=lambda: False, has_float16=lambda: False)
+    monkeypatch.setattr(packed_linear, "_library", lambda: library)
     for dtype in (torch.bfloat16, torch.float16):
         with refused(r"this CPU has no products of b?float16 for oneDNN"):
             ck.transformer_block(*make(dtype=dtype))
@@ -207,7 +206,7 @@ def test_a_torch_without_the_operators(monkeypatch, lacks):
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         reason = "this PyTorch has no oneDNN"
     else:
-        monkeypatch.setattr(onednn, "_library", lambda: None)
+        monkeypatch.setattr(packed_linear, "_library", lambda: None)
         reason = "this PyTorch has no packed linear layers of oneDNN"
     backends.forget()
     with refused(reason):
@@ -216,8 +215,8 @@ def test_a_torch_without_the_operators(monkeypatch, lacks):
 
 def test_the_library_is_looked_up(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object())
-    onednn._library.cache_clear()
+    packed_linear._library.cache_clear()
     try:
-        assert onednn._library() is None
+        assert packed_linear._library() is None
     finally:
-        onednn._library.cache_clear()
+        packed_linear._library.cache_clear()

@@ -1,0 +1,162 @@
+// The operators of depthwise_conv_gelu on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Results do not depend on the number of threads: every output is a sum of its own, in one order, and the gradients of the
+// parameters are sums over bands of rows, which depend on the shape alone, added in their order.
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/cpu.h"
+#include "common/tensors.h"
+#include "depthwise_conv_gelu/cpu_loops.h"
+#include "layer_norm_gelu/operators.h"
+
+namespace cvt_kernels::depthwise_conv_gelu {
+namespace {
+
+constexpr int64_t kGrain = 16384;       // elements that are worth a thread
+constexpr int64_t kRowBytes = 262144;   // of three rows of accumulators, which leave room in L2 for what else is read
+constexpr int64_t kLeastBlock = 128;    // channels, since neighbors in memory are read quicker
+constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
+constexpr int64_t kBandRows = 16;       // the fewest of a band, around which two are computed again
+
+const Kernels& loops() {
+  static const Kernels& chosen = choose(KERNEL_TABLES);
+  return chosen;
+}
+
+Tensor made_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+Activation activation_of(const std::string& name) {
+  const Activation activation = layer_norm_gelu::activation_of(name);
+  STD_TORCH_CHECK(activation != Activation::identity, "activation: got identity, expected none, tanh or quick");
+  return activation;
+}
+
+// A call on x (batch, tokens, channels), and the tensors that it points to. It is cut into so many units, if the channels
+// allow.
+struct Arguments {
+  Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const std::optional<Tensor>& shift,
+            int64_t units = 1)
+      : x(input.dim() == 3 && input.stride(2) != 1 ? made_contiguous(input) : input),
+        dtype(dtype_of(x)),
+        weight(made_contiguous(kernel)) {
+    STD_TORCH_CHECK(x.dim() == 3 && height > 0 && width > 0 && x.size(1) == height * width,
+                    "x: expected (batch, height · width, channels)");
+    const int64_t channels = channels_of(x);
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
+                        weight.size(3) == 3,
+                    "weight: expected (channels, 1, 3, 3)");
+    STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() && same_device(weight, x),
+                    "weight: expected the dtype and device of x");
+    if (shift.has_value()) {
+      check_parameter("bias", *shift, x);
+      STD_TORCH_CHECK(shift->scalar_type() == x.scalar_type(), "bias: expected the dtype of x");
+      bias = made_contiguous(*shift);
+    }
+    const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));
+    const int64_t wanted = std::min(units / std::max<int64_t>(1, x.size(0)), channels / kLeastBlock);
+    const int64_t blocks = std::max((channels + fitting - 1) / fitting, wanted);
+    call = {
+        .x = x.const_data_ptr(),
+        .batch_stride = x.stride(0),
+        .token_stride = x.stride(1),
+        .batch = x.size(0),
+        .height = height,
+        .width = width,
+        .channels = channels,
+        .weight = weight.const_data_ptr(),
+        .bias = layer_norm_gelu::const_data_of(bias),
+        .block = ((channels + blocks - 1) / blocks + kChannelStep - 1) / kChannelStep * kChannelStep,
+    };
+  }
+
+  int64_t blocks() const { return (call.channels + call.block - 1) / call.block; }
+
+  const Tensor x;
+  const DType dtype;
+  const Tensor weight;
+  std::optional<Tensor> bias;
+  Convolution call;
+};
+
+Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, const Tensor& weight,
+                           const std::optional<Tensor>& bias, const std::string& activation) {
+  const Activation function = activation_of(activation);
+  const Arguments arguments(input, height, width, weight, bias);
+  const Convolution& conv = arguments.call;
+  const Tensor out = empty(arguments.x.sizes(), arguments.x.scalar_type(), arguments.x);
+  const Forward call{conv, out.mutable_data_ptr()};
+  const int64_t bytes = parameters_size(conv) * accumulator_bytes(arguments.x);
+  const int64_t grain = std::max<int64_t>(1, kGrain / (conv.width * conv.block));
+  parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain, bytes,
+                            [&](int64_t begin, int64_t end, void* scratch) {
+    loops().forward(arguments.dtype, function, call, begin, end, scratch);
+  });
+  return out;
+}
+
+// The gradient of a parameter, of whose numbers each channel has `size`: of the totals, those from the quantity `first` on.
+Tensor gradient_of(const Tensor& parameter, const std::vector<double>& totals, int64_t first, int64_t size) {
+  const Tensor gradient = empty(parameter.sizes(), parameter.scalar_type(), parameter);
+  const int64_t channels = parameter.size(0);
+  with_type(dtype_of(parameter), [&](auto type) {
+    using T = decltype(type);
+    T* out = static_cast<T*>(gradient.mutable_data_ptr());
+    for (int64_t c = 0; c < channels; c++) {
+      for (int64_t i = 0; i < size; i++) store(out++, static_cast<Accumulator<T>>(totals[(first + i) * channels + c]));
+    }
+  });
+  return gradient;
+}
+
+template <class A>
+std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments, const Tensor& dout, Activation activation) {
+  const Convolution& conv = arguments.call;
+  const Tensor& x = arguments.x;
+  const Tensor dx = empty(x.sizes(), x.scalar_type(), x);
+  const int64_t bands = std::clamp<int64_t>(kBackwardUnits / std::max<int64_t>(1, arguments.blocks() * conv.batch), 1,
+                                            std::max<int64_t>(1, conv.height / kBandRows));
+  const int64_t parts = conv.batch * bands, size = kParameters * conv.channels;
+  std::vector<A> sums(parts * size);
+  const Backward call{conv, dout.const_data_ptr(), dx.mutable_data_ptr(), bands, sums.data()};
+  const int64_t bytes = backward_size(conv) * static_cast<int64_t>(sizeof(A));
+  const int64_t grain = std::max<int64_t>(1, kGrain * bands / (conv.height * conv.width * conv.block));
+  parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
+    loops().backward(arguments.dtype, activation, call, begin, end, scratch);
+  });
+  std::vector<double> totals(size);
+  const int64_t share = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts));
+  torch::stable::parallel_for(0, size, share, [&](int64_t begin, int64_t end) {
+    for (int64_t part = 0; part < parts; part++) {
+      for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
+    }
+  });
+  return {dx, gradient_of(arguments.weight, totals, 0, 9),
+          arguments.bias.has_value() ? gradient_of(*arguments.bias, totals, 9, 1) : layer_norm_gelu::no_gradient(x)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> depthwise_conv_gelu_backward(const Tensor& dout, const Tensor& input, int64_t height,
+                                                                int64_t width, const Tensor& weight,
+                                                                const std::optional<Tensor>& bias,
+                                                                const std::string& activation) {
+  const Activation function = activation_of(activation);
+  const Arguments arguments(input, height, width, weight, bias, kBackwardUnits);
+  const Tensor gradient = contiguous_like("dout", dout, arguments.x);
+  return accumulator_of(input) == ScalarType::Double ? compute_gradients<double>(arguments, gradient, function)
+                                                     : compute_gradients<float>(arguments, gradient, function);
+}
+
+}  // namespace
+}  // namespace cvt_kernels::depthwise_conv_gelu
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  using namespace cvt_kernels::depthwise_conv_gelu;
+  m.impl("depthwise_conv_gelu", TORCH_BOX(&depthwise_conv_gelu));
+  m.impl("depthwise_conv_gelu_backward", TORCH_BOX(&depthwise_conv_gelu_backward));
+}

@@ -1,0 +1,365 @@
+// The loops of the pyramid block on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the
+// table it fills; it includes nothing whose code the linker could merge between them.
+//
+// Between x and the result, nothing but keys, values and y goes through memory. A reduction is as many products as its
+// weight has rows, each of rows of normalized tokens as they lie side by side. A band of y's rows passes through the
+// feed-forward layers a few rows at a time: fc1 makes the hidden channels of new rows in the place of those that no output
+// needs any more, and the convolution takes three rows of them for each row of fc2's input, which is held in parts. Where
+// bands of few rows would make many hidden channels twice, they go through memory too.
+
+#include "pyramid_block/cpu_loops.h"
+
+#include "attention/heads.h"
+#include "depthwise_conv_gelu/rows.h"
+#include "linear/layer_loops.h"
+
+namespace cvt_kernels::pyramid_block {
+namespace {
+
+// Normalizes adjacent tokens of T into rows of factors.
+template <class T, class E>
+void normalize_rows(const Norm& norm, const T* tokens, int64_t rows, int64_t channels, float* copy, E* a, int64_t stride) {
+  for (int64_t row = 0; row < rows; row++) {
+    E* to = a + row * stride;
+    normalize(norm, tokens + row * channels, channels, copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
+  }
+  pad_rows(a, rows, stride, channels);
+}
+
+// sums = a weight, or sums += a weight, for the inputs of the weight from `begin` to `end`.
+template <class E>
+void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows, float* sums,
+                 int64_t sums_stride, bool adds) {
+  const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
+  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
+  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
+    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
+                      sums_stride, adds);
+  });
+}
+
+// Computes fc1(norm2(y)) of some tokens, by way of rows of factors.
+template <class T, class E>
+void hide(const Block& block, const T* y, int64_t rows, float* copy, float* tile, E* a, int64_t a_stride, E* hidden) {
+  const int64_t stride = stride_of<E>(block.fc1.outputs);
+  normalize_rows(block.norm2, y, rows, block.channels, copy, a, a_stride);
+  apply(block.fc1, 0, block.fc1.outputs, a, a_stride, rows, tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(hidden + r * stride + c, sums, lanes); });
+}
+
+int64_t sums_stride_of(const Block& block) { return round_up(block.channels, kColumns) + kLanes; }
+
+// The first step: keys and values -------------------------------------------------------------------------
+
+template <class E>
+struct Projecting {
+  E *squares, *a;
+  float *sums, *tile, *copy;
+  int64_t squares_stride, a_stride, sums_stride;
+
+  Projecting(const Block& block, Parts& parts)
+      : squares_stride(stride_of<E>(block.ratio * block.channels)), a_stride(stride_of<E>(block.channels)),
+        sums_stride(sums_stride_of(block)) {
+    const Grid kept = kept_grid(block);
+    const int64_t most = ceil_div(kept.height, block.groups) * kept.width, reduced = block.ratio == 0 ? 0 : most;
+    squares = parts.take<E>(reduced * squares_stride);
+    sums = parts.take<float>(reduced * sums_stride);
+    a = parts.take<E>(most * a_stride);
+    tile = parts.take<float>(most * kColumns);
+    copy = parts.take<float>(padded(block.channels));
+  }
+};
+
+// Computes the reduction of the kept rows from `begin` to `end`, as rows of factors.
+template <class T, class E = Element<T>>
+void reduce(const Block& block, const T* x, int64_t begin, int64_t end, const Projecting<E>& scratch) {
+  const int64_t ratio = block.ratio, channels = block.channels, width = kept_grid(block).width;
+  const int64_t rows = (end - begin) * width;
+  for (int64_t y = 0; y < ratio; y++) {
+    for (int64_t square = 0; square < rows; square++) {
+      const int64_t row = (begin + square / width) * ratio + y, column = square % width * ratio;
+      E* to = scratch.squares + square * scratch.squares_stride;
+      for (int64_t i = 0; i < ratio; i++, to += channels) {
+        normalize(block.norm1, x + (row * block.width + column + i) * channels, channels, scratch.copy,
+                  [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
+      }
+    }
+    pad_rows(scratch.squares, rows, scratch.squares_stride, ratio * channels);
+    add_product(block.reduction[y], 0, ratio * channels, scratch.squares, scratch.squares_stride, rows, scratch.sums,
+                scratch.sums_stride, y > 0);
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    float* sums = scratch.sums + row * scratch.sums_stride;
+    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(sums + c, load(sums + c, lanes) + load(block.reduction->bias + c, lanes), lanes);
+    });
+    E* to = scratch.a + row * scratch.a_stride;
+    normalize(block.norm_kept, sums, channels, scratch.copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
+  }
+  pad_rows(scratch.a, rows, scratch.a_stride, channels);
+}
+
+template <class T, class E = Element<T>>
+void project_group(const Block& block, int64_t unit, void* memory) {
+  const TileUse tile_use;
+  Parts parts(memory);
+  const Projecting<E> scratch(block, parts);
+  const Grid kept = kept_grid(block);
+  const int64_t image = unit / block.groups, group = unit % block.groups;
+  const int64_t begin = kept.height * group / block.groups, end = kept.height * (group + 1) / block.groups;
+  const int64_t rows = (end - begin) * kept.width, first = image * kept_tokens(block) + begin * kept.width;
+  const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
+  if (block.ratio > 0) {
+    reduce(block, x, begin, end, scratch);
+  } else {
+    normalize_rows(block.norm1, x + begin * block.width * block.channels, rows, block.channels, scratch.copy, scratch.a,
+                   scratch.a_stride);
+  }
+  for (int i = 1; i < 3; i++) {
+    const Linear& linear = block.linears[i];
+    E* out = static_cast<E*>(i == 1 ? block.keys : block.values) + first * linear.outputs;
+    apply(linear, 0, linear.outputs, scratch.a, scratch.a_stride, rows, scratch.tile,
+          [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+            store(out + r * linear.outputs + c, sums, lanes);
+          });
+  }
+}
+
+// The second step: queries and attention ------------------------------------------------------------------
+
+template <class E>
+struct Attending {
+  attention::Heads<E> heads;
+  E *a, *q;
+  float *tile, *copy;
+  int64_t a_stride;
+
+  Attending(const Block& block, Parts& parts)
+      : heads(kept_tokens(block), block.heads, block.proj.inputs / block.heads, block.scale, parts),
+        a_stride(stride_of<E>(at_least(block.channels, block.proj.inputs))) {
+    const int64_t rows = ceil_div(tokens_of(block), block.tiles);
+    a = parts.take<E>(rows * a_stride);
+    q = parts.take<E>(rows * block.proj.inputs);
+    tile = parts.take<float>(rows * kColumns);
+    copy = parts.take<float>(padded(block.channels));
+  }
+};
+
+template <class T, class E = Element<T>>
+void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
+  const TileUse tile_use;
+  Parts parts(memory);
+  Attending<E> scratch(block, parts);
+  const int64_t image = unit / block.tiles, tile = unit % block.tiles, tokens = tokens_of(block);
+  const int64_t width = block.proj.inputs;
+  if (previous < 0 || previous / block.tiles != image) {
+    const int64_t first = image * kept_tokens(block) * width;
+    scratch.heads.pack(static_cast<const E*>(block.keys) + first, static_cast<const E*>(block.values) + first);
+  }
+  const int64_t begin = tokens * tile / block.tiles, rows = tokens * (tile + 1) / block.tiles - begin;
+  const int64_t offset = (image * tokens + begin) * block.channels;
+  const T* x = static_cast<const T*>(block.x) + offset;
+  T* y = static_cast<T*>(block.stream) + offset;
+  normalize_rows(block.norm1, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+  apply(block.linears[0], 0, width, scratch.a, scratch.a_stride, rows, scratch.tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(scratch.q + r * width + c, sums, lanes); });
+  scratch.heads.attend(scratch.q, rows, scratch.a, scratch.a_stride);
+  pad_rows(scratch.a, rows, scratch.a_stride, width);
+  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+          store(y + r * block.channels + c, load(x + r * block.channels + c, lanes) + sums, lanes);
+        });
+  if (block.hidden != nullptr) {
+    E* hidden = static_cast<E*>(block.hidden) + (image * tokens + begin) * stride_of<E>(block.fc1.outputs);
+    hide(block, y, rows, scratch.copy, scratch.tile, scratch.a, scratch.a_stride, hidden);
+  }
+}
+
+// The third step: the feed-forward layers -----------------------------------------------------------------
+
+// The most rows of a band that are made together, in steps of about the same size.
+int64_t rows_of_step(int64_t rows, int64_t width) { return ceil_div(rows, ceil_div(rows, rows_together(width))); }
+
+template <class E>
+struct Mixing {
+  E *a, *hidden, *activated;
+  float *tile, *sums, *copy;
+  int64_t first, held;  // the row in the first place of hidden, and the places; rows beyond these take the first ones again
+  int64_t a_stride, hidden_stride, part, part_stride, sums_stride;
+
+  Mixing(const Block& block, Parts& parts)
+      : a_stride(stride_of<E>(block.channels)), hidden_stride(stride_of<E>(block.fc1.outputs)),
+        sums_stride(sums_stride_of(block)) {
+    const Grid grid = mixed_grid(block);
+    const int64_t rows = at_least(rows_of_step(grid.height / block.bands, grid.width),
+                                  rows_of_step(ceil_div(grid.height, block.bands), grid.width));
+    held = rows + 2;  // with those above and below
+    part = round_up(ceil_div(block.fc1.outputs, ceil_div(block.fc1.outputs, kHidden)), kColumns);
+    part_stride = stride_of<E>(part);
+    a = parts.take<E>(kTileRows * a_stride);
+    hidden = parts.take<E>(block.conv == nullptr || block.hidden != nullptr ? 0 : held * grid.width * hidden_stride);
+    activated = parts.take<E>(rows * grid.width * part_stride);
+    tile = parts.take<float>(kTileRows * kColumns);
+    sums = parts.take<float>(rows * grid.width * sums_stride);
+    copy = parts.take<float>(padded(block.channels));
+  }
+
+  // The hidden channels of a row of tokens.
+  E* row(int64_t number, int64_t width) const { return hidden + (number - first) % held * width * hidden_stride; }
+};
+
+// A band of an image.
+template <class T>
+struct Band {
+  const T* y;          // of the image
+  T* out;
+  int64_t top, bottom;  // of the outputs
+};
+
+// Computes fc1(norm2(y)) of the rows from `begin` to `end`, each in the place of an earlier one.
+template <class T, class E = Element<T>>
+void hide_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+  const int64_t width = block.width;
+  for (int64_t row = begin; row < end;) {
+    const int64_t place = (row - scratch.first) % scratch.held, adjacent = at_most(end - row, scratch.held - place);
+    const int64_t tokens = adjacent * width, chunks = ceil_div(tokens, kTileRows);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const int64_t first = tokens * chunk / chunks, count = tokens * (chunk + 1) / chunks - first;
+      hide(block, band.y + (row * width + first) * block.channels, count, scratch.copy, scratch.tile, scratch.a,
+           scratch.a_stride, scratch.row(row, width) + first * scratch.hidden_stride);
+    }
+    row += adjacent;
+  }
+}
+
+// Computes activation(conv) of the rows from `begin` to `end` for the hidden channels of a part.
+template <Activation activation, class E>
+void convolve_rows(const Block& block, int64_t begin, int64_t end, int64_t first, int64_t channels,
+                   const Mixing<E>& scratch) {
+  const float* packed = block.conv + first / kLanes * depthwise_conv_gelu::kPacked<E>;
+  for (int64_t row = begin; row < end; row++) {
+    depthwise_conv_gelu::Rows<E> rows{{}, scratch.hidden_stride, block.width};
+    for (int64_t i = 0; i < 3; i++) {
+      const int64_t from = row - 1 + i;
+      rows.tokens[i] = from >= 0 && from < block.height ? scratch.row(from, block.width) + first : nullptr;
+    }
+    depthwise_conv_gelu::convolve_row<activation>(rows, channels, packed,
+                                                  scratch.activated + (row - begin) * block.width * scratch.part_stride,
+                                                  scratch.part_stride);
+  }
+}
+
+// Computes activation(fc1) of tokens that are normalized, where there is no convolution.
+template <Activation activation, class T, class E = Element<T>>
+void activate_rows(const Block& block, int64_t rows, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.tile,
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+          store(scratch.activated + r * scratch.part_stride + c - begin, layer_norm_gelu::activated<T, activation>(sums),
+                lanes);
+        });
+}
+
+template <Activation activation, class T, class E = Element<T>>
+void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+  const Grid grid = mixed_grid(block);
+  const int64_t rows = (end - begin) * grid.width, offset = begin * grid.width * block.channels;
+  if (block.conv == nullptr) {
+    normalize_rows(block.norm2, band.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+  } else if (block.hidden == nullptr) {
+    const int64_t known = begin == band.top ? begin - 1 : begin + 1;
+    hide_rows(block, band, at_least<int64_t>(known, 0), at_most(end + 1, grid.height), scratch);
+  }
+  for (int64_t first = 0; first < block.fc1.outputs; first += scratch.part) {
+    const int64_t last = at_most(block.fc1.outputs, first + scratch.part);
+    if (block.conv != nullptr) convolve_rows<activation>(block, begin, end, first, last - first, scratch);
+    else activate_rows<activation, T>(block, rows, first, last, scratch);
+    pad_rows(scratch.activated, rows, scratch.part_stride, last - first);
+    add_product(block.fc2, first, last, scratch.activated, scratch.part_stride, rows, scratch.sums, scratch.sums_stride,
+                first > 0);
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    const T* y = band.y + offset + row * block.channels;
+    T* out = band.out + offset + row * block.channels;
+    const float* sums = scratch.sums + row * scratch.sums_stride;
+    for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(out + c, load(y + c, lanes) + (load(sums + c, lanes) + load(block.fc2.bias + c, lanes)), lanes);
+    });
+  }
+}
+
+template <class T, class E = Element<T>>
+void mix_band(const Block& block, int64_t unit, void* memory) {
+  const TileUse tile_use;
+  Parts parts(memory);
+  Mixing<E> scratch(block, parts);
+  const Grid grid = mixed_grid(block);
+  const int64_t image = unit / block.bands, number = unit % block.bands, offset = image * tokens_of(block) * block.channels;
+  const Band<T> band{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset,
+                     grid.height * number / block.bands, grid.height * (number + 1) / block.bands};
+  scratch.first = band.top - 1;
+  if (block.hidden != nullptr) {
+    scratch.hidden = static_cast<E*>(block.hidden) + image * tokens_of(block) * scratch.hidden_stride;
+    scratch.first = 0, scratch.held = block.height;
+  }
+  const int64_t rows = band.bottom - band.top, steps = ceil_div(rows, rows_together(grid.width));
+  layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
+    for (int64_t step = 0; step < steps; step++) {
+      mix_rows<activation.value>(block, band, band.top + rows * step / steps, band.top + rows * (step + 1) / steps, scratch);
+    }
+  });
+}
+
+// From the dtype of a call to the type of a template ------------------------------------------------------
+
+void pack_convolution(DType dtype, const void* weight, const void* bias, int64_t channels, float* out) {
+  with_element(dtype, [&](auto type) {
+    using T = decltype(type);
+    depthwise_conv_gelu::pack(static_cast<const T*>(weight), static_cast<const T*>(bias), channels, out);
+  });
+}
+
+int64_t packed_convolution_size(int64_t channels) { return depthwise_conv_gelu::packed_size<float>(channels); }
+
+int64_t element_bytes(DType dtype) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) { bytes = sizeof(Element<decltype(type)>); });
+  return bytes;
+}
+
+int64_t hidden_bytes(DType dtype, const Block& block) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) {
+    using E = Element<decltype(type)>;
+    bytes = stride_of<E>(block.fc1.outputs) * sizeof(E);
+  });
+  return bytes;
+}
+
+template <template <class> class Scratch>
+int64_t bytes_of(DType dtype, const Block& block) {
+  Parts parts(nullptr);
+  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(block, parts); });
+  return parts.size();
+}
+
+void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
+  with_element(dtype, [&](auto type) { project_group<decltype(type)>(block, unit, scratch); });
+}
+
+void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
+  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
+}
+
+void mix(DType dtype, const Block& block, int64_t unit, void* scratch) {
+  with_element(dtype, [&](auto type) { mix_band<decltype(type)>(block, unit, scratch); });
+}
+
+}  // namespace
+
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, hidden_bytes,       bytes_of<Projecting>,
+                      project,          bytes_of<Attending>,     attend,        bytes_of<Mixing>,   mix};
+
+}  // namespace cvt_kernels::pyramid_block

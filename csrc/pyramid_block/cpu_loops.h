@@ -1,0 +1,84 @@
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+//
+// A block is y = x + proj(attention(q, k, v)), then y + fc2(activation(conv(fc1(norm2(y))))), on the tokens of an image row
+// by row. Queries are of norm1(x), keys and values of what a reduction makes of it. It takes three steps, each cut into
+// units that threads share: keys and values; queries and attention, up to y; and the feed-forward layers.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cpu_loops.h"
+#include "common/half.h"
+#include "common/instruction_sets.h"
+#include "layer_norm_gelu/activation.h"
+#include "linear/layers.h"
+
+namespace cvt_kernels::pyramid_block {
+
+using attention::kMaxHeadDim;
+using layer_norm_gelu::Activation;
+
+constexpr int64_t kHidden = 512;  // the most hidden channels that are held at once behind the activation
+
+struct Block {
+  const void* x;  // (images, height · width, channels)
+  void* out;      // the same
+  int64_t images, height, width, channels;
+  Norm norm1, norm2;
+  int64_t ratio;            // of the reduction; 0 if there is none
+  const Linear* reduction;  // a linear layer for each of its rows of weights, with one bias
+  Norm norm_kept;
+  Linear linears[3], proj, fc1, fc2;
+  int64_t heads;
+  double scale;
+  const float* conv;  // packed; none if there is no convolution
+  Activation activation;
+  void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
+  void* stream;         // y, of the type of x
+  void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
+  int64_t groups;       // of an image's rows of keys: a unit of the first step
+  int64_t tiles;        // of an image's tokens: a unit of the second step
+  int64_t bands;        // of the rows of mixed_grid: a unit of the third step
+};
+
+struct Grid {
+  int64_t height, width;
+};
+
+// The grid of keys and values.
+static inline Grid kept_grid(const Block& block) {
+  const int64_t ratio = block.ratio == 0 ? 1 : block.ratio;
+  return {block.height / ratio, block.width / ratio};
+}
+
+static inline int64_t kept_tokens(const Block& block) { return kept_grid(block).height * kept_grid(block).width; }
+static inline int64_t tokens_of(const Block& block) { return block.height * block.width; }
+
+// The rows that the third step takes together: with no convolution a token is one.
+static inline Grid mixed_grid(const Block& block) {
+  if (block.conv == nullptr) return {tokens_of(block), 1};
+  return {block.height, block.width};
+}
+
+// As many rows of some tokens each as pass through a linear layer together, at least one.
+static inline int64_t rows_together(int64_t width) { return width < kTileRows ? kTileRows / width : 1; }
+
+// The loops, compiled for one instruction set. They serve all dtypes but float64.
+struct Kernels {
+  // Packs the weight (channels, 1, 3, 3) of a convolution and its bias, or null, into packed_convolution_size numbers.
+  void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t channels, float* out);
+  int64_t (*packed_convolution_size)(int64_t channels);
+  int64_t (*element_bytes)(DType);  // of keys and values between the steps
+  int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
+  int64_t (*project_bytes)(DType, const Block&);
+  void (*project)(DType, const Block&, int64_t unit, void* scratch);
+  int64_t (*attend_bytes)(DType, const Block&);
+  // `previous` is the unit that the thread served before with the same scratch, or -1.
+  void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
+  int64_t (*mix_bytes)(DType, const Block&);
+  void (*mix)(DType, const Block&, int64_t unit, void* scratch);
+};
+
+DECLARE_PRODUCT_TABLES;
+
+}  // namespace cvt_kernels::pyramid_block

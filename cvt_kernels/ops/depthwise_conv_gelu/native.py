@@ -1,0 +1,116 @@
+"""Depthwise 3×3 convolution of tokens with bias and GELU on a CPU by the compiled extension (csrc).
+
+With u = conv(x) + bias, ``out = gelu(u)``: rows of tokens are read where they lie, each for three rows of
+outputs between which the cache holds it, and only ``out`` is written. Sums and GELU are in float32 (float64
+for float64), and rounded once.
+
+Backward saves x and the parameters, and computes u again. It goes down bands of rows of an image: a ring of
+three rows holds ``du = dout · gelu'(u)``, whose convolution with the taps in reverse order is dx, and whose
+products with x are the gradients of the taps. Neither u nor du goes through memory.
+
+Sums over tokens are taken in a fixed order: the same bits every time, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import checks, dispatch, machine
+from ...reference import GeluVariant
+from ..autograd import once_differentiable
+
+machine.load_extension()
+_ops = torch.ops.cvt_kernels
+
+
+class _DepthwiseConvGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, height: int, width: int, weight: Tensor, bias: Tensor | None, approximate: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.settings = height, width, approximate
+        return _ops.depthwise_conv_gelu.default(x, height, width, weight, bias, approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        height, width, approximate = ctx.settings
+        dx, dweight, dbias = _ops.depthwise_conv_gelu_backward.default(
+            dout, x, height, width, weight, bias, approximate
+        )
+        return dx, None, None, dweight, None if bias is None else dbias, None
+
+
+# Shapes for torch.compile, which traces through the functions above ----------------------------------------
+
+
+@torch.library.register_fake("cvt_kernels::depthwise_conv_gelu")
+def _(x: Tensor, height: int, width: int, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("cvt_kernels::depthwise_conv_gelu_backward")
+def _(
+    dout: Tensor, x: Tensor, height: int, width: int, weight: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dbias = x.new_empty(0, dtype=dtype) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+
+
+# The backend ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(x: Tensor, *args: object, **settings: object) -> str | None:
+    """Says why these kernels cannot serve a call; None if they can."""
+    if checks.forward_mode_enabled():
+        return "forward-mode differentiation is not supported"
+    return None
+
+
+def _prepare(
+    x: Tensor,
+    grid: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+) -> Callable[..., Tensor]:
+    dtype, operator = checks.autocast_dtype(x), _ops.depthwise_conv_gelu.default
+    if dtype is None:
+        return lambda x, weight, bias: operator(x, *grid, weight, bias, approximate)
+    return lambda x, weight, bias: operator(*_cast(dtype, x, grid, weight, bias), approximate)
+
+
+def _cast(
+    dtype: torch.dtype, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None
+) -> tuple[Any, ...]:
+    return x.to(dtype), *grid, weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+@dispatch.prepared_by(_prepare)
+def depthwise_conv_gelu(
+    x: Tensor,
+    grid: tuple[int, int],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: GeluVariant = "none",
+) -> Tensor:
+    """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
+
+    ``x`` is read as it lies if its channels are adjacent; otherwise it is copied first. Under autocast it is
+    computed in autocast's dtype, as convolutions are.
+    """
+    wants_gradient = checks.wants_gradient(x, weight, bias)
+    dtype = checks.autocast_dtype(x)
+    args = (x, *grid, weight, bias) if dtype is None else _cast(dtype, x, grid, weight, bias)
+    if wants_gradient:
+        return _DepthwiseConvGelu.apply(*args, approximate)
+    return _ops.depthwise_conv_gelu.default(*args, approximate)

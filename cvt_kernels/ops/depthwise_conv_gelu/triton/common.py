@@ -1,0 +1,127 @@
+"""Launch configurations of the kernels of ``depthwise_conv_gelu``, their budgets and plans."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .... import backends, machine
+from ...conv_projection.triton.common import Geometry, WalkConfig
+from ...conv_projection.triton.walk import WalkPlan, alignment_of
+from ...triton_launch import Budget, Overrides
+
+# Launch configurations ------------------------------------------------------------------------------------
+
+#: By kernel, on every GPU. A lane has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2
+#: of 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
+#: gradients of the taps beside them. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
+CONFIGS: dict[str, WalkConfig] = {
+    "fwd": WalkConfig(pairs=4, channels=128, registers=128, resident_warps=16),
+    "bwd_conv": WalkConfig(pairs=4, channels=128, registers=255, resident_warps=8),
+}
+#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for SegFormer-B0 at 512² and
+#: batch 256.
+BUDGETS: dict[int, dict[str, Budget]] = {
+    90: {
+        "fwd": Budget(instructions_per_output=25, registers=128),
+        "bwd_conv": Budget(instructions_per_output=47, registers=255),
+    },
+}
+_overrides: Overrides[WalkConfig] = Overrides(CONFIGS)
+
+
+@contextlib.contextmanager
+def overridden(kernel: str, config: WalkConfig) -> Iterator[None]:
+    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
+
+    Args:
+        kernel: The kernel's name in ``CONFIGS``.
+        config: Its configuration, for 2-byte dtypes.
+
+    Raises:
+        ValueError: There is no such kernel.
+    """
+    try:
+        with _overrides.replaced(kernel, config):
+            backends.forget()  # the launches that are planned
+            yield
+    finally:
+        backends.forget()
+
+
+# Plans ----------------------------------------------------------------------------------------------------
+
+
+def geometry_of(grid: tuple[int, int]) -> Geometry:
+    """Returns the geometry of the convolution on a grid, as walks know it."""
+    return Geometry(grid, kernel_sizes=(3,), strides=(1,), paddings=(1,), dilations=(1,), epss=(0.0,))
+
+
+class GeluSpec(NamedTuple):
+    """The constants of a kernel besides its walk: ``SPEC`` in the kernels.
+
+    Attributes:
+        approximate: GELU's variant.
+        is_half: Whether results are rounded to 16 bits, so that erf may be approximated.
+        hardware: Whether special functions are the GPU's own instructions, of which results of 16 bits need
+            no more.
+        has_bias: Whether there is a bias.
+    """
+
+    approximate: str
+    is_half: bool
+    hardware: bool
+    has_bias: bool
+
+
+class ConvPlan(NamedTuple):
+    """The plan of a launch.
+
+    Attributes:
+        walk: How the walks of its programs go.
+        others: The arguments of its kernel besides tensors.
+    """
+
+    walk: WalkPlan
+    others: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
+        has_bias: bool,
+    ) -> ConvPlan:  # fmt: skip
+        """Returns the plan of a kernel of ``CONFIGS``.
+
+        Args:
+            kernel: Its name.
+            x: The tokens, whose channels are adjacent.
+            grid: Their (H, W).
+            approximate: GELU's variant.
+            parameters: What it reads besides, by units.
+            has_bias: Whether there is a bias.
+        """
+        config = _overrides.get(kernel) or CONFIGS[kernel]
+        if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
+            config = replace(config, channels=config.channels // 2)
+        walk = WalkPlan.by(config, x, geometry_of(grid), parameters)
+        is_half = x.element_size() == 2
+        spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
+        sizes = {name: value for name, value in walk.arguments.items() if name not in _UNUSED}
+        return cls(walk, sizes | {"stride_b": x.stride(0), "STEP": x.stride(1), "SPEC": spec})
+
+
+#: Arguments of walks that have no place here: there is no class token, and one convolution of stride 1.
+_UNUSED = "CLASS_TOKEN", "STRIDES"
+
+
+def _prefers_half(config: WalkConfig, channels: int, alignment: int) -> bool:
+    """Returns whether blocks of half the channels are better.
+
+    They are where one of them holds the last channels, and where a lane would take its channels by several
+    accesses, whose addresses and masks find no registers.
+    """
+    return alignment % 8 != 0 or 0 < channels % config.channels <= config.channels // 2

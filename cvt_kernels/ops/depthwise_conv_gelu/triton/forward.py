@@ -1,0 +1,110 @@
+"""The forward kernel of ``depthwise_conv_gelu`` and its launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import machine
+from ...conv_projection.triton.walk import (
+    add_row,
+    column_limits,
+    load_above,
+    load_at,
+    load_vector,
+    load_weights,
+    locate_walk,
+    rows_of,
+    store_row,
+    widen,
+)
+from ...triton_gelu import activate_half
+from .common import ConvPlan
+
+SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
+
+
+@triton.jit
+def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
+    """Returns half the bias, with which a sum starts, and half of each tap."""
+    P: tl.constexpr = WALK.pairs
+    BC: tl.constexpr = WALK.channels
+    start = tl.zeros([P, BC], WALK.accumulator)
+    if SPEC.has_bias:
+        start = load_vector(bias_ptr, place, WALK) * 0.5
+    weights = load_weights(w_ptr, place, WALK)
+    taps = ()
+    for t in tl.static_range(9):
+        taps = taps + (weights[t] * 0.5,)
+    return start, taps
+
+
+@triton.jit
+def _activated(halves, SPEC: tl.constexpr):
+    """Returns GELU of twice some tiles."""
+    tiles = ()
+    for n in tl.static_range(len(halves)):
+        tiles = tiles + (activate_half(halves[n], SPEC.approximate, SPEC.is_half, SPEC.hardware),)
+    return tiles
+
+
+@triton.jit
+def _begin(start, taps, above, here):
+    """Returns the sums of the outputs of a row and of the next, with what the row before and it add."""
+    upper = add_row(add_row((start, start), above, taps, 0), here, taps, 1)
+    return upper, add_row((start, start), here, taps, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _depthwise_conv_gelu_fwd_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr,
+    batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Writes the outputs of a strip of some images."""
+    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    start, taps = load_halved(w_ptr, bias_ptr, place, WALK, SPEC)
+    limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
+    lane = place.col * CHANNELS + place.c
+    for n in range(place.images):
+        image = place.first_image + n * groups
+        rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, WALK)
+        y = y_ptr + image * (height * width) * CHANNELS
+        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
+        here = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
+        upper, lower = _begin(start, taps, above, here)
+        for row in range(place.first_row, place.end_row, 2):
+            below_raw = load_at(rows, row + 1, STEP, WALK)
+            last_raw = load_at(rows, row + 2, STEP, WALK)
+            below = widen(below_raw, WALK)
+            last = widen(last_raw, WALK)
+            upper = _activated(add_row(upper, below, taps, 2), SPEC)
+            lower = _activated(add_row(add_row(lower, below, taps, 1), last, taps, 2), SPEC)
+            y_row = y + row * width * CHANNELS
+            store_row(y_row, lane, upper, limits, row, CHANNELS)
+            store_row(y_row + width * CHANNELS, lane, lower, limits, row + 1, CHANNELS)
+            upper, lower = _begin(start, taps, below, last)
+
+
+def conv_gelu_forward(
+    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
+) -> Tensor:
+    """Returns y for tokens ``x`` whose channels are adjacent, and contiguous parameters of their dtype."""
+    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
+    y = x.new_empty(x.shape)
+    machine.launch(
+        _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
+        x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **plan.others,
+    )  # fmt: skip
+    return y
+
+
+def planned_forward(
+    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
+) -> machine.PlannedLaunch:
+    """Returns the launch of :func:`conv_gelu_forward` for tensors like these; it takes x, w, bias and y."""
+    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
+    return machine.PlannedLaunch(
+        _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), plan.walk.options, plan.others
+    )
