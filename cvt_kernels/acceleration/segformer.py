@@ -25,7 +25,6 @@ from .fused import (
     add_and_normalize,
     apply_linear,
     gelu_variant,
-    norm_operators,
     normalize,
     normalize_for_layers,
 )
@@ -99,8 +98,7 @@ def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 # Fused forwards before it, also of GLPN -------------------------------------------------------------------
 
 
-def embeddings(self: Any, pixel_values: Tensor) -> tuple[Tensor, int, int]:
-    """Computes an overlapping patch embedding, of any of the upstreams."""
+def _embeddings(self: Any, pixel_values: Tensor) -> tuple[Tensor, int, int]:
     return embed_tokens(self.proj, self.layer_norm, pixel_values)
 
 
@@ -127,10 +125,9 @@ def _mix_ffn(self: Any, hidden_states: Tensor, height: int, width: int) -> Tenso
     return self.dropout(apply_linear(self.dense2, drop(self.dropout, hidden)))
 
 
-def layer_with_tuple(
+def _layer_of_4(
     self: Any, hidden_states: Tensor, height: int, width: int, output_attentions: bool = False
 ) -> tuple[Tensor, ...]:
-    """Computes a layer that returns attentions too, of any of the upstreams."""
     y = normalize_for_layers(self.layer_norm_1, hidden_states)
     branch, *attentions = self.attention(y, height, width, output_attentions=output_attentions)
     stream, y = add_and_normalize(self.layer_norm_2, self.drop_path(branch), hidden_states)
@@ -148,7 +145,7 @@ def embeddings_entry(name: str) -> BlockEntry:
         operators=lambda block, device_type: (embedding_operator(block.proj, device_type),),
         arguments=("pixel_values",),
         children=frozenset(("proj", "layer_norm")),
-        forward=embeddings,
+        forward=_embeddings,
         parts=bypassed({"layer_norm": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.layer_norm),
     )
@@ -174,7 +171,7 @@ def layer_entry(
     return BlockEntry(
         upstream=UPSTREAM,
         name=name,
-        operators=lambda block, device_type: norm_operators(block.mlp, ""),
+        operators=always("layer_norm", "add_layer_norm"),
         arguments=("hidden_states", "height", "width", last_argument),
         children=frozenset(("attention", "drop_path", "mlp", *norms, *children)),
         forward=forward,
@@ -192,7 +189,7 @@ def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
     """
     return (
         embeddings_entry(f"{prefix}OverlapPatchEmbeddings"),
-        layer_entry(f"{prefix}Layer", layer_with_tuple),
+        layer_entry(f"{prefix}Layer", _layer_of_4),
         BlockEntry(
             upstream=UPSTREAM,
             name=f"{prefix}EfficientSelfAttention",
