@@ -38,6 +38,8 @@ TESTS = (
     "tests/cvt_kernels/test_graphs.py",
     "tests/cvt_kernels/test_tracing.py",
     "tests/cvt_kernels/acceleration/test_compiling.py",
+    "tests/cvt_kernels/acceleration/test_pyramids.py",
+    "tests/cvt_kernels/acceleration/test_segformer.py",
     "tests/cvt_kernels/acceleration/test_tracing.py",
     "tests/cvt_kernels/ops/transformer_block/test_onednn.py",
 )

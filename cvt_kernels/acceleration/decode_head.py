@@ -48,7 +48,9 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
 def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
     """Computes what follows the fusion: BatchNorm unless it is in there, activation, dropout, classifier."""
     if not folds:
-        image = head.batch_norm(image)
+        # For a batch of one upstream's map has its channels first, in which order PyTorch's sums over pixels
+        # have smaller errors.
+        image = head.batch_norm(image.contiguous() if image.shape[0] == 1 else image)
     activation = head.activation
     if type(activation) is nn.ReLU and not is_watched(activation) and not checks.wants_gradient(image):
         image = image.relu_()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import cvt_kernels as ck
 from cvt_kernels.acceleration import glpn as glpn_blocks
 from cvt_kernels.acceleration import pvt as pvt_blocks
 from cvt_kernels.acceleration import segformer as segformer_blocks
-from tests.checks import assert_accurate, record_all_calls, record_calls
+from tests.checks import assert_accurate, python_blocks, record_all_calls, record_calls, run_blocks
 from tests.upstream import (
     PYRAMIDS,
     RANDOM,
@@ -28,6 +29,8 @@ from tests.upstream import (
     step,
     with_right_gradients,
 )
+
+ROOT = Path(__file__).parents[3]
 
 #: An image size of each, odd where upstream takes it.
 SIZES = {segformer: (70, 54), pvt: (70, 70), pvt_v2: (70, 54), pvt_v2_linear: (86, 62), glpn: (96, 64)}
@@ -334,3 +337,9 @@ def test_every_gelu_of_transformers(hidden_act):
     own, fused = pair(pvt_v2, hidden_act=hidden_act)
     with torch.no_grad():
         assert relative(logits(fused(inputs(pvt_v2))), logits(own(inputs(pvt_v2)))) < 1e-5
+
+
+def test_the_page():
+    text = (ROOT / "docs" / "pyramids.md").read_text(encoding="utf-8")
+    (block,) = python_blocks(text)
+    assert run_blocks([block])["after"].shape == (1, 2, 24, 16)

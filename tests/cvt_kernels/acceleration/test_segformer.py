@@ -1,4 +1,4 @@
-"""What is SegFormer's own: its decode head, attention by name, and maps or tokens of the last stage."""
+"""SegFormer's own: its decode head, attention by name, and maps or tokens of the last stage."""
 
 import copy
 
