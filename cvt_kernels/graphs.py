@@ -22,6 +22,7 @@ import enum
 import functools
 import itertools
 import operator
+import sys
 import threading
 import warnings
 import weakref
@@ -542,7 +543,7 @@ class _Snapshot:
             return "a gradient is wanted; call the model within torch.inference_mode() or torch.no_grad()"
         if any(map(_training, self._attributes)):
             return "a module of the model is in training mode"
-        if any(self._hooks):
+        if any(self._hooks) and not all(map(_is_idle, itertools.chain(*map(_values, self._hooks)))):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
@@ -558,6 +559,18 @@ _values: Any = dict.values
 _dtype = operator.attrgetter("dtype")
 _requires_grad = operator.attrgetter("requires_grad")
 _training = operator.itemgetter("training")
+
+
+def _is_idle(hook: Any) -> bool:
+    """Says whether a forward hook is one by which transformers records outputs, and nobody records now.
+
+    Such hooks stay in a model once it has recorded any. If it does so again in the call that is to be
+    replayed, the graph has what they record.
+    """
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+        return False
+    collector = getattr(sys.modules[hook.__module__], "_active_collector", None)
+    return collector is not None and collector.get() is None
 
 
 def _why_modules_unknown(modules: list[nn.Module]) -> str | None:

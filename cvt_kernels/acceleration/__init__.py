@@ -47,34 +47,35 @@ _MADE_OF = "_cvt_kernels_made_of"
 
 
 def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
-    """Gives the supported blocks of a CvT fused forwards, in place.
+    """Gives the supported blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN fused forwards, in place.
 
-    Supported are Hugging Face's ``CvtModel`` and ``CvtForImageClassification``, Microsoft's ``cls_cvt``
-    models and every model that contains their blocks. (``cvt``'s own blocks are fused as they are.) The model
-    computes what it computed before, in evaluation and in training, with the same random numbers, gradients
-    and BatchNorm statistics, up to rounding. Parameters, ``state_dict``, hooks and class names stay.
+    Supported are Hugging Face's models of these names, Microsoft's ``cls_cvt`` models and every model that
+    contains their blocks. (``cvt``'s own blocks are fused as they are.) The model computes what it computed
+    before, in evaluation and in training, with the same random numbers, gradients and BatchNorm statistics,
+    up to rounding. Parameters, ``state_dict``, hooks and class names stay.
 
     A block that is not as its class is upstream keeps its class, and one that a fused forward would not do
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
     everything. Second derivatives need the reference backend.
 
-    With ``freeze``, each stage is served as one where no gradient is wanted: biases are folded, the residual
-    stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches.
-    Changed weights are noticed, and folded again, unless they were changed through ``.data`` in place, which
-    PyTorch does not count. A frozen model does not train: in training mode it raises. Where gradients are
-    recorded, under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
+    With ``freeze``, each stage of a CvT is served as one where no gradient is wanted: biases are folded, the
+    residual stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the
+    launches. Of the other models each layer is served as one, by :func:`cvt_kernels.pyramid_block`. Changed
+    weights are noticed, and folded again, unless they were changed through ``.data`` in place, which PyTorch
+    does not count. A frozen model does not train: in training mode it raises. Where gradients are recorded,
+    under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: Whether to serve whole stages, for models in evaluation mode, ``cvt``'s included.
+        freeze: Whether to serve whole stages and layers, for models in evaluation mode, ``cvt``'s included.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no supported block, or with ``freeze`` it has no stage that can be frozen, or is in
-            training mode; it is left as it was.
+        ValueError: It has no supported block, or with ``freeze`` it has no stage or layer that can be frozen,
+            or is in training mode; it is left as it was.
     """
     blocks = find_blocks(model)
     supported = [(block, entry) for _, block, entry in blocks if why_mismatched(block, entry) is None]

@@ -105,8 +105,8 @@ class StageEntry(NamedTuple):
 
     def call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, None] | None:
         """Returns the image of a call, which has no grid; None for a call of another form."""
-        image, *others = *args, *kwargs.values(), None
-        return (image, None) if isinstance(image, Tensor) and len(others) == 1 else None
+        given = (*args, *kwargs.values())
+        return (given[0], None) if len(given) == 1 and isinstance(given[0], Tensor) else None
 
 
 def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:

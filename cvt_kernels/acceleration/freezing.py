@@ -160,10 +160,10 @@ def _is_noticed(hooks: Mapping[int, Any]) -> bool:
     and attention that makes some is not frozen.
     """
     for hook in hooks.values():
-        code = getattr(hook, "__code__", None)
-        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing" or code is None:
+        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
             return True
-        if dict(zip(code.co_freevars, hook.__closure__, strict=True))["key"].cell_contents != "attentions":
+        held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        if "key" not in held or held["key"].cell_contents != "attentions":
             return True
     return False
 

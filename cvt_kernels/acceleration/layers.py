@@ -58,14 +58,15 @@ class LayerEntry(NamedTuple):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, tuple[Any, Any]] | None:
         """Returns the tokens and the grid of a call; None for one of another form, or for attention maps."""
+        if len(args) > len(self.block.arguments):
+            return None
         given = {**dict(zip(self.block.arguments, args, strict=False)), **kwargs}
         x, *grid = (given.pop(name, None) for name in ("hidden_states", "height", "width"))
         # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
         # elsewhere.
         given.pop("output_hidden_states", None)
-        if not isinstance(x, Tensor) or any(
-            each is not None and each is not False for each in given.values()
-        ):
+        asked = any(value is not None and value is not False for value in given.values())
+        if asked or not isinstance(x, Tensor) or any(size is None for size in grid):
             return None
         return x, (grid[0], grid[1])
 

@@ -11,10 +11,11 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 import cvt_kernels as ck
-from cvt_kernels import backends
+from cvt_kernels import backends, graphs
 from cvt_kernels.acceleration import freezing, layers
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate
+from tests.cvt_kernels.test_graphs import FakeCapture
 from tests.upstream import glpn, images, logits, pvt, pvt_v2, pvt_v2_linear, relative, segformer
 
 #: The makers of models, and the numbers of their layers.
@@ -147,7 +148,7 @@ def test_attention_maps_come_from_the_layers_own_forward(make):
 
 
 def test_a_segmenter_is_served_after_its_hidden_states_were_recorded():
-    """In transformers 5 every call of it records some, and leaves hooks on its attentions."""
+    """Each call of it in transformers 5 records some, and leaves hooks on its attentions."""
     own = segformer()
     fused = frozen(own)
     x = images(2, 32, 48)
@@ -331,6 +332,24 @@ def test_the_key_of_a_graph_is_that_of_a_state():
     assert first._cvt_kernels_graph_key() != keys[0] != second._cvt_kernels_graph_key() == keys[1]
     hook_inside(first)
     assert "has forward hooks" in first._cvt_kernels_graph_key()
+
+
+def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
+    """The attentions have hooks, once hidden states were recorded."""
+    monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
+    monkeypatch.setattr(FakeCapture, "tapes", [])
+    fused = frozen(segformer())
+    model, x = ck.graphed(copy.deepcopy(fused)), images(2, 32, 48)
+    for given in (x, x + 1, x):
+        assert torch.equal(logits(model(given)), logits(fused(given)))
+    for each in (model, fused):
+        next(layers_of(each)[0].children()).eps = 1.0
+    for _ in range(2):
+        assert torch.equal(logits(model(x)), logits(fused(x)))
+    assert [tape.replays for tape in FakeCapture.tapes] == [3, 1]
+    assert graphs.why_not_graphed(model, x) is None
+    layers_of(model)[0].attention.register_forward_hook(lambda *args: None)
+    assert graphs.why_not_graphed(model, x) == "a module of the model has forward hooks"
 
 
 # Not for training, and not for everything ------------------------------------------------------------------
