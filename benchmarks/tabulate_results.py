@@ -28,6 +28,8 @@ README, QUANTIZE = ROOT / "README.md", ROOT / "docs" / "quantize.md"
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
 #: The line at which the README's table of other models than CvT begins.
 BEGIN_PYRAMIDS = "<!-- measured, other models: written by make results -->\n"
+#: The batch sizes of a CvT that the README's table has.
+_README_BATCHES = (1, 8)
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
 #: What benchmarks/auto.py writes.
@@ -232,7 +234,7 @@ def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
 
 
 def readme_table(run: Run) -> str:
-    """Returns the README's table: every result of ``cvt bench`` on a device, beside Hugging Face's."""
+    """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's."""
     contenders = {"compile": "`torch.compile`", "accelerate": "accelerated", "cvt": "`cvt`"}
     measured = {row["contender"] for r in run.benches for batch in r["batches"] for row in batch["rows"]}
     if "accelerate-frozen" in measured:
@@ -242,6 +244,8 @@ def readme_table(run: Run) -> str:
         config = results["config"]
         kind = f"{config['dtype']}, {'training step' if config['train'] else 'inference'}"
         for batch in results["batches"]:
+            if batch["batch_size"] not in _README_BATCHES:
+                continue
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
             speeds = [times_as_fast(rows, name) for name in contenders]
@@ -323,7 +327,7 @@ def pyramids_of(benches: list[bench_results.Results]) -> str:
 
 
 def pyramids_table(benches: list[bench_results.Results]) -> str:
-    """Returns the README's table of a device, with a row for each model and batch size."""
+    """Returns the README's table of inference on a device, with a row for each model and batch size."""
     contenders = {
         "compile": "`torch.compile`",
         "accelerate": "accelerated",
@@ -333,8 +337,9 @@ def pyramids_table(benches: list[bench_results.Results]) -> str:
     table_rows = [heads]
     for results in benches:
         config = results["config"]
-        kind = "training step" if config["train"] else "inference"
-        model = f"{config['model']}, {config['image_size']}×{config['image_size']}, {config['dtype']}, {kind}"
+        if config["train"]:
+            continue
+        model = f"{config['model']}, {config['image_size']}×{config['image_size']}, {config['dtype']}"
         for batch in results["batches"]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
