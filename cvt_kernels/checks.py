@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -84,6 +87,11 @@ def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
     device_type = x.device.type
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which autocast is off for the device of ``x``."""
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
 def _has_autocast(device_type: str) -> bool:

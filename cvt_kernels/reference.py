@@ -9,7 +9,6 @@ memory. Where there is a class token it is token 0, and ``T = H·W + 1``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -747,8 +746,7 @@ _EXACT = 1024
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x · weightᵀ of 8-bit numbers in float32, rounded once."""
-    autocast = checks.autocast_enabled(x)
-    with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
+    with checks.without_autocast(x):
         parts = zip(x.split(_EXACT, -1), weight.split(_EXACT, -1), strict=True)
         sums = [F.linear(a.float(), b.float()) for a, b in parts]
     if len(sums) == 1:

@@ -74,7 +74,7 @@ def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[T
     """
     weight, norm = head.linear_fuse.weight, head.batch_norm
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    with torch.autocast(weight.device.type, enabled=False):
+    with checks.without_autocast(weight):
         fusion, shift = weight.flatten(1).to(dtype), None
         if folds:
             scale = (norm.running_var.to(dtype) + norm.eps).rsqrt()
@@ -99,7 +99,7 @@ def _through_both(
     """
     dtype = weight.dtype
     if tokens.shape[0] * tokens.shape[1] > weight.shape[1]:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with checks.without_autocast(tokens):
             part = part @ weight.to(part.dtype)
     else:
         tokens = linear(tokens, weight)

@@ -61,6 +61,8 @@ def _why_sdpa_unsupported(
 ) -> str | None:
     if bias is not None and q.device.type != "cpu":
         return "may give no zeros where the bias excludes every key"
+    if checks.forward_mode_enabled():
+        return "has no derivatives in forward mode"
     return "draws other random numbers than the reference" if dropout_p > 0 else None
 
 

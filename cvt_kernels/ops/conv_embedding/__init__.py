@@ -108,6 +108,10 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     checks.check_rank("image", image, 4, "(batch, channels, height, width)")
     checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
     checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
+    if image.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as the weight has"
+        )
     kernel_size = weight.shape[3]
     expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
     checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")
@@ -135,7 +139,7 @@ def _signature(
     class_token: Tensor | None = None,
 ) -> tuple[Any, ...]:
     gradient = checks.wants_gradient(image, weight, *vectors, class_token)
-    channels_last = image.is_contiguous(memory_format=torch.channels_last)
+    channels_last = image.stride(1) == 1  # of which alone torch.func.vmap knows
     geometry = weight.shape[3], stride, padding
     return gradient, image.shape, weight.shape[0], geometry, channels_last, class_token is not None
 

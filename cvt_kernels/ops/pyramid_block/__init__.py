@@ -199,8 +199,8 @@ def _check_layers(x: Tensor, block: PyramidBlock, channels: int) -> None:
         _check_linear(f"block.linears[{i}]", layer, (width, channels), x)
     if not isinstance(heads, int) or heads < 1 or width < 1 or width % heads:
         raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {width} channels")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"block.scale: got {scale}, expected a finite number or None")
+    if scale is not None and not (isinstance(scale, float | int) and -math.inf < scale < math.inf):
+        raise ValueError(f"block.scale: got {scale!r}, expected a finite number or None")
     _check_linear("block.proj", block.proj, (channels, width), x)
     checks.check_float_tensor("block.fc1.weight", block.fc1.weight, _WEIGHT)
     checks.check_rank("block.fc1.weight", block.fc1.weight, 2, _WEIGHT)

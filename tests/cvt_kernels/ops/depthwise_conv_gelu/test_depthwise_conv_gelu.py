@@ -41,6 +41,7 @@ BAD = {
     "rank": ((X[0], GRID, WEIGHT), {}, ValueError, "x: got shape (12, 6), expected 3 dimensions"),
     "no channels": ((X[..., :0], GRID, WEIGHT[:0]), {}, ValueError, "x: got shape (2, 12, 0)"),
     "list": ((X, [3, 4], WEIGHT), {}, TypeError, "grid: got [3, 4], expected a tuple (H, W)"),
+    "a tensor": ((X, WEIGHT, WEIGHT), {}, TypeError, "grid: got Tensor, expected a tuple (H, W)"),
     "fractions": ((X, (3.0, 4.0), WEIGHT), {}, TypeError, "grid: got (3.0, 4.0)"),
     "other tokens": ((X, (3, 3), WEIGHT), {}, ValueError, "grid: got 3×3 for 12 tokens"),
     "negative": ((X, (-3, -4), WEIGHT), {}, ValueError, "grid: got -3×-4 for 12 tokens"),
