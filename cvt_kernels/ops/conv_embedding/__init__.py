@@ -109,9 +109,7 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
     checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
     if image.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as the weight has"
-        )
+        raise ValueError(f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as weight")
     kernel_size = weight.shape[3]
     expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
     checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")

@@ -38,6 +38,7 @@ def test_a_bias_and_a_bias_by_position():
     torch.testing.assert_close(out, ck.reference.attention(q, k, k, bias=bias, position=position))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_forward_mode_is_left_to_the_reference():
     q, step = torch.randn(2, 1, 8, 2, 4)
     out, change = torch.func.jvp(lambda q: ck.attention(q, q, q), (q,), (step,))

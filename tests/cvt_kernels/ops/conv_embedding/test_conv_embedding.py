@@ -80,7 +80,7 @@ def call(image=IMAGE, weight=WEIGHT, bias=BIAS, gamma=GAMMA, beta=BETA, **settin
     [
         ({"image": IMAGE[0]}, ValueError, r"image: got shape \(3, 20, 24\), expected 4 dimensions"),
         ({"image": IMAGE.long()}, TypeError, "image: got dtype int64"),
-        ({"image": IMAGE[:, :2]}, ValueError, "image: got 2 channels, expected 3 as the weight has"),
+        ({"image": IMAGE[:, :2]}, ValueError, "image: got 2 channels, expected 3 as weight"),
         ({"weight": WEIGHT[..., :6]}, ValueError, r"weight: got shape .* expected \(16, 3, 6, 6\)"),
         ({"weight": WEIGHT.half()}, TypeError, "weight: has dtype float16, expected float32 as image"),
         ({"weight": WEIGHT[:0]}, ValueError, r"weight: got shape \(0, 3, 7, 7\), expected channels"),
