@@ -98,3 +98,8 @@ def call(image=IMAGE, weight=WEIGHT, bias=BIAS, gamma=GAMMA, beta=BETA, **settin
 def test_bad_arguments(settings, error, message):
     with pytest.raises(error, match=message):
         call(**settings)
+
+
+def test_under_vmap():
+    one_by_one = torch.func.vmap(lambda image: ck.conv_embedding(image[None], WEIGHT, BIAS, **SETTINGS)[0])
+    torch.testing.assert_close(one_by_one(IMAGE), ck.conv_embedding(IMAGE, WEIGHT, BIAS, **SETTINGS))
