@@ -92,7 +92,7 @@ def _compose(
     eps: float,
     class_token: Tensor | None,
 ) -> Tensor:
-    image = image.contiguous(memory_format=torch.channels_last)
+    image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
     tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
     norm_weight, norm_bias = (
         None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
