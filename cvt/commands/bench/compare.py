@@ -72,7 +72,7 @@ def check_comparable(old: Results, model: str, image_size: int, batch_sizes: Seq
     """Raises ValueError, which says what differs, if results are of another model or other sizes."""
     config, sizes = old["config"], [batch["batch_size"] for batch in old["batches"]]
     differences = [
-        f"{name} {a} and {b}"
+        f"{name} {a} → {b}"
         for name, a, b in (
             ("model", config["model"], model),
             ("image size", config["image_size"], image_size),
@@ -81,7 +81,7 @@ def check_comparable(old: Results, model: str, image_size: int, batch_sizes: Seq
     ]
     if not set(sizes) & set(batch_sizes):
         a, b = (", ".join(map(str, each)) for each in (sizes, batch_sizes))
-        differences.append(f"batch size {a} and {b}")
+        differences.append(f"batch size {a} → {b}")
     if differences:
         raise ValueError(f"the old and the new results cannot be compared: {'; '.join(differences)}")
 

@@ -502,9 +502,7 @@ def test_comparison_by_hand():
     other = made(cvt=[1])
     other["config"] |= {"model": "pvt_v2_b0", "image_size": 64}
     other["batches"][0]["batch_size"] = 8
-    with pytest.raises(
-        ValueError, match="model cvt_13 and pvt_v2_b0; image size 224 and 64; batch size 2 and 8"
-    ):
+    with pytest.raises(ValueError, match="model cvt_13 → pvt_v2_b0; image size 224 → 64; batch size 2 → 8"):
         compare.compare(made(cvt=[1]), other)
 
 

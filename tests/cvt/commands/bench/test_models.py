@@ -100,7 +100,7 @@ def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
 def test_results_of_another_model_are_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(measurements, "_measure", lambda *arguments: pytest.fail("measured"))
     old = {"config": {"model": "pvt_tiny", "image_size": 96}, "batches": [{"batch_size": 8}]}
-    with pytest.raises(ValueError, match="model pvt_tiny and glpn; image size 96 and 64; batch size 8 and 2"):
+    with pytest.raises(ValueError, match="model pvt_tiny → glpn; image size 96 → 64; batch size 8 → 2"):
         measured("glpn", against=old)
 
 
