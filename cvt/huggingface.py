@@ -271,6 +271,8 @@ def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConf
     Raises:
         CheckpointError: It describes no CvT that this package can build.
     """
+    if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
+        raise CheckpointError(f"is a model of type {kind!r}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     tokens = fields.get("cls_token") or [True]
     pool = "cls" if isinstance(tokens, list) and tokens[-1] else "avg"

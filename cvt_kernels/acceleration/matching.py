@@ -43,7 +43,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
             found.append((path, module, entry))
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} has no block of a CvT; looked for the classes {_looked_for()}"
+            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
+            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
         )
     return found
 
@@ -52,13 +53,6 @@ def check_module(model: object) -> None:
     """Raises TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-
-
-def _looked_for() -> str:
-    names: dict[str, dict[str, None]] = {}
-    for entry in TABLE.values():
-        names.setdefault(entry.upstream, {})[entry.name] = None
-    return "; ".join(f"{', '.join(classes)} ({upstream})" for upstream, classes in names.items())
 
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:

@@ -184,7 +184,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
         A :class:`Verification`: print it, or ask for ``passed``.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or there is no tensor of floating point in ``inputs``.
         ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
     """
     from tqdm import tqdm  # not needed where nothing is verified
@@ -192,6 +192,11 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     if rounds < 1:
         raise ValueError(f"rounds: got {rounds}, expected at least 1")
     coverage(model)  # raises unless there is something to verify
+    if not list(_tensors(inputs)):
+        raise TypeError(
+            f"inputs: got a {type(inputs).__name__} without a floating-point tensor, expected a tensor, "
+            "a tuple of positional or a dict of keyword arguments"
+        )
     model = _unwrapped(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(

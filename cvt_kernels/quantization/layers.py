@@ -34,7 +34,7 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no block of a CvT.
+        ValueError: It has no block of a CvT, or no such layer in them.
     """
     found, channels = [], None
     for path, block, entry in find_blocks(model):

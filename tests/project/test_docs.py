@@ -12,7 +12,8 @@ from cvt_kernels.acceleration.freezing import STAGES
 from cvt_kernels.acceleration.matching import TABLE
 from tests.checks import python_blocks, run_blocks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "accelerate.md").read_text(encoding="utf-8")
 
 
 def test_accelerate_page(capsys):
@@ -30,7 +31,7 @@ def test_accelerate_page(capsys):
 
 
 def test_graphs_page():
-    text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
+    text = (DOCS / "graphs.md").read_text(encoding="utf-8")
     names = run_blocks(python_blocks(text))
     assert names["logits"].shape == (2, 2)
     assert f'`"{names["why_not"]}"`' in text
@@ -39,13 +40,17 @@ def test_graphs_page():
     assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text
 
 
-def test_accelerate_page_lists_every_class():
+def test_the_pages_list_every_class():
     upstream, listed = "", set()
     for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", PAGE, flags=re.MULTILINE):
-        upstream = cells[0].strip(" `") or upstream
+        upstream = cells[0].replace("`", "").strip() or upstream
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
-    stages = {("all, with `freeze=True", entry.block.name) for entry in STAGES.values()}
-    assert listed == stages | {(entry.upstream, entry.name) for entry in TABLE.values()}
+    pyramids = (DOCS / "pyramids.md").read_text(encoding="utf-8").partition("### Classes")[2]
+    for classes in re.findall(r"^\| (`.*?) \|", pyramids, flags=re.MULTILINE):
+        listed |= {("Hugging Face", name) for name in re.findall("`(.*?)`", classes)}
+    blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
+    frozen = {(entry.block.upstream, entry.block.name) for entry in STAGES.values()} - blocks
+    assert listed == blocks | {(f"{upstream}, with freeze=True", name) for upstream, name in frozen}
 
 
 @pytest.mark.parametrize("name", ["accelerate", "coverage", "quantize", "restore", "verify"])

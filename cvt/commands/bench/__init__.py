@@ -89,6 +89,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             train=arguments.train,
             peers=arguments.peers,
             save_weights=arguments.save_weights,
+            against=old,
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(f"--batch-size: {error}") from error

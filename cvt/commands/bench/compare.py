@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cvt_kernels.tables import aligned
@@ -45,8 +46,10 @@ def compare(old: Results, new: Results) -> list[Change]:
     """Compares the contenders that both results have in the same batch size.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or the results are of different models or sizes of images.
     """
+    config, sizes = new["config"], [batch["batch_size"] for batch in new["batches"]]
+    check_comparable(old, config["model"], config["image_size"], sizes)
     before, after = _times(old), _times(new)
     changes = []
     for key in [key for key in after if key in before]:
@@ -63,6 +66,24 @@ def compare(old: Results, new: Results) -> list[Change]:
     if not changes:
         raise ValueError("the two results have no contender in the same batch size in common")
     return changes
+
+
+def check_comparable(old: Results, model: str, image_size: int, batch_sizes: Sequence[int]) -> None:
+    """Raises ValueError, which says what differs, if results are of another model or other sizes."""
+    config, sizes = old["config"], [batch["batch_size"] for batch in old["batches"]]
+    differences = [
+        f"{name} {a} → {b}"
+        for name, a, b in (
+            ("model", config["model"], model),
+            ("image size", config["image_size"], image_size),
+        )
+        if a != b
+    ]
+    if not set(sizes) & set(batch_sizes):
+        a, b = (", ".join(map(str, each)) for each in (sizes, batch_sizes))
+        differences.append(f"batch size {a} → {b}")
+    if differences:
+        raise ValueError(f"the old and the new results cannot be compared: {'; '.join(differences)}")
 
 
 def _times(results: Results) -> dict[tuple[int, str], list[float]]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cvt_kernels import accelerate, backends, graphed, graphs
 from cvt_kernels.backends import Backend
 
-from ...checkpoints import read_checkpoint
+from ...checkpoints import Checkpoint, read_checkpoint
 from ...config import CvTConfig
 from ...extras import require
 from ...factory import create_model, randomize
@@ -181,7 +181,9 @@ def quiet_transformers() -> Any:
     return transformers
 
 
-def build_ours(model: str | CvTConfig | None, checkpoint: str | None = None) -> tuple[str | CvTConfig, CvT]:
+def build_ours(
+    model: str | CvTConfig | None, checkpoint: str | Checkpoint | None = None
+) -> tuple[str | CvTConfig, CvT]:
     """Builds our model so that Hugging Face's can compute the same.
 
     It has the activation that Hugging Face runs, and no drop path, which draws random numbers.

@@ -27,6 +27,7 @@ from cvt_kernels import __version__, machine, measure
 from ...config import DTYPES
 from ...images import load_images, sample_photos
 from . import breakdown
+from .compare import check_comparable
 from .contenders import (
     CHOICES,
     COMPILED,
@@ -41,7 +42,7 @@ from .contenders import (
     has_classes,
 )
 from .models import Subject, build_subject
-from .results import SCHEMA, VERSION
+from .results import SCHEMA, VERSION, Results
 from .verdict import parity_errors
 
 _PACKAGES = ("torch", "transformers", "numpy")
@@ -60,6 +61,7 @@ def run(
     train: bool = False,
     peers: Sequence[str] = ("hf",),
     save_weights: str | os.PathLike[str] | None = None,
+    against: Results | None = None,
 ) -> dict[str, Any]:
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
@@ -77,6 +79,7 @@ def run(
         train: Measure a training step, forward and backward, instead of a forward in evaluation.
         peers: Some of ``CHOICES``; ``"hf"`` is always measured.
         save_weights: Directory in which to keep the weights, in Hugging Face's format.
+        against: Results with which these will be compared, so that those of another model fail at once.
 
     Returns:
         Facts and samples, ready for JSON; ``docs/report.md`` has the format.
@@ -84,14 +87,16 @@ def run(
     Raises:
         ModuleNotFoundError: The ``bench`` extra is not installed.
         OSError, ImageError, CheckpointError: A file is missing or unusable.
-        ValueError: An unknown name, an image size that the model does not take, or a contender that is less
-            accurate than it may be.
+        ValueError: An unknown name, an image size that the model does not take, results ``against`` that
+            cannot be compared, or a contender that is less accurate than it may be.
     """
     device = torch.device(device)
     for peer in peers:
         if peer not in CHOICES:
             raise ValueError(f"peers: got {peer!r}, expected {', '.join(CHOICES)}")
     subject = build_subject(model, checkpoint, image_size)
+    if against is not None:
+        check_comparable(against, subject.name, subject.image_size, batch_sizes)
     photos = list(sample_photos() if images is None else images)
     # A model of pixels may take larger images than the photographs are.
     inputs = load_images(photos, subject.image_size, upscale=subject.ours is None).to(device, DTYPES[dtype])

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ... import hub
-from ...checkpoints import local_place
+from ...checkpoints import Checkpoint, local_place, read_checkpoint
 from ...config import PRESETS, default_image_size
 from ...evaluation import cost
 from ...factory import SEED, randomize
-from ...huggingface import save_huggingface
+from ...huggingface import CheckpointError, save_huggingface
 from ...model import CvT
 from .contenders import build_huggingface, build_ours, quiet_transformers
 
@@ -150,10 +150,27 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
         hf = build_pyramid(model, checkpoint, size)
         return Subject(model, weights, hf, None, size, list(hf.config.depths), operations(model, hf, size))
     quiet_transformers()  # what is not installed fails before the weights are read
-    name, ours = build_ours(model, checkpoint)
+    loaded = None if checkpoint is None else read_checkpoint(checkpoint)
+    if loaded is not None and model is None:
+        _check_no_pyramid(loaded)
+    name, ours = build_ours(model, loaded)
     size = image_size or default_image_size(name)
     count = 2 * cost(ours.config, size).multiply_adds
     return Subject(str(name), weights, build_huggingface(ours), ours, size, list(ours.config.depths), count)
+
+
+def _check_no_pyramid(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if weights are of a model of ``PYRAMIDS``, which has to be named."""
+    kind = (checkpoint.hf_config or {}).get("model_type")
+    if kind in (None, "cvt"):
+        return
+    transformers = quiet_transformers()
+    classes = {name: getattr(transformers, each.model_class, None) for name, each in PYRAMIDS.items()}
+    names = [
+        name for name, each in classes.items() if each is not None and each.config_class.model_type == kind
+    ]
+    if names:
+        raise CheckpointError(f"{checkpoint.path}: is of {kind}; give --model, one of {', '.join(names)}")
 
 
 def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:

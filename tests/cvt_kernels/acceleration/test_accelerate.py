@@ -714,11 +714,10 @@ class Block(nn.Module):
 def test_nothing_to_accelerate(function):
     """A transformer that is no CvT has classes of the same names."""
     model = nn.Sequential(Block(), nn.LayerNorm(4))
-    with pytest.raises(ValueError, match="Sequential has no block of a CvT; looked for the classes") as error:
+    with pytest.raises(
+        ValueError, match="Sequential has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; "
+    ):
         function(model)
-    message = str(error.value)
-    assert "CvtConvEmbeddings, CvtLayer, CvtSelfAttention, CvtIntermediate, CvtSelfOutput" in message
-    assert "ConvEmbed, Block, Attention, Mlp (Microsoft)" in message
     assert [type(m) for m in model.modules()][1] is Block
 
 

@@ -236,7 +236,12 @@ def test_bad_input():
     model = microsoft()
     with pytest.raises(TypeError, match=r"model: got int, expected a torch\.nn\.Module"):
         ck.verify(3, images())
-    with pytest.raises(ValueError, match="Linear has no block of a CvT"):
+    for inputs, kind in ((None, "NoneType"), ((), "tuple")):
+        with pytest.raises(
+            TypeError, match=f"inputs: got a {kind} without a floating-point tensor, expected"
+        ):
+            ck.verify(model, inputs)
+    with pytest.raises(ValueError, match="Linear has no block of a CvT, SegFormer"):
         ck.verify(nn.Linear(3, 3), images())
     with pytest.raises(ValueError, match="rounds: got 0, expected at least 1"):
         ck.verify(model, images(), rounds=0)

@@ -19,7 +19,7 @@ from cvt_kernels import backends, machine, quantization
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 from cvt_kernels.quantization import calibration
 from tests.checks import Terminal
-from tests.upstream import ONE_STAGE, huggingface, images, logits, microsoft, ours
+from tests.upstream import ONE_STAGE, huggingface, images, logits, microsoft, ours, pvt
 
 MAKERS = [ours, huggingface, microsoft]
 FC2 = "stage2.blocks.1.mlp.fc2"
@@ -195,6 +195,7 @@ def test_layers_are_kept_by_name_or_pattern(model):
 
 WRONG = {
     "no block": ({}, lambda m: nn.Linear(2, 2), "model: Linear has no block of a CvT"),
+    "no CvT": ({}, lambda m: pvt().eval(), "model: Pvt.* has no linear layer in a block of a CvT"),
     "no module": ({}, lambda m: "cvt", "model: got str, expected a torch.nn.Module"),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),
     "scheme": ({"scheme": "int4"}, None, "scheme: got 'int4', expected one of dynamic, static"),

@@ -499,6 +499,11 @@ def test_comparison_by_hand():
     assert compare.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].verdict == "too few rounds, expected 4"
     with pytest.raises(ValueError, match="no contender in the same batch size in common"):
         compare.compare(made(cvt=[1]), made(hf=[1]))
+    other = made(cvt=[1])
+    other["config"] |= {"model": "pvt_v2_b0", "image_size": 64}
+    other["batches"][0]["batch_size"] = 8
+    with pytest.raises(ValueError, match="model cvt_13 → pvt_v2_b0; image size 224 → 64; batch size 2 → 8"):
+        compare.compare(made(cvt=[1]), other)
 
 
 def test_comparison_says_what_else_differs():
@@ -704,6 +709,7 @@ def test_command(results, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert (asked["batch_sizes"], asked["dtype"], asked["train"]) == ([1, 8], "bfloat16", True)
     assert asked["peers"] == ["hf", "eager"]
+    assert asked["against"] == results
     assert out.startswith(result_files.text(results))
     assert f"report: {tmp_path}/report/index.html" in out
     assert out.count("within noise") == len(rows_of(results))

@@ -97,6 +97,13 @@ def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
     assert "top-5 agreement" in text
 
 
+def test_results_of_another_model_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(measurements, "_measure", lambda *arguments: pytest.fail("measured"))
+    old = {"config": {"model": "pvt_tiny", "image_size": 96}, "batches": [{"batch_size": 8}]}
+    with pytest.raises(ValueError, match="model pvt_tiny → glpn; image size 96 → 64; batch size 8 → 2"):
+        measured("glpn", against=old)
+
+
 def test_what_cannot_be_accelerated_is_no_note(monkeypatch):
     def accelerate(model, *, freeze):
         raise ValueError("model: has no block of CvT")
@@ -228,6 +235,8 @@ def test_weights_come_back(tmp_path, capsys, monkeypatch):
     assert models.build_subject("segformer_b0", "owner/name", 64).weights == "owner/name"
     capsys.readouterr()
     base = ["bench", "--model"]
+    unnamed = bad(capsys, cli.main, "bench", "--checkpoint", str(tmp_path))
+    assert f"{tmp_path}: is of segformer; give --model, one of segformer_b0, segformer_b1, " in unnamed
     other = bad(capsys, cli.main, *base, "pvt_tiny", "--checkpoint", str(tmp_path))
     assert f"checkpoint: {tmp_path} is of segformer, expected a model of pvt" in other
     models.PYRAMIDS["segformer_b1"].sizes["hidden_sizes"] = [16, 16, 24, 32]
