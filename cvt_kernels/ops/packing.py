@@ -47,7 +47,7 @@ def packed(
     A weight of inference mode is packed at every call, since its changes are not counted.
 
     Args:
-        weight: A tensor. A change of its values through ``.data`` is not noticed.
+        weight: A tensor. A change of its values in place through ``.data`` is not noticed.
         key: What is made: it tells the copies of a weight apart.
         make: Makes the copy, which must not refer to the tensors.
         others: What else goes into it, and is watched alike; it should live as long as the weight.
