@@ -52,10 +52,9 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
         # have smaller errors.
         image = head.batch_norm(image.contiguous() if image.shape[0] == 1 else image)
     activation = head.activation
-    if type(activation) is nn.ReLU and not is_watched(activation) and not checks.wants_gradient(image):
-        image = image.relu_()
-    else:
-        image = activation(image)
+    # A map that BatchNorm has returned may be kept by its hooks.
+    in_place = folds and type(activation) is nn.ReLU and not is_watched(activation)
+    image = image.relu_() if in_place and not checks.wants_gradient(image) else activation(image)
     layer = head.classifier
     logits = linear(_tokens_of(drop(head.dropout, image)), layer.weight.flatten(1), layer.bias)
     return as_map(logits, image.shape[2:])

@@ -180,11 +180,13 @@ def why_convolutions_unsupported(branches: Iterable[tuple[Any, Any]]) -> str | N
 
 
 def why_norms_unsupported(*norms: Any) -> str | None:
-    """Says which of the modules is no LayerNorm over the last dimension; None if all are."""
+    """Says which of the modules is no LayerNorm over the last dimension of positive eps; None if all are."""
     for norm in norms:
         plain = type(norm) is nn.LayerNorm or type(norm).__bases__ == (nn.LayerNorm,)
         if not plain or len(norm.normalized_shape) != 1:
             return f"{type(norm).__qualname__} is not a LayerNorm over the last dimension"
+        if not norm.eps > 0:
+            return f"{type(norm).__qualname__} has eps = {norm.eps:g}, expected more than 0"
     return None
 
 

@@ -3,8 +3,8 @@
 They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. A frozen stage has folded its
 biases (``stages``), a frozen layer is an operator of its tensors (``layers``); both hold as long as nothing
 within changes. Every call compares what was found at first with what there is: modules, parameters and
-buffers by identity, folded tensors by version and memory, settings by value. After a change the module is
-examined and folded again.
+buffers by identity, folded tensors by version, memory and layout, settings by value. After a change the
+module is examined and folded again.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Watch:
         self._folded = _folded_of(parts)
         self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         self._configs = [space["config"] for space in spaces if "config" in space]
-        self._with_stride = [module for module in modules if isinstance(module, nn.Conv2d)]
+        self._convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -275,8 +275,12 @@ class _Watch:
             [module.__class__ for module in self._modules],
             [cls.forward for cls in self._classes],
             [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
+            [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in self._folded],
             [space.get(name) for space, name in self._settings],
-            [(conv.stride, conv.padding, conv.dilation) for conv in self._with_stride],
+            [
+                (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
+                for conv in self._convolutions
+            ],
             [getattr(config, "_attn_implementation", None) for config in self._configs],
         )
 

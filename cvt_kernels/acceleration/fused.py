@@ -6,11 +6,13 @@ backend.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from .. import checks, dispatch
@@ -37,7 +39,7 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
 
 def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
-    plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+    plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.eps > 0
     return normalize(module, x) if plain and not is_watched(module) else module(x)
 
 
@@ -151,6 +153,19 @@ def gelu_variant(activation: Any) -> GeluVariant:
     if type(activation) is nn.GELU:
         return cast(GeluVariant, activation.approximate)
     return GELU_VARIANTS.get(type(activation).__name__, "quick")
+
+
+def why_gelu_replaced(activation: Any) -> str | None:
+    """Says that an activation has another function than its class gives it; None if it has not."""
+    act = vars(activation).get("act")
+    if act is None:
+        return None
+    function, settings = (act.func, act.keywords) if isinstance(act, functools.partial) else (act, {})
+    if function is F.gelu:
+        own = settings.get("approximate", "none") == gelu_variant(activation)
+    else:  # a method, which computes the same in several steps
+        own = getattr(act, "__func__", act) in vars(type(activation)).values()
+    return None if own else f"the function of {type(activation).__qualname__} has been replaced"
 
 
 def gelu_operator(module: Any, device_type: str) -> str:

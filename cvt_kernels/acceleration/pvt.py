@@ -26,6 +26,7 @@ from .fused import (
     gelu_variant,
     normalize_and_gelu,
     normalize_for_layers,
+    why_gelu_replaced,
 )
 from .huggingface import UPSTREAM
 from .pyramid import (
@@ -218,6 +219,7 @@ ENTRIES = variants_by_name(
         children=frozenset(("dense1", "intermediate_act_fn", "dense2", "dropout")),
         forward=_feed_forward,
         parts=bypassed({"intermediate_act_fn": GELUS}),
+        why_unsupported=lambda block: why_gelu_replaced(block.intermediate_act_fn),
     ),
     embeddings_entry("PvtV2OverlapPatchEmbeddings"),
     layer_entry("PvtV2BlockLayer", _layer_of_v2),
@@ -251,7 +253,9 @@ ENTRIES = variants_by_name(
         parts=bypassed(
             {"dwconv": "PvtV2DepthWiseConv", "dwconv.dwconv": nn.Conv2d, "intermediate_act_fn": GELUS}
         ),
-        why_unsupported=lambda block: why_convolution_unsupported(block.dwconv.dwconv),
+        why_unsupported=lambda block: (
+            why_convolution_unsupported(block.dwconv.dwconv) or why_gelu_replaced(block.intermediate_act_fn)
+        ),
     ),
 )
 

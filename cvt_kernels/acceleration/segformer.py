@@ -27,6 +27,7 @@ from .fused import (
     gelu_variant,
     normalize,
     normalize_for_layers,
+    why_gelu_replaced,
 )
 from .huggingface import UPSTREAM
 from .pyramid import (
@@ -233,7 +234,10 @@ def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
                     "intermediate_act_fn": GELUS,
                 }
             ),
-            why_unsupported=lambda block: why_convolution_unsupported(block.dwconv.dwconv),
+            why_unsupported=lambda block: (
+                why_convolution_unsupported(block.dwconv.dwconv)
+                or why_gelu_replaced(block.intermediate_act_fn)
+            ),
         ),
     )
 
@@ -311,7 +315,9 @@ _ENTRIES_OF_5 = (
         parts=bypassed(
             {"dwconv": "SegformerDepthWiseConv", "dwconv.dwconv": nn.Conv2d, "activation_fn": GELUS}
         ),
-        why_unsupported=lambda block: why_convolution_unsupported(block.dwconv.dwconv),
+        why_unsupported=lambda block: (
+            why_convolution_unsupported(block.dwconv.dwconv) or why_gelu_replaced(block.activation_fn)
+        ),
     ),
     _head_entry("linear_projections", "kwargs"),
 )
@@ -337,7 +343,7 @@ def parts(layer: Any) -> PyramidParts:
 
 def _parts_of_5(layer: Any) -> PyramidParts:
     attention, mlp = layer.attention, layer.mlp
-    reduction = attention._modules.get("sequence_reduction")
+    reduction = attention.sequence_reduction if attention.sequence_reduction_ratio > 1 else None
     return PyramidParts(
         norm1=layer.layernorm_before,
         linears=(attention.q_proj, attention.k_proj, attention.v_proj),

@@ -1,7 +1,8 @@
 """Packed copies of weights, made once for as long as a weight lives and is not changed.
 
-A weight is known by its identity, and a change of it by its version, its address and its strides. The storage
-is kept with the copy, so that the address of one that has been replaced is not that of another.
+A weight is known by its identity, and a change of it by its version, its address, its shape, its strides and
+its dtype. The storage is kept with the copy, so that the address of one that has been replaced is not that of
+another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class _Copy(NamedTuple):
 
     Attributes:
         weight: The weight.
-        stamps: Count of changes in place, address and strides of the weight, and of the others with it.
+        stamps: Count of changes in place, address, shape, strides and dtype of the weight, and of the others
+            with it.
         storages: What holds their numbers.
         made: What was packed.
     """
@@ -45,13 +47,13 @@ def packed(
     A weight of inference mode is packed at every call, since its changes are not counted.
 
     Args:
-        weight: A tensor. A change through ``.data`` that keeps its address is not noticed.
+        weight: A tensor. A change of its values in place through ``.data`` is not noticed.
         key: What is made: it tells the copies of a weight apart.
         make: Makes the copy, which must not refer to the tensors.
         others: What else goes into it, and is watched alike; it should live as long as the weight.
     """
     try:
-        stamps = [None if t is None else (t._version, t.data_ptr(), t.stride()) for t in (weight, *others)]
+        stamps = [None if t is None else _stamp_of(t) for t in (weight, *others)]
     except RuntimeError:  # of inference mode
         return make()
     copy = _known.get((id(weight), key))
@@ -65,6 +67,10 @@ def packed(
             storages = [t.untyped_storage() for t in (weight, *others) if t is not None]
             copy = _known[place] = _Copy(reference, stamps, storages, make())
         return copy.made
+
+
+def _stamp_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _forget(place: tuple[int, Hashable], dead: weakref.ref[Tensor]) -> None:

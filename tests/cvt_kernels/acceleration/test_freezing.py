@@ -235,6 +235,19 @@ def weight_data(model):
     parameter.data = parameter.data * 2
 
 
+def narrowed_data(model):
+    mlp = stages_of(model)[1].get_submodule("blocks.0.mlp")
+    hidden = mlp.fc1.out_features // 2
+    for parameter in mlp.fc1.parameters():
+        parameter.data = parameter.data[:hidden]
+    mlp.fc2.weight.data = mlp.fc2.weight.data[:, :hidden]
+
+
+def narrowed_kernel(model):
+    weight = stages_of(model)[0].get_parameter("patch_embed.proj.weight")
+    weight.data = weight.data[:, :, :5, :5]
+
+
 def another_parameter(model):
     linear = stages_of(model)[1].get_submodule("blocks.0.mlp.fc1")
     linear.weight = nn.Parameter(linear.weight * 2)
@@ -266,6 +279,7 @@ def loaded_by_assignment(model):
 CHANGES = [
     class_token_in_place,
     norm_bias_data,
+    narrowed_kernel,
     another_parameter,
     another_module,
     running_mean,
@@ -289,7 +303,7 @@ def test_changed_weights_are_noticed(change):
     assert relative(out, logits(own(x))) < 1e-5
 
 
-@pytest.mark.parametrize("change", [weight_in_place, weight_data, another_parameter, loaded])
+@pytest.mark.parametrize("change", [weight_in_place, weight_data, narrowed_data, another_parameter, loaded])
 def test_changed_weights_are_packed_anew(change):
     own = microsoft().eval()
     fused = frozen(own)
@@ -336,6 +350,10 @@ def batch_norm_in_training(model):
     model.get_submodule("stage1.blocks.0.attn.conv_proj_v.bn").train()
 
 
+def another_padding(model):
+    model.get_submodule("stage1.blocks.0.attn.conv_proj_q.conv").padding_mode = "reflect"
+
+
 def norm_of_another_kind(model):
     model.get_submodule("stage1.blocks.0").norm1 = nn.Identity()
 
@@ -348,6 +366,7 @@ def norm_of_another_kind(model):
         (own_forward_inside, "blocks.0.attn.proj_q has a forward of its own"),
         (adapter_inside, "a linear layer is not a plain nn.Linear"),
         (batch_norm_in_training, "a module within it is in training mode"),
+        (another_padding, "a convolution pads by 'reflect'"),
         (norm_of_another_kind, "norm1 is a Identity, expected LayerNorm"),
     ],
 )

@@ -194,6 +194,15 @@ def another_parameter(layer):
     layer.attention.key.weight = nn.Parameter(layer.attention.key.weight * 2)
 
 
+def narrowed_data(layer):
+    hidden = layer.mlp.dense1.out_features // 2
+    conv = layer.mlp.dwconv.dwconv
+    for parameter in (layer.mlp.dense1.weight, layer.mlp.dense1.bias, conv.weight, conv.bias):
+        parameter.data = parameter.data[:hidden]
+    layer.mlp.dense2.weight.data = layer.mlp.dense2.weight.data[:, :hidden]
+    conv.groups = conv.in_channels = conv.out_channels = hidden
+
+
 def another_module(layer):
     layer.attention.proj = copy.deepcopy(layer.attention.value)
 
@@ -202,17 +211,21 @@ def another_eps(layer):
     layer.layer_norm_1.eps = 1.0
 
 
-def another_scale(layer):
-    layer.attention.attention_head_size = 4
-
-
 def loaded(layer):
     layer.load_state_dict({name: tensor * 1.1 for name, tensor in layer.state_dict().items()})
 
 
 @pytest.mark.parametrize(
     "change",
-    [weight_in_place, convolution_in_place, another_parameter, another_module, another_eps, loaded],
+    [
+        weight_in_place,
+        convolution_in_place,
+        narrowed_data,
+        another_parameter,
+        another_module,
+        another_eps,
+        loaded,
+    ],
 )
 def test_changes_are_noticed(change):
     own = pvt_v2()
@@ -224,6 +237,47 @@ def test_changes_are_noticed(change):
             change(layers_of(model)[1])
         out, count = served(fused, x)
     assert count == 3
+    assert relative(before, logits(own(x))) > 1e-3
+    assert relative(logits(out), logits(own(x))) < 1e-5
+
+
+def attention_of(layer):
+    return getattr(layer.attention, "self", layer.attention)  # before and after transformers 5
+
+
+def another_scale(layer):
+    attention_of(layer).scaling = 0.9
+
+
+def another_ratio(layer):
+    name = "sequence_reduction_ratio" if hasattr(layer, "layernorm_before") else "sr_ratio"
+    setattr(attention_of(layer), name, 1)
+
+
+def another_padding(layer):
+    layer.mlp.dwconv.dwconv.padding_mode = "reflect"
+
+
+def another_function(layer):
+    (activation,) = (module for module in layer.modules() if type(module).__name__ == "GELUActivation")
+    activation.act = torch.relu
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(another_scale, 3), (another_ratio, 2), (another_padding, 2), (another_function, 2)],
+)
+def test_changed_settings_are_noticed(change, expected):
+    own = segformer()
+    if change is another_scale and not hasattr(attention_of(layers_of(own)[0]), "scaling"):
+        pytest.skip("transformers 4 makes the scale of the size of a head")
+    fused = frozen(own)
+    x = images(2, 32, 48)
+    before = logits(fused(x))
+    for model in (own, fused):
+        change(layers_of(model)[0])
+    out, count = served(fused, x)
+    assert count == expected
     assert relative(before, logits(own(x))) > 1e-3
     assert relative(logits(out), logits(own(x))) < 1e-5
 

@@ -293,7 +293,17 @@ def overlapping_reduction(layer):
     layer.set_submodule(path, nn.Conv2d(conv.in_channels, conv.in_channels, 2, 1))
 
 
+def another_function(layer):
+    getattr(layer.mlp, activation_of(layer)).act = torch.relu
+
+
+def norm_without_eps(layer):
+    next(module for module in layer.children() if isinstance(module, nn.LayerNorm)).eps = 0.0
+
+
 CHANGES = [
+    (another_function, "the function of GELUActivation has been replaced"),
+    (norm_without_eps, "LayerNorm has eps = 0, expected more than 0"),
     (another_activation, "is a ReLU, expected GELU or "),
     (hooked_activation, "has forward hooks"),
     (wider_convolution, "the convolution is not one of 3×3"),

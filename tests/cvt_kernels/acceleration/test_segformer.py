@@ -131,22 +131,24 @@ def test_a_changed_head_is_left_to_itself(change, reason):
         assert torch.equal(fused(maps), own(maps))
 
 
-def hook_norm(head, calls):
-    head.batch_norm.register_forward_hook(lambda m, args, out: calls.append("norm"))
+def hook_norm(head, kept):
+    head.batch_norm.register_forward_hook(lambda m, args, out: kept.append(out))
 
 
-def hook_activation(head, calls):
-    head.activation.register_forward_hook(lambda m, args, out: calls.append("activation"))
+def hook_activation(head, kept):
+    head.activation.register_forward_hook(lambda m, args, out: kept.append(out))
 
 
 @pytest.mark.parametrize("change", [hook_norm, hook_activation])
 def test_a_watched_step_of_the_head_is_called(change):
     own, fused, maps = heads()
-    calls = []
-    change(fused, calls)
+    kept = []
+    for head in (fused, own):
+        change(head, kept)
     with torch.no_grad():
         assert relative(fused(maps), own(maps)) < 1e-5
-    assert len(calls) == 1
+    actual, expected = kept
+    assert relative(actual, expected) < 1e-5
     assert ck.coverage(fused)[0].fused
 
 
@@ -162,6 +164,7 @@ def test_classification_by_maps_or_tokens(reshape_last_stage):
         expected, actual = (model(x, output_hidden_states=True) for model in (own, fused))
     assert relative(logits(actual), logits(expected)) < 1e-5
     assert actual.hidden_states[-1].shape == expected.hidden_states[-1].shape
+    assert relative(actual.hidden_states[-1], expected.hidden_states[-1]) < 1e-5
     assert expected.hidden_states[-1].ndim == (4 if reshape_last_stage else 3)
 
 

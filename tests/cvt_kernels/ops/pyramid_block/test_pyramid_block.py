@@ -186,6 +186,15 @@ def test_an_empty_batch(backend, inplace):
     assert out.shape == (0, *x.shape[1:])
 
 
+@every_backend
+def test_views_of_one_weight_are_told_apart(backend):
+    x, grid, block = make(grid=(8, 8), ratio=4)
+    weight = block.reduction.weight
+    for ratio in (4, 2, 4):
+        reduction = block.reduction._replace(weight=weight[:, :, :ratio, :ratio])
+        check(backend, (x, grid, block._replace(reduction=reduction)))
+
+
 # Proofs ---------------------------------------------------------------------------------------------------
 
 
