@@ -146,8 +146,7 @@ def test_without_gradients(make, context):
 # torch.compile, export, ONNX -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize(("make", "mode"), list(zip(UPSTREAMS, ["train", "eval"], strict=True)))
 def test_compiles_without_graph_breaks(make, mode):
     own = getattr(one_stage(make), mode)()
     called = count_attention()

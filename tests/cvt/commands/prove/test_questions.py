@@ -40,10 +40,9 @@ def models():
     return create_model("cvt_13"), *upstream
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "train"),
-    [("bfloat16", False), ("float32", True), ("bfloat16", True)],  # with a step of training, a forward too
+    ("dtype", "train", "batch_size"),
+    [("bfloat16", False, 2), ("float32", True, 1), ("bfloat16", True, 2)],  # of training, a forward too
 )
 def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
     questions = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}

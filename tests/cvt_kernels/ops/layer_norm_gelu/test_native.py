@@ -492,8 +492,6 @@ def test_unknown_instruction_set():
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("avx2", "-mavx2 -mfma -mf16c")])
-def test_loops_stay_within_their_buffers(tmp_path, name, flags):
-    if name != "plain" and name not in instruction_sets_here():
-        pytest.skip(f"this CPU has no {name}")
-    run_sanitized("layer_norm_gelu", tmp_path, flags)
+@pytest.mark.skipif("avx2" not in instruction_sets_here(), reason="this CPU has no avx2")
+def test_loops_stay_within_their_buffers(tmp_path):
+    run_sanitized("layer_norm_gelu", tmp_path, "-mavx2 -mfma -mf16c")
