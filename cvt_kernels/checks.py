@@ -66,6 +66,20 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         )
 
 
+def check_tensor_like(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless a tensor has a shape, and the dtype and device of ``x``."""
+    check_float_tensor(name, tensor, meaning)
+    check_shape(name, tensor, shape, meaning)
+    check_like(name, tensor, "x", x)
+
+
+def check_kind(name: str, part: object, *kinds: type) -> None:
+    """Raises TypeError unless ``part`` is of one of some types."""
+    if not isinstance(part, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
+
+
 def wants_gradient(*values: object) -> bool:
     """Returns whether autograd has to record a computation on these arguments, in reverse or forward mode."""
     if forward_mode_enabled():

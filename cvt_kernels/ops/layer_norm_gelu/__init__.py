@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import backends, checks, dispatch
-from ...reference import GeluVariant
+from ...reference import GeluVariant, Norm
 from ..registration import images_within, register_native, register_reference, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
@@ -261,6 +261,16 @@ def check_layer_norm(
         raise ValueError(f"eps: got {eps!r}, expected a positive number")
     if shift is not None:
         _check_vector("shift", shift, x, also=(torch.float32,))
+
+
+def check_norm(name: str, norm: Norm, x: Tensor) -> None:
+    """Raises TypeError or ValueError for wrong parameters of a LayerNorm of tokens x (B, T, C)."""
+    for field in ("weight", "bias"):
+        vector = getattr(norm, field)
+        if vector is not None:
+            checks.check_tensor_like(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
+    if not norm.eps > 0:
+        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
 
 
 def _check_last_dim(x: Tensor) -> None:

@@ -17,7 +17,7 @@ from ... import backends, checks, dispatch
 from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
 from ..attention import attention
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
-from ..layer_norm_gelu import check_approximate, layer_norm
+from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..packed_linear import why_unavailable
 from ..registration import images_within, register_composed, register_native, register_reference, size_class
@@ -128,8 +128,8 @@ def _check(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool)
         check_whole_grid(grid, x)
     check_approximate(block.approximate)
     channels = x.shape[2]
-    _check_norm("block.norm1", block.norm1, x)
-    _check_norm("block.norm2", block.norm2, x)
+    check_norm("block.norm1", block.norm1, x)
+    check_norm("block.norm2", block.norm2, x)
     _check_reduction(x, grid, block.reduction)
     _check_layers(x, block, channels)
     if inplace and checks.wants_gradient(x, *block.tensors()):
@@ -140,35 +140,21 @@ def _check(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool)
 
 def _check_parts(block: PyramidBlock) -> None:
     """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
-    _check_kind("block", block, PyramidBlock)
-    _check_kind("block.linears", block.linears, tuple)
+    checks.check_kind("block", block, PyramidBlock)
+    checks.check_kind("block.linears", block.linears, tuple)
     if len(block.linears) != 3:
         raise ValueError(f"block.linears: got {len(block.linears)}, expected those of Q, of K and of V")
     for i, layer in enumerate(block.linears):
-        _check_kind(f"block.linears[{i}]", layer, Linear)
+        checks.check_kind(f"block.linears[{i}]", layer, Linear)
     for name in ("proj", "fc1", "fc2"):
-        _check_kind(f"block.{name}", getattr(block, name), Linear)
+        checks.check_kind(f"block.{name}", getattr(block, name), Linear)
     for name in ("norm1", "norm2"):
-        _check_kind(f"block.{name}", getattr(block, name), Norm)
+        checks.check_kind(f"block.{name}", getattr(block, name), Norm)
     if block.reduction is not None:
-        _check_kind("block.reduction", block.reduction, Reduction)
-        _check_kind("block.reduction.norm", block.reduction.norm, Norm)
+        checks.check_kind("block.reduction", block.reduction, Reduction)
+        checks.check_kind("block.reduction.norm", block.reduction.norm, Norm)
     if block.conv is not None:
-        _check_kind("block.conv", block.conv, DepthwiseConv)
-
-
-def _check_kind(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        raise TypeError(f"{name}: got {type(part).__name__}, expected {kind.__name__}")
-
-
-def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
-    for field in ("weight", "bias"):
-        vector = getattr(norm, field)
-        if vector is not None:
-            _check_tensor(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
-    if not norm.eps > 0:
-        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
+        checks.check_kind("block.conv", block.conv, DepthwiseConv)
 
 
 def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction | None) -> None:
@@ -178,15 +164,17 @@ def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction | No
     checks.check_float_tensor("block.reduction.weight", weight, _REDUCING)
     checks.check_rank("block.reduction.weight", weight, 4, _REDUCING)
     ratio = weight.shape[3]
-    _check_tensor("block.reduction.weight", weight, (channels, channels, ratio, ratio), _REDUCING, x)
+    checks.check_tensor_like(
+        "block.reduction.weight", weight, (channels, channels, ratio, ratio), _REDUCING, x
+    )
     if not 1 <= ratio <= min(grid):
         raise ValueError(
             f"block.reduction.weight: got a kernel of {ratio}×{ratio} for a grid of {grid[0]}×{grid[1]}, "
             "expected at most its sizes"
         )
     if reduction.bias is not None:
-        _check_tensor("block.reduction.bias", reduction.bias, (channels,), "(channels,)", x)
-    _check_norm("block.reduction.norm", reduction.norm, x)
+        checks.check_tensor_like("block.reduction.bias", reduction.bias, (channels,), "(channels,)", x)
+    check_norm("block.reduction.norm", reduction.norm, x)
 
 
 def _check_layers(x: Tensor, block: PyramidBlock, channels: int) -> None:
@@ -212,15 +200,9 @@ def _check_layers(x: Tensor, block: PyramidBlock, channels: int) -> None:
 
 
 def _check_linear(name: str, layer: Linear, shape: tuple[int, int], x: Tensor) -> None:
-    _check_tensor(f"{name}.weight", layer.weight, shape, _WEIGHT, x)
+    checks.check_tensor_like(f"{name}.weight", layer.weight, shape, _WEIGHT, x)
     if layer.bias is not None:
-        _check_tensor(f"{name}.bias", layer.bias, shape[:1], "(outputs,)", x)
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    checks.check_float_tensor(name, tensor, meaning)
-    checks.check_shape(name, tensor, shape, meaning)
-    checks.check_like(name, tensor, "x", x)
+        checks.check_tensor_like(f"{name}.bias", layer.bias, shape[:1], "(outputs,)", x)
 
 
 # Registration ---------------------------------------------------------------------------------------------

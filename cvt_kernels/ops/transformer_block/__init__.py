@@ -28,7 +28,7 @@ from ...reference import (
 from ..attention import attention
 from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, conv_projection, geometry_of
-from ..layer_norm_gelu import check_approximate, layer_norm
+from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
 from ..packed_linear import why_unavailable
@@ -249,7 +249,7 @@ def _check(
     _check_grids(grid, block.convs)
     check_approximate(block.approximate)
     for name in ("norm1", "norm2"):
-        _check_norm(f"block.{name}", getattr(block, name), x)
+        check_norm(f"block.{name}", getattr(block, name), x)
     _check_layers(x, block)
     if rows is not None:
         _check_rows(rows, x)
@@ -303,17 +303,11 @@ def _check_parts(block: TransformerBlock) -> None:
         if len(parts) != 3:
             raise ValueError(f"block.{name}: got {len(parts)}, expected those of Q, of K and of V")
         for i, part in enumerate(parts):
-            _check_kind(f"block.{name}[{i}]", part, *kinds)
+            checks.check_kind(f"block.{name}[{i}]", part, *kinds)
     for name in ("proj", "fc1", "fc2"):
-        _check_kind(f"block.{name}", getattr(block, name), *_LAYERS)
+        checks.check_kind(f"block.{name}", getattr(block, name), *_LAYERS)
     for name in ("norm1", "norm2"):
-        _check_kind(f"block.{name}", getattr(block, name), Norm)
-
-
-def _check_kind(name: str, part: object, *kinds: type) -> None:
-    if not isinstance(part, kinds):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
+        checks.check_kind(f"block.{name}", getattr(block, name), Norm)
 
 
 def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
@@ -328,15 +322,6 @@ def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
     if of_keys != of_values:
         keys, values = ("×".join(map(str, sizes)) for sizes in (of_keys, of_values))
         raise ValueError(f"block.convs: got {keys} keys and {values} values, expected as many")
-
-
-def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
-    for field in ("weight", "bias"):
-        vector = getattr(norm, field)
-        if vector is not None:
-            _check_tensor(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
-    if not norm.eps > 0:
-        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
 
 
 def _check_layers(x: Tensor, block: TransformerBlock) -> None:
@@ -370,14 +355,14 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
     checks.check_rank(f"{name}.weight", weight, 2, meaning)
     outputs = weight.shape[0] if outputs is None else outputs
     if isinstance(layer, Linear):
-        _check_tensor(f"{name}.weight", weight, (outputs, inputs), meaning, x)
+        checks.check_tensor_like(f"{name}.weight", weight, (outputs, inputs), meaning, x)
     else:
         _check_placed(f"{name}.weight", weight, (outputs, inputs), meaning, x)
         _check_scale(f"{name}.weight_scale", layer.weight_scale, (outputs,), "(outputs,)", x)
         if layer.input_scale is not None:
             _check_scale(f"{name}.input_scale", layer.input_scale, (), "(), a scalar", x)
     if layer.bias is not None:
-        _check_tensor(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
+        checks.check_tensor_like(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
     return outputs
 
 
@@ -398,12 +383,6 @@ def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: st
     checks.check_shape(name, tensor, shape, meaning)
     if tensor.device != x.device:
         raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as x")
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    checks.check_float_tensor(name, tensor, meaning)
-    checks.check_shape(name, tensor, shape, meaning)
-    checks.check_like(name, tensor, "x", x)
 
 
 # Registration ---------------------------------------------------------------------------------------------
