@@ -55,6 +55,26 @@ def test_bench_compares_on_real_photographs(capsys, tmp_path):
     assert "GELU" not in err  # the directory says which one was measured
 
 
+def test_bench_with_given_weights_and_photos(capsys, weights, photos):
+    arguments = [
+        "bench",
+        "--checkpoint",
+        str(weights[0]),
+        "--images",
+        photos[1],
+        "--batch-size",
+        "3",
+        "--rounds",
+        "1",
+        "--image-size",
+        "64",
+    ]
+    assert main(arguments) == 0
+    out, _ = capsys.readouterr()
+    assert f"cvt_13, {weights[0]}, 64×64, float32" in out
+    assert out.splitlines()[-1].split()[-1] == "5/5"
+
+
 def test_bench_of_a_trained_model(capsys, tmp_path, photos):
     model = create_model(MODELS["cvt_nano"], num_classes=10)
     randomize(model)

@@ -43,9 +43,11 @@ def test_values(name):
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("family", ["linear", "transformer_block"])
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family):
-    run_sanitized(family, tmp_path, TILES)
+@pytest.mark.parametrize(
+    ("family", "flags"), [("linear", TILES), ("transformer_block", ""), ("transformer_block", TILES)]
+)
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
+    run_sanitized(family, tmp_path, flags)
 
 
 def parameters(block):
