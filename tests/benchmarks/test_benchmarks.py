@@ -20,28 +20,33 @@ from cvt_kernels import backends, machine
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
-import time
+import os, time
 print("busy", flush=True)
 try:
-    time.sleep(60)
+    open(os.environ["STARTED"], "w").close()
+    time.sleep(1000)
 except KeyboardInterrupt:
     print("report")
 """
 DEAF = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
-time.sleep(60)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid, flush=True)
+open(os.environ["STARTED"], "w").close()
+time.sleep(1000)
 """
 SUITE = """
-import functools, time
-from benchmarks import suites
+import functools, pytest, time
+from benchmarks import conftest, suites
 facts = {"suite": "suite", "case": "case", "contender": "ours", "dtype": "float32", "batch": 1}
 facts["peak_memory_bytes"] = 1  # known, so not measured
 def test_quick(benchmark):
     suites.record(benchmark, int, facts)
-def test_slow(benchmark):
-    suites.record(benchmark, functools.partial(time.sleep, 2.0), facts)
+@pytest.fixture
+def time_is_short():
+    conftest._deadline = time.monotonic() + 0.5
+def test_slow(time_is_short, benchmark):
+    suites.record(benchmark, functools.partial(time.sleep, 1000.0), facts)
 def test_later(benchmark):
     suites.record(benchmark, int, facts)
 """
@@ -70,19 +75,37 @@ def test_a_part_that_passes_and_one_that_fails():
     assert (failed["status"], sorted(failed["lines"])) == ("failed", ["no good", "so far"])
 
 
-@pytest.mark.usefixtures("_short_grace")
-def test_a_part_that_hangs_is_interrupted_and_reports():
-    hung = outcome(python(BUSY), 5.0)
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Lets the time of a part be up as soon as it has made this file, however long its start takes."""
+    file = tmp_path / "started"
+
+    class Part(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None or file.exists():
+                return super().wait(timeout)
+            while not file.exists():
+                assert self.poll() is None, "the part has ended before its time"
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(run.subprocess, "Popen", Part)
+    return {"STARTED": str(file)}
+
+
+def test_a_part_that_hangs_is_interrupted_and_reports(monkeypatch, started):
+    monkeypatch.setattr(run, "GRACE", 300.0)  # it ends by itself
+    hung = outcome(python(BUSY, environment=started), 1000.0)
     assert (hung["status"], hung["lines"]) == ("timed out", ["busy", "report"])
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_what_ignores_the_interrupt_is_killed_with_its_children():
-    start = time.monotonic()
-    killed = outcome(python(DEAF), 5.0)
-    assert (killed["status"], time.monotonic() - start < 30) == ("timed out", True)
+def test_what_ignores_the_interrupt_is_killed_with_its_children(started):
+    killed = outcome(python(DEAF, environment=started), 1000.0)
+    assert killed["status"] == "timed out"
+    deadline = time.monotonic() + 300
     while alive(killed["lines"][0]):  # a moment, where the machine is busy
-        assert time.monotonic() - start < 60
+        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
@@ -205,7 +228,7 @@ def test_suites_keep_to_their_time(tmp_path):
         "-W",
         "default",
         "-rs",
-        "--seconds=10",
+        "--seconds=1000",
         f"--benchmark-json={target}",
     ]
     done = subprocess.run(

@@ -575,7 +575,7 @@ def test_a_killed_process_does_not_keep_the_lock(holder):
     waiting.start()
     assert not done.wait(0.3)
     holder.kill()
-    assert done.wait(10)
+    assert done.wait(60)
     waiting.join()
 
 
@@ -583,7 +583,7 @@ def test_proving_goes_on_without_the_lock_in_the_end(monkeypatch, holder):
     monkeypatch.setattr(verdicts, "_PROVING_SECONDS", 0.3)
     store, begin = Store(KEY), time.perf_counter()
     with store.proving():
-        assert 0.3 <= time.perf_counter() - begin < 5
+        assert 0.3 <= time.perf_counter() - begin < 60
         store.remember({"q": VERDICT})  # another lock: does not wait
     assert holder.poll() is None
     assert Store(KEY).get("q") == VERDICT
