@@ -150,11 +150,11 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
 
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, int | Tensor]:
         """Returns the tensor of an image, and its label."""
-        if self.random_crop is None:
-            with naming_image(self._name(index)):
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
                 tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
-        else:
-            tensor = self.random_crop(image, self.image_size, self.rng(index))
+            else:
+                tensor = self.random_crop(image, self.image_size, self.rng(index))
         return tensor, self.labels[index]
 
     def _name(self, index: int) -> str:

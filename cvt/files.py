@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: The beginning of the names of what a killed process may leave beside its files.
-UNFINISHED = ".unfinished."
-
 _PathLike = str | os.PathLike[str]
 
 
@@ -27,7 +24,7 @@ def filling(directory: _PathLike) -> Iterator[Path]:
         OSError: Nothing can be written there; before the block starts.
     """
     try:
-        scratch = tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED)
+        scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
     except OSError as error:
         raise _unwritable(directory, error) from error
     with scratch:
@@ -52,7 +49,7 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    scratch = path.with_name(f"{UNFINISHED}{path.name}")  # the suffix stays: some writers go by it
+    scratch = path.with_name(f".unfinished.{path.name}")  # the suffix stays: some writers go by it
     try:
         open(scratch, "wb").close()
     except OSError as error:

@@ -78,13 +78,13 @@ class LabelMapDataset(ImageDataset):
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
         label_map = self._label_map(self.labels[index], image.size)
         size = self.image_size
-        if self.random_crop is None:
-            with naming_image(self._name(index)):
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
                 pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
-            label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
-        else:
-            image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
-            pixels = to_tensor(image)
+                label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
+            else:
+                image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
+                pixels = to_tensor(image)
         return pixels, torch.from_numpy(np.array(label_map)).long()
 
     def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:

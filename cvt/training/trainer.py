@@ -32,7 +32,7 @@ from tqdm import tqdm
 from ..checkpoints import ModelCard, load_pickle
 from ..config import CvTConfig
 from ..datasets import Batches, ImageDataset
-from ..files import UNFINISHED, replacing
+from ..files import replacing
 from ..huggingface import BEST
 from ..label_maps import LabelMapDataset
 from ..model import Block, CvT
@@ -44,6 +44,7 @@ from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, p
 from .tasks import TASKS, why_unfit
 
 LAST = "last.pth"
+_UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
 
 
 class NonFiniteLossError(ValueError):
@@ -205,7 +206,7 @@ class Trainer:
         """
         if _stamp(self.output / LAST) != self._stamp:
             raise ValueError(f"output: another run has written {self.output / LAST} since this one began")
-        for path in self.output.glob(f"{UNFINISHED}*"):
+        for path in self.output.glob(_UNFINISHED):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if self.logs is not None and self.history:
             self.logs.epoch(self.epoch * self.steps_per_epoch, self.history)

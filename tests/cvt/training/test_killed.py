@@ -24,12 +24,11 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def unkilled(tmp_path_factory):
     """Returns the directory of a run from which nothing was lost, and how many files it replaced."""
-    output, count = tmp_path_factory.mktemp("unkilled"), [0]
-    move = files._move
+    output, moved, move = tmp_path_factory.mktemp("unkilled"), [], files._move
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_move", lambda *paths: (count.__setitem__(0, count[0] + 1), move(*paths)))
+        patch.setattr(files, "_move", lambda *paths: moved.append(paths) or move(*paths))
         trainer(output, **SHORT).fit()
-    return output, count[0]
+    return output, len(moved)
 
 
 def kill(output, count):
@@ -97,6 +96,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
         if child == 0:
             with locked(tmp_path):
                 reader = os.fork()
+                signal.alarm(60)  # if this test should die
                 if reader:
                     os.write(started, str(reader).encode())
                 signal.pause()
