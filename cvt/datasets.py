@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import os
+import stat
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from .extras import require
-from .images import ImageError, preprocess, read_image, to_tensor
+from .images import FORMATS, ImageError, naming_image, preprocess, read_image, to_tensor
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
+_SHOWN = 3  # of the things that cannot be used
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 Corrupt = Literal["error", "skip"]
@@ -148,11 +150,17 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
 
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, int | Tensor]:
         """Returns the tensor of an image, and its label."""
-        if self.random_crop is None:
-            tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
-        else:
-            tensor = self.random_crop(image, self.image_size, self.rng(index))
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
+                tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
+            else:
+                tensor = self.random_crop(image, self.image_size, self.rng(index))
         return tensor, self.labels[index]
+
+    def _name(self, index: int) -> str:
+        """Returns what errors call an image: its path, or its index."""
+        image = self.images[index]
+        return f"images[{index}]" if isinstance(image, Image.Image) else str(image)
 
     def rng(self, index: int) -> np.random.Generator:
         """Returns the generator of the random numbers of an image in this epoch."""
@@ -166,6 +174,7 @@ def open_dataset(
     *,
     crop_fraction: float | None = None,
     random_crop: RandomCrop | None = None,
+    corrupt: Corrupt = "error",
 ) -> ImageDataset:
     """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
@@ -176,24 +185,34 @@ def open_dataset(
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
         random_crop: As in :class:`ImageDataset`.
+        corrupt: ``"error"``: links to nothing in a folder, subfolders that cannot be listed and images
+            beside the class folders are an error; ``"skip"``: a warning counts them.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
         FileNotFoundError: There is no such folder.
-        ValueError: A wrong split, an empty class folder, or fewer than two.
+        ImageError: Something in the folder cannot be used, and ``corrupt`` is ``"error"``.
+        ValueError: A wrong split or ``corrupt``, an empty class folder, or fewer than two.
     """
+    check_corrupt(corrupt)
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
     if source == DIGITS:
         crop_fraction = 1.0
-    images, labels, classes = _digits(split) if source == DIGITS else _image_folder(Path(source, split))
+    images, labels, classes = (
+        _digits(split) if source == DIGITS else _image_folder(Path(source, split), corrupt)
+    )
     return ImageDataset(
         images, labels, classes, image_size, crop_fraction=crop_fraction, random_crop=random_crop
     )
 
 
 def open_parts(
-    source: str | os.PathLike[str], image_size: int, *, crop_fraction: float | None = None
+    source: str | os.PathLike[str],
+    image_size: int,
+    *,
+    crop_fraction: float | None = None,
+    corrupt: Corrupt = "error",
 ) -> tuple[ImageDataset, ImageDataset]:
     """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
 
@@ -202,20 +221,24 @@ def open_parts(
             ``val/``, of which every fifth image of each class, sorted by name, is held out.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`open_dataset`.
+        corrupt: Likewise.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
         FileNotFoundError: There is no such folder.
+        ImageError: As by :func:`open_dataset`.
         ValueError: An empty class folder, fewer than two, no image beside those that are held out, or parts
             of different classes.
     """
     if source == DIGITS or any(Path(source, split).is_dir() for split in SPLITS):
-        fitted = open_dataset(source, "train", image_size, crop_fraction=crop_fraction)
-        held_out = open_dataset(source, "val", image_size, crop_fraction=crop_fraction)
+        options: dict[str, Any] = {"crop_fraction": crop_fraction, "corrupt": corrupt}
+        fitted = open_dataset(source, "train", image_size, **options)
+        held_out = open_dataset(source, "val", image_size, **options)
         if fitted.classes != held_out.classes:
             raise ValueError(f"data: {source} has train/ and val/ of different classes")
         return fitted, held_out
-    whole = ImageDataset(*_image_folder(Path(source)), image_size, crop_fraction=crop_fraction)
+    check_corrupt(corrupt)
+    whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
     starts = [bisect.bisect_left(whole.labels, label) for label in range(len(whole.classes))]
     is_held_out = [(i - starts[label]) % _HELD_OUT == 0 for i, label in enumerate(whole.labels)]
     if all(is_held_out):
@@ -250,7 +273,10 @@ def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
-def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], list[int], list[str]]:
     """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image.
 
     torchvision's ``ImageFolder`` lists the same, but nothing here may need torchvision.
@@ -259,18 +285,90 @@ def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
         )
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    classes: list[str] = []
     images: list[Path] = []
     labels: list[int] = []
-    for label, name in enumerate(classes):
-        files = sorted(p for p in (folder / name).rglob("*") if p.is_file() and p.name[0] != ".")
-        if not files:
-            raise ValueError(f"data: {folder / name} has no images")
-        images += files
-        labels += [label] * len(files)
+    unusable: list[str] = []
+    for path, status in sorted(_entries(folder), key=lambda entry: entry[0]):
+        if isinstance(status, str):
+            unusable.append(f"{path} {status}")
+        elif stat.S_ISDIR(status.st_mode) and path.name[0] != ".":
+            files, reasons = list_files(path)
+            labels += [len(classes)] * len(files)
+            images += files
+            unusable += reasons
+            classes.append(path.name)
+        elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
+            unusable.append(f"{path} is in no class folder")
+    report_unusable(folder, unusable, corrupt)
+    empty = sorted(set(range(len(classes))) - set(labels))
+    if empty:
+        raise ValueError(f"data: {folder / classes[empty[0]]} has no images")
     if len(classes) < 2:
         raise ValueError(f"data: {folder} has {len(classes)} class folders, expected at least two")
     return images, labels, classes
+
+
+def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
+    """Lists the files of a folder, sorted by name, but for hidden ones; links count as what they lead to.
+
+    Args:
+        folder: Where to look.
+        deep: List the files of its subfolders too; otherwise subfolders are of no use.
+
+    Returns:
+        The files, and a sentence about each thing of no use.
+    """
+    files: list[Path] = []
+    unusable: list[str] = []
+    listed: set[Path] = set()  # links may lead there again, or round and round
+
+    def visit(place: Path) -> None:
+        listed.add(place.resolve())
+        try:
+            entries = sorted(_entries(place), key=lambda entry: entry[0])
+        except OSError as error:
+            unusable.append(f"{place} cannot be listed: {error.strerror}")
+            return
+        for path, status in entries:
+            if isinstance(status, str):
+                unusable.append(f"{path} {status}")
+            elif stat.S_ISREG(status.st_mode):
+                files.append(path)
+            elif not stat.S_ISDIR(status.st_mode):
+                unusable.append(f"{path} is no file")
+            elif not deep:
+                unusable.append(f"{path} is a folder")
+            elif path.resolve() not in listed:
+                visit(path)
+
+    visit(folder)
+    return sorted(files), sorted(unusable)
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result | str]]:
+    """Yields what a folder holds but for hidden files, links followed; of what cannot be followed, why."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            status: os.stat_result | str
+            try:
+                status = entry.stat()
+            except OSError as error:
+                is_broken = isinstance(error, FileNotFoundError) and entry.is_symlink()
+                status = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
+            is_folder = not isinstance(status, str) and stat.S_ISDIR(status.st_mode)
+            if is_folder or entry.name[0] != ".":
+                yield folder / entry.name, status
+
+
+def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
+    """Raises ImageError for things in a folder that are of no use, or warns: how many, and the first."""
+    if not unusable:
+        return
+    shown = "; ".join(unusable[:_SHOWN]) + f"; and {len(unusable) - _SHOWN} more" * (len(unusable) > _SHOWN)
+    if corrupt == "error":
+        raise ImageError(f"data: {len(unusable)} entries of {folder} cannot be used as images: {shown}")
+    warnings.warn(f"data: skipped {len(unusable)} entries of {folder}: {shown}", stacklevel=3)
 
 
 # Batches --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def filling(directory: _PathLike) -> Iterator[Path]:
         OSError: Nothing can be written there; before the block starts.
     """
     try:
-        scratch = tempfile.TemporaryDirectory(dir=directory)
+        scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
     except OSError as error:
         raise _unwritable(directory, error) from error
     with scratch:

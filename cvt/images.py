@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import math
 import os
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from .config import check_images
@@ -20,7 +26,13 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 CROP_FRACTION = 0.875
 #: From this size on the official evaluation resizes to the square instead of cropping one.
 UNCROPPED_SIZE = 384
+#: The formats that are read, by Pillow's names. Pillow goes by the content of a file, not by its name, and
+#: starts other programs for some formats, as Ghostscript for EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 
+_WHOLE = 2**24  # pixels; of an image that would have more after resizing, the crop alone is resized
+_MOST = 2**27  # pixels of what Pillow makes on the way, when it has changed the width alone: half a gibibyte
+_LONGEST = 2**20  # pixels of a side; Pillow's filters take 32 bytes for each, and some places are of 24 bits
 _EXIF_ORIENTATION = 0x0112
 #: EXIF orientation → what turns the stored picture upright.
 _UPRIGHT = {
@@ -38,6 +50,46 @@ class ImageError(ValueError):
     """A file is not an image that can be used."""
 
 
+@contextlib.contextmanager
+def naming_image(name: object) -> Iterator[None]:
+    """Lets errors of the block about an image begin with its name; too little memory is one of them."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from None
+    except MemoryError as error:
+        raise ImageError(f"{name}: needs more memory than there is") from error
+
+
+@contextlib.contextmanager
+def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it.
+
+    Raises:
+        ImageError: The image is longer than any that can be resized.
+        UnidentifiedImageError: The file is none of :data:`FORMATS`.
+        Exception: Whatever else Pillow raises; its warning of more pixels than are safe too.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            file = Image.open(path, formats=_formats())
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"expected one of {', '.join(_formats())}") from None
+    with file:
+        if max(file.size) > _LONGEST:
+            width, height = file.size
+            raise ImageError(f"is {width}×{height} pixels, expected at most {_LONGEST} on each side")
+        yield file
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Returns those of FORMATS that this Pillow knows: AVIF is newer than the others."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """Reads an image file as a person sees it: 8-bit RGB, upright.
 
@@ -49,14 +101,14 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         ImageError: The file is not an image, or is damaged.
     """
     try:
-        with Image.open(path) as file:
+        with naming_image(path), open_image(path) as file:
             # Only the tag that matters: exif_transpose would also rewrite all others and fail on an odd one.
             turn = _UPRIGHT.get(file.getexif().get(_EXIF_ORIENTATION, 1))
             image = file.copy() if turn is None else file.transpose(turn)
             if image.mode.startswith("I;16"):  # grayscale, which convert("RGB") would clip
                 image = _to_8_bits(image)
             if image.mode in ("I", "F"):
-                raise ImageError(f"{path}: has 32-bit pixels of unknown range, expected 8 or 16 bits")
+                raise ImageError("has 32-bit pixels of unknown range, expected 8 or 16 bits")
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -100,7 +152,8 @@ def preprocess(
 
     Raises:
         TypeError: A size or a fraction of the wrong type.
-        ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop.
+        ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or so
+            long that to resize the whole of it would take more than half a gibibyte.
     """
     check_images(image_size, crop_fraction)
     width, height = image.size
@@ -109,14 +162,37 @@ def preprocess(
     if crop_fraction is None:
         crop_fraction = CROP_FRACTION if image_size < UNCROPPED_SIZE else 1.0
     if crop_fraction == 1.0:
+        if image_size * max(width, height) > max(_MOST, image_size**2):
+            raise ImageError(
+                f"is {width}×{height} pixels, too long to be resized to {image_size}×{image_size}"
+            )
         image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
     else:
-        shorter = int(image_size / crop_fraction)
-        width, height = (int(shorter * side / min(width, height)) for side in (width, height))
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-        left, top = (round((side - image_size) / 2) for side in (width, height))
-        image = image.crop((left, top, left + image_size, top + image_size))
+        image = _central(image, int(image_size / crop_fraction), image_size)
     return normalize(to_tensor(image) / 255)
+
+
+def _central(image: Image.Image, shorter: int, size: int) -> Image.Image:
+    """Returns the central square of an image whose shorter side was resized to so many pixels.
+
+    Of a very long image the square alone is resized. Its pixels are the same to rounding, a level of 255.
+    """
+    resized = [int(shorter * side / min(image.size)) for side in image.size]
+    starts = [round((side - size) / 2) for side in resized]
+    if math.prod(resized) <= _WHOLE:
+        left, top = starts
+        whole = image.resize((resized[0], resized[1]), Image.Resampling.BICUBIC)
+        return whole.crop((left, top, left + size, top + size))
+    scale_x, scale_y = (side / new for side, new in zip(image.size, resized, strict=True))
+    box = starts[0] * scale_x, starts[1] * scale_y, (starts[0] + size) * scale_x, (starts[1] + size) * scale_y
+    # Cut out before, with all that the filter reaches: Pillow has too few digits for places in a long image.
+    x, y = 2 * max(scale_x, 1) + 1, 2 * max(scale_y, 1) + 1
+    left, top = max(math.floor(box[0] - x), 0), max(math.floor(box[1] - y), 0)
+    part = image.crop(
+        (left, top, min(math.ceil(box[2] + x), image.width), min(math.ceil(box[3] + y), image.height))
+    )
+    box = box[0] - left, box[1] - top, box[2] - left, box[3] - top
+    return part.resize((size, size), Image.Resampling.BICUBIC, box=box)
 
 
 def normalize(pixels: Tensor) -> Tensor:
@@ -144,15 +220,13 @@ def load_images(
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ImageError: A file is not an image, is damaged, or is smaller than the crop.
+        ImageError: A file is not an image, is damaged, or is smaller than the crop or too long.
     """
     tensors = []
     for path in paths:
         image = read_image(path)
-        try:
+        with naming_image(path):
             tensors.append(preprocess(image, image_size, crop_fraction=crop_fraction, upscale=upscale))
-        except ImageError as error:
-            raise ImageError(f"{path}: {error}") from None
     return torch.stack(tensors)
 
 
@@ -161,25 +235,53 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes.
+        ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes; an
+            object has other keys than 0 to ``count - 1``, or one of them twice.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"labels: {path} does not exist")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        content = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        is_json = path.suffix == ".json"
+        content = json.loads(text, object_pairs_hook=_Pairs) if is_json else text.splitlines()
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"labels: {path} is not {'JSON' if path.suffix == '.json' else 'UTF-8 text'}: {error}"
         ) from error
-    if isinstance(content, dict):
-        content = [content[key] for key in map(str, range(len(content))) if key in content]
+    if isinstance(content, _Pairs):
+        content = content.in_order(path, count)
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"labels: {path} has no list of names and no object of index: name")
     if len(content) != count:
         raise ValueError(f"labels: {path} names {len(content)} classes, expected {count}")
     return content
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object of JSON, with every key that stands in it, even twice."""
+
+    def in_order(self, path: Path, count: int) -> list[Any]:
+        """Returns the values of the keys 0, 1 and so on, which must be all keys."""
+        values = dict(self)
+        twice = next((key for key, times in Counter(key for key, _ in self).items() if times > 1), None)
+        if twice is not None:
+            raise ValueError(f"labels: {path} has the key {twice!r} more than once")
+        if set(values) != {str(index) for index in range(len(values))}:
+            expected = [str(index) for index in range(count)]
+            missing = [key for key in expected if key not in values]
+            others = [key for key in values if key not in expected]
+            raise ValueError(
+                f"labels: {path} has keys other than 0 to {count - 1}: missing are {_first(missing)}, not "
+                f"expected {_first(others)}"
+            )
+        return [values[str(index)] for index in range(len(values))]
+
+
+def _first(keys: list[str]) -> str:
+    """Returns the first of some keys as text."""
+    shown = ", ".join(map(repr, keys[:3])) or "none"
+    return shown + f" and {len(keys) - 3} more" * (len(keys) > 3)
 
 
 def sample_photos() -> list[Path]:

@@ -15,8 +15,18 @@ from PIL import Image
 from torch import Tensor
 
 from .config import LARGEST_IMAGE, check_number
-from .datasets import DIGITS, SPLITS, Corrupt, ImageDataset, RandomCrop, check_corrupt, open_dataset
-from .images import ImageError, preprocess, read_image, sample_photos, to_tensor
+from .datasets import (
+    DIGITS,
+    SPLITS,
+    Corrupt,
+    ImageDataset,
+    RandomCrop,
+    check_corrupt,
+    list_files,
+    open_dataset,
+    report_unusable,
+)
+from .images import ImageError, naming_image, open_image, preprocess, read_image, sample_photos, to_tensor
 from .segmentation import IGNORED
 
 _INDEX_MODES = ("L", "P")  # of Pillow, whose pixels are numbers of 8 bits: gray, and with a palette
@@ -68,12 +78,13 @@ class LabelMapDataset(ImageDataset):
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
         label_map = self._label_map(self.labels[index], image.size)
         size = self.image_size
-        if self.random_crop is None:
-            pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
-            label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
-        else:
-            image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
-            pixels = to_tensor(image)
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
+                pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
+                label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
+            else:
+                image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
+                pixels = to_tensor(image)
         return pixels, torch.from_numpy(np.array(label_map)).long()
 
     def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:
@@ -103,11 +114,13 @@ def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
         ImageError: The file is not an image, is damaged, or has other pixels.
     """
     try:
-        with Image.open(path) as file:
+        with naming_image(path), open_image(path) as file:
             stretched = _STRETCHED.get(str(file.tile[0][3])) if file.format == "PNG" else None
             label_map = file.copy()
         if stretched is not None:
             label_map = label_map.convert("L").point([value // stretched for value in range(256)])
+    except ImageError:
+        raise
     except Exception as error:  # decoding damaged bytes can raise anything
         raise ImageError(f"{path}: is not a readable label map: {error}") from error
     if label_map.mode not in _INDEX_MODES:
@@ -145,18 +158,22 @@ def open_label_maps(
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
             every one of which is read for that.
         random_crop: As in :class:`LabelMapDataset`.
-        corrupt: ``"skip"``: label maps that cannot be read do not count among the classes, with a warning.
+        corrupt: ``"skip"``: label maps that cannot be read do not count among the classes, with a warning;
+            another warning names links to nothing and folders where images are expected. ``"error"``: these
+            are an error.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.
         ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
-        ImageError: A label map that is read for its classes cannot be, and ``corrupt`` is ``"error"``.
+        ImageError: ``corrupt`` is ``"error"``, and a label map that is read for its classes cannot be, or
+            something among the images cannot be one.
     """
     check_corrupt(corrupt)
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
     source = Path(source)
-    images, labels = _files(source / split)
+    images, labels, unusable = _files(source / split)
+    report_unusable(source / split / "images", unusable, corrupt)
     file = source / _CLASSES
     if file.is_file():
         classes = _read_classes(file)
@@ -174,19 +191,18 @@ def has_label_maps(source: str | os.PathLike[str], split: Literal["train", "val"
     return True
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Lists the images of a folder, sorted by name, but for hidden ones, and the label map of each."""
+def _files(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
+    """Lists the images of a folder, sorted by name, the label map of each, and what is of no use."""
     if not (folder / "images").is_dir():
         raise FileNotFoundError(f"data: {folder / 'images'} does not exist, expected {_LAYOUT}")
-    files = (folder / "images").iterdir()
-    images = sorted(path for path in files if path.is_file() and path.name[0] != ".")
+    images, unusable = list_files(folder / "images", deep=False)
     if not images:
         raise ValueError(f"data: {folder / 'images'} has no images")
     labels = [folder / "labels" / f"{path.stem}{_SUFFIX}" for path in images]
     for image, label_map in zip(images, labels, strict=True):
         if not label_map.is_file():
             raise FileNotFoundError(f"data: {image} has no label map, expected {label_map}")
-    return images, labels
+    return images, labels, unusable
 
 
 def _read_classes(file: Path) -> list[str]:
@@ -199,7 +215,12 @@ def _read_classes(file: Path) -> list[str]:
 
 def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
     """Returns a name for each class up to the largest in the label maps of a folder."""
-    files = [file for split in SPLITS for file in sorted(source.glob(f"{split}/labels/*{_SUFFIX}"))]
+    files: list[Path] = []
+    for folder in (source / split / "labels" for split in SPLITS):
+        if folder.is_dir():
+            listed, unusable = list_files(folder, deep=False)
+            report_unusable(folder, unusable, corrupt)
+            files += [file for file in listed if file.suffix == _SUFFIX]
     largest, errors = 0, []
     for file in files:
         try:

@@ -58,15 +58,25 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def path_text(text: str) -> str:
+    """Parses an argument of argparse that must be a path or a name: anything but nothing."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a path")
+    return text
+
+
 def add_photos_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the photographs, for :meth:`LoadedModel.read`."""
-    parser.add_argument("photos", nargs="+", metavar="PHOTO", help="JPEG, PNG or whatever Pillow reads")
+    parser.add_argument("photos", nargs="+", type=path_text, metavar="PHOTO", help="JPEG, PNG, WebP, …")
 
 
 def add_labels_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--labels``, for :meth:`LoadedModel.labels`."""
     parser.add_argument(
-        "--labels", metavar="FILE", help="class names: one per line, or a JSON list or {index: name}"
+        "--labels",
+        type=path_text,
+        metavar="FILE",
+        help="class names: one per line, or a JSON list or {index: name}",
     )
 
 
@@ -83,6 +93,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
     )
     parser.add_argument(
         "--checkpoint",
+        type=path_text,
         required=not pretrained,
         help=f"{text} (default: microsoft/cvt-13, or what fits --model)" if pretrained else text,
     )
@@ -297,7 +308,11 @@ def open_calibration(
     from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
 
     source = arguments.calibrate
-    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
+    with recorded_warnings() as unread:
+        fitted, held_out = open_parts(
+            source, loaded.image_size, crop_fraction=loaded.crop_fraction, corrupt=arguments.corrupt
+        )
+    loaded.remarks.extend(unread)
     loaded.check_classes(fitted.classes, f"--calibrate {source}")
     drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
     reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
@@ -328,7 +343,7 @@ def open_split(
         classes: As of :func:`cvt.label_maps.open_label_maps`.
         crop_fraction: As of :func:`cvt.datasets.open_dataset`.
         random_crop: As of both.
-        corrupt: As of :func:`cvt.label_maps.open_label_maps`.
+        corrupt: As of both.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -343,7 +358,8 @@ def open_split(
                 f"--data: {source} has label maps, which are for models of train --task segment; expected "
                 f"{split}/CLASS/IMAGE for a classifier"
             )
-        return open_dataset(source, split, image_size, crop_fraction=crop_fraction, random_crop=random_crop)
+        crops: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
+        return open_dataset(source, split, image_size, **crops, corrupt=corrupt)
     if source == DIGITS:
         raise ValueError(
             f"--data: got digits, which have no label maps; expected a folder with {split}/images and "

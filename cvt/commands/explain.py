@@ -15,6 +15,7 @@ from .common import (
     add_photos_argument,
     add_token_keep_argument,
     load_model,
+    path_text,
     print_result,
     resolve_device,
 )
@@ -31,6 +32,7 @@ def add_parser(commands: Any) -> None:
     add_token_keep_argument(parser)
     parser.add_argument(
         "--output",
+        type=path_text,
         required=True,
         metavar="DIR",
         help="for explain.json, and for each photograph NAME.attention.png and NAME.rollout.png, with "

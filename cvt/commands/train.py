@@ -20,6 +20,7 @@ from .common import (
     build_model,
     naming_options,
     open_split,
+    path_text,
     positive_int,
     print_remarks,
     printed_warnings,
@@ -39,6 +40,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--data",
+        type=path_text,
         required=True,
         help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for --task segment one with "
         "train/images/NAME.jpg, train/labels/NAME.png and the same in val/",
@@ -50,14 +52,18 @@ def add_parser(commands: Any) -> None:
         help="a class of every image (classify, the default), or of every pixel (segment); the end of this "
         "help has the defaults of segment",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="for checkpoints and logs")
+    parser.add_argument(
+        "--output", type=path_text, required=True, metavar="DIR", help="for checkpoints and logs"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--model", choices=tuple(MODELS), help="default: cvt_13; for digits cvt_nano")
-    parser.add_argument("--checkpoint", help="fine-tune these weights, with a new head for other classes")
+    parser.add_argument(
+        "--checkpoint", type=path_text, help="fine-tune these weights, with a new head for other classes"
+    )
     parser.add_argument(
         "--activation", choices=tuple(ACTIVATIONS), help="default: the checkpoint's, or else quick_gelu"
     )
-    parser.add_argument("--teacher", metavar="CHECKPOINT", help="for --distillation")
+    parser.add_argument("--teacher", type=path_text, metavar="CHECKPOINT", help="for --distillation")
     parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224; for digits 16)")
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
     parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")

@@ -12,6 +12,7 @@ import gc
 import itertools
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,11 +38,13 @@ from ..label_maps import LabelMapDataset
 from ..model import Block, CvT
 from ..segmentation import CvTSegmenter
 from .augment import Augment
+from .locks import locked
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 from .tasks import TASKS, why_unfit
 
 LAST = "last.pth"
+_UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
 
 
 class NonFiniteLossError(ValueError):
@@ -109,7 +112,8 @@ class Trainer:
         self.rank, self.world_size = rank_and_world_size()
         _check(model, train_set, val_set, config, teacher, self.world_size)
         self.task = TASKS[model.config.head]
-        if (self.output / LAST).exists() and not resume:
+        self._stamp = _stamp(self.output / LAST)
+        if self._stamp is not None and not resume:
             raise ValueError(
                 f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
             )
@@ -181,33 +185,54 @@ class Trainer:
         Raises:
             ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
             NonFiniteLossError: The loss is NaN or infinite; checkpoints stay as they were.
+            ValueError: Another process trains in the same directory, or has done so in the meantime.
         """
-        while self.epoch < self.config.epochs:
-            start = time.perf_counter()
-            losses = self.train_epoch(progress=progress)
-            trained = time.perf_counter() - start  # the last loss has been fetched, so no step is left
-            metrics = self.evaluate()
-            step = self.epoch * self.steps_per_epoch
-            self._check_finite(metrics["val_loss"], step, "validation loss")
-            row = {
-                "epoch": self.epoch,
-                "lr": learning_rate(self.config, step - 1, self.steps_per_epoch),
-                "train_loss": sum(losses) / len(losses),
-                **metrics,
-                "images_per_second": self.steps_per_epoch * self.config.batch_size / trained,
-                "seconds": time.perf_counter() - start,
-            }
-            self.history.append(row)
-            self._save()
+        with locked(self.output) if self.rank == 0 else contextlib.nullcontext():
+            if self.rank == 0:
+                self._begin()
+            while self.epoch < self.config.epochs:
+                self._epoch(report, progress)
             if self.logs is not None:
-                self.logs.epoch(step, self.history)
-            if self.rank == 0 and report is not None:
-                report(row)
-        if self.logs is not None:
-            self.logs.close(self.history)
+                self.logs.close(self.history)
         if self.world_size > 1:
             dist.barrier()  # the first process has written its files
         return self.history
+
+    def _begin(self) -> None:
+        """Makes good in the locked directory what was lost when an earlier run was killed.
+
+        Raises:
+            ValueError: Another run has written a checkpoint there since this one was made.
+        """
+        if _stamp(self.output / LAST) != self._stamp:
+            raise ValueError(f"output: another run has written {self.output / LAST} since this one began")
+        for path in self.output.glob(_UNFINISHED):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if self.logs is not None and self.history:
+            self.logs.epoch(self.epoch * self.steps_per_epoch, self.history)
+
+    def _epoch(self, report: Callable[[dict[str, float]], None] | None, progress: bool) -> None:
+        """Trains for one epoch, evaluates, and writes checkpoints and logs."""
+        start = time.perf_counter()
+        losses = self.train_epoch(progress=progress)
+        trained = time.perf_counter() - start  # the last loss has been fetched, so no step is left
+        metrics = self.evaluate()
+        step = self.epoch * self.steps_per_epoch
+        self._check_finite(metrics["val_loss"], step, "validation loss")
+        row = {
+            "epoch": self.epoch,
+            "lr": learning_rate(self.config, step - 1, self.steps_per_epoch),
+            "train_loss": sum(losses) / len(losses),
+            **metrics,
+            "images_per_second": self.steps_per_epoch * self.config.batch_size / trained,
+            "seconds": time.perf_counter() - start,
+        }
+        self.history.append(row)
+        self._save()
+        if self.logs is not None:
+            self.logs.epoch(step, self.history)
+        if self.rank == 0 and report is not None:
+            report(row)
 
     def train_epoch(self, *, progress: bool = False) -> list[float]:
         """Trains for one epoch; returns the loss of every step, the mean over all processes."""
@@ -334,6 +359,7 @@ class Trainer:
             "ema": self.ema.state_dict() if self.ema else {},
         }
         _write(content, self.output / LAST)
+        self._stamp = _stamp(self.output / LAST)
 
     def _load(self) -> None:
         """Goes on from ``last.pth``."""
@@ -377,6 +403,14 @@ def _write(content: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint; whenever the process or the machine dies, the old one or the new one is whole."""
     with replacing(path) as scratch, open(scratch, "wb") as file:
         torch.save(content, file)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Returns what changes whenever a file is replaced, or None if there is none."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def freeze_batch_norm(model: nn.Module) -> None:

@@ -231,7 +231,12 @@ def test_labels(tmp_path, name, content):
         ("a.json", b"[" * 100000, "a.json is not JSON"),
         ("a.json", b"[1, 2, 3]", "a.json has no list of names"),
         ("a.json", b'"cat"', "a.json has no list of names"),
-        ("a.json", b'{"1": "a", "2": "b", "3": "c"}', "a.json names 2 classes, expected 3"),
+        ("a.json", b'{"1": "a", "2": "b", "3": "c"}', "missing are '0', not expected '3'"),
+        ("a.json", b'{"0": "a", "2": "c", "1000": "x"}', "missing are '1', not expected '1000'"),
+        ("a.json", b'{"0": "a", "1": "b", "2": "c", "3": "d"}', "a.json names 4 classes, expected 3"),
+        ("a.json", b'{"0": "a", "1": "b", "1": "c"}', "a.json has the key '1' more than once"),
+        ("a.json", b'{"0": "a", "1": 2, "2": "c"}', "a.json has no list of names and no object"),
+        ("a.json", b'{"-1": "a", "00": "b", "1.0": "c", "x": "d"}', "'0', '1', '2', .* '1.0' and 1 more"),
     ],
 )
 def test_bad_labels(tmp_path, name, content, message):

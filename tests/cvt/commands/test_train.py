@@ -198,10 +198,7 @@ def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photog
     arguments += ["--drop-path-rate", 0.05, "--workers", 1]
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].endswith(
-        "china/note.jpg: is not a readable image: cannot identify image file "
-        f"'{photographs}/train/china/note.jpg'"
-    )
+    assert "china/note.jpg: is not a readable image: expected one of JPEG" in err.splitlines()[-1]
     arguments[4] = tmp_path / "skipped"
     code, out, err = run(capsys, *arguments, "--corrupt", "skip")
     assert code == 0

@@ -1,0 +1,135 @@
+"""Trainings that are killed at any file, or that meet in one directory."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt import files
+from cvt.training.locks import LOCK, locked
+from cvt.training.trainer import LAST
+from tests.cvt.training.test_trainer import assert_same_bits, rows, trainer
+
+SHORT = {"epochs": 2, "batch_size": 12}
+WRITTEN = ["best.pth", LAST, "log.csv"]
+
+
+class Killed(BaseException):
+    """The end of a process that has no time to tidy up."""
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory):
+    """Returns the directory of a run from which nothing was lost, and how many files it replaced."""
+    output, moved, move = tmp_path_factory.mktemp("unkilled"), [], files._move
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_move", lambda *paths: moved.append(paths) or move(*paths))
+        trainer(output, **SHORT).fit()
+    return output, len(moved)
+
+
+def kill(output, count):
+    """Runs a training that dies when its nth file is to be replaced, with what it was writing left behind."""
+    left, move = [count], files._move
+
+    def dying(source, target):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        move(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_move", dying)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        with pytest.raises(Killed):
+            trainer(output, **SHORT).fit()
+
+
+def figures(output):
+    return [
+        {name: value for name, value in row.items() if name not in ("seconds", "images_per_second")}
+        for row in rows(output / "log.csv")
+    ]
+
+
+def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unkilled, tmp_path):
+    expected, count = unkilled
+    assert count in (6, 7)  # the second epoch may be no better
+    for moment in range(1, count + 1):
+        output = tmp_path / str(moment)
+        kill(output, moment)
+        resume = (output / LAST).exists()
+        assert resume == (moment > 2)
+        trainer(output, resume=resume, **SHORT).fit()
+        assert figures(output) == figures(expected)
+        for name in ("best.pth", LAST):
+            assert_same_bits(*(torch.load(path / name, weights_only=True) for path in (output, expected)))
+        names = {path.name for path in output.iterdir() if not path.name.startswith("events.")}
+        assert names == {*WRITTEN, "curves.png", LOCK}
+
+
+def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    kill(tmp_path, unkilled[1] - 1)  # log.csv
+    assert [row["epoch"] for row in rows(tmp_path / "log.csv")] == ["1"]
+    (tmp_path / ".unfinished.abc").mkdir()
+    (tmp_path / ".unfinished.abc" / "heads.png").touch()
+    ours = trainer(tmp_path, resume=True, **SHORT)
+    ours.fit()
+    assert [row["epoch"] for row in rows(tmp_path / "log.csv")] == ["1", "2"]
+    assert not list(tmp_path.glob(".unfinished.*"))
+    scalars = EventAccumulator(str(tmp_path)).Reload().Scalars
+    assert [event.step for event in scalars("val_loss")] == [2, 4]
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    """The lock of a process ends with it; whoever reads images for it may live longer."""
+    ours = trainer(tmp_path, **SHORT)
+    ready, started = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
+        child = os.fork()
+        if child == 0:
+            with locked(tmp_path):
+                reader = os.fork()
+                signal.alarm(60)  # if this test should die
+                if reader:
+                    os.write(started, str(reader).encode())
+                signal.pause()
+    reader = int(os.read(ready, 20))
+    try:
+        with pytest.raises(
+            ValueError, match=rf"output: {tmp_path} is where process {child} of .* trains; wait"
+        ):
+            ours.fit()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert len(ours.fit()) == 2
+    finally:
+        os.kill(reader, signal.SIGKILL)
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_run_that_came_between_is_noticed(tmp_path):
+    late = trainer(tmp_path, **SHORT)
+    trainer(tmp_path, **SHORT).fit()
+    with pytest.raises(ValueError, match=r"^output: another run has written .*last.pth since this one began"):
+        late.fit()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    import fcntl
+
+    def none(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with (
+        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: No locks"),
+        locked(tmp_path),
+    ):
+        pass
