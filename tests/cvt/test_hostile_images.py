@@ -118,16 +118,17 @@ def test_too_little_memory_names_the_file(tmp_path, monkeypatch):
                 load_images([tmp_path / "a.png"], upscale=True)
 
 
-def test_more_pixels_than_are_safe(tmp_path, monkeypatch):
-    """Pillow raises for twice as many, and would only warn of these."""
+def test_more_pixels_than_pillow_opens(tmp_path, monkeypatch):
+    """Of half as many it would warn."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     for read, kind in ((read_image, "image"), (read_label_map, "label map")):
-        for side in (20, 30):
-            Image.new("L", (side, side)).save(tmp_path / "a.png")
-            with pytest.raises(
-                ImageError, match=rf"a.png: is not a readable {kind}: Image size .* exceeds limit"
-            ):
-                read(tmp_path / "a.png")
+        Image.new("L", (20, 20)).save(tmp_path / "a.png")
+        read(tmp_path / "a.png")
+        Image.new("L", (30, 30)).save(tmp_path / "a.png")
+        with pytest.raises(
+            ImageError, match=rf"a.png: is not a readable {kind}: Image size .* exceeds limit"
+        ):
+            read(tmp_path / "a.png")
 
 
 # Formats --------------------------------------------------------------------------------------------------
