@@ -1,8 +1,8 @@
 """The memory that Triton kernels touch in the interpreter: every load and store, and what is wrong with them.
 
-A GPU runs the programs of a launch in any order and at the same time; the interpreter runs them one by one, and
-the lanes of a program in their order, so that a wrong kernel may well compute what is right. Here the addresses
-tell: see :class:`Accesses` for what counts as a fault.
+A GPU runs the programs of a launch in any order and at the same time; the interpreter runs them one by one,
+and the lanes of a program in their order, so that a wrong kernel may well compute what is right. Here the
+addresses tell: see :class:`Accesses` for what counts as a fault.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton import language
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -48,20 +49,25 @@ class Lanes(NamedTuple):
 class _Log:
     """The loads and stores of a launch while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._storages = [(_start(t), _start(t) + t.untyped_storage().nbytes()) for t in tensors]
         self.loads: list[tuple[Any, ...]] = []
         self.stores: list[tuple[Any, ...]] = []
         self.atomics = 0
         self.phase = 0
         self._time = 0
 
-    def note(self, kind: list[tuple[Any, ...]], builder: Any, pointers: Any, mask: Any) -> None:
-        (x, y, z), (_, ny, nz) = builder.grid_idx, builder.grid_dim
-        data = pointers.data
-        data = data[np.broadcast_to(_data(mask), data.shape).astype(bool)]  # masks may be integers
-        self._time += 1
+    def note(self, kind: list[tuple[Any, ...]], builder: Any, pointers: Any, mask: Any) -> Any:
+        """Notes a load or a store; returns the mask of the lanes that do no harm."""
+        address, is_on = pointers.data, np.broadcast_to(_data(mask), pointers.data.shape).astype(bool)
         width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        kind.append((data, width, (x * ny + y) * nz + z, self._time, self.phase))
+        (x, y, z), (_, ny, nz) = builder.grid_idx, builder.grid_dim
+        self._time += 1
+        kind.append((address[is_on], width, (x * ny + y) * nz + z, self._time, self.phase))
+        is_inside = np.zeros(address.shape, bool)
+        for start, end in self._storages:
+            is_inside |= (address >= start) & (address + width <= end)
+        return interpreter.TensorHandle(is_on & is_inside, language.int1)
 
 
 def _data(mask: Any) -> np.ndarray:
@@ -90,7 +96,7 @@ class _Memory:
         self.bases = np.concatenate([[0], np.cumsum(-(-sizes // granule))])
 
     def places(self, lanes: Lanes) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the granules of lanes, one after the other, and the lane of each; −1 outside of all storages."""
+        """Returns the granules of lanes, −1 outside of all storages, and the lane of each."""
         count = lanes.width // self.granule
         lane = np.repeat(np.arange(count.size), count)
         nth = np.arange(lane.size) - np.repeat(np.cumsum(count) - count, count)
@@ -165,7 +171,9 @@ def tensors_of(arguments: Any) -> list[Tensor]:
 
 
 class Accesses:
-    """The launches of a block, what each moved, and the faults. These are faults:
+    """The launches of a block, what each moved, and the faults.
+
+    These are faults:
 
     1. A program writes what another program of the launch writes.
     2. A program reads what another program of the launch writes.
@@ -173,8 +181,8 @@ class Accesses:
        the gap between two rows of a slice; or it is not aligned to its own width.
     4. Something is read that nothing wrote before, or an output is not written as a whole by the end of the
        block: a tensor that the block allocated and that a launch writes.
-    5. A program reads or writes again what it wrote, without a barrier since: its threads do not wait for each
-       other's stores.
+    5. A program reads or writes again what it wrote, without a barrier since: its threads do not wait for
+       each other's stores.
     6. An atomic operation.
 
     Attributes:
@@ -387,20 +395,18 @@ def recorded_accesses() -> Iterator[Accesses]:
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal log
-        log = _Log()
         names = inspect.getfullargspec(executor.fn).args
         given = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in names})
+        log = _Log(tensors_of(given))
         with _disable_current_modes():
             run_launch(executor, *args, **kwargs)
             accesses.check_launch(machine.Launch(executor.fn, executor.grid, given, {}), log)
 
     def logged_load(self: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
-        log.note(log.loads, self, pointers, mask)
-        return load(self, pointers, mask, *others, **named)
+        return load(self, pointers, log.note(log.loads, self, pointers, mask), *others, **named)
 
     def logged_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any) -> Any:
-        log.note(log.stores, self, pointers, mask)
-        return store(self, pointers, value, mask, *others, **named)
+        return store(self, pointers, value, log.note(log.stores, self, pointers, mask), *others, **named)
 
     def logged_barrier(self: Any) -> Any:
         log.phase += 1

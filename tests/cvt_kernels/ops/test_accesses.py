@@ -1,5 +1,6 @@
 """The memory that every Triton kernel touches, in Triton's interpreter, at sizes of which no tile is full."""
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -7,13 +8,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
+from cvt.commands.compile import work
 from cvt_kernels import machine, ops
 from cvt_kernels.reference import PositionBias
-from tests.accesses import recorded_accesses
+from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 
 #: Few multiprocessors, so that programs that take several tiles are several all the same.
@@ -28,11 +32,13 @@ class Case(NamedTuple):
         call: Makes the call and returns its results.
         kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
         chip: The GPU that it is planned for.
+        is_dense: Whether the launches read all rows of their tensors, as :class:`work.Work` says.
     """
 
     call: Callable[[], Any]
     kernels: str
     chip: machine.Chip = CHIP
+    is_dense: bool = True
 
 
 def randn(*shape: int, dtype: torch.dtype = FLOAT32, gap: int = 0, grad: bool = False) -> Tensor:
@@ -58,9 +64,9 @@ def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, 
     return gradients(out, q, k, v, *biases) if grad else out
 
 
-def attend_by_position(rows=None, *, grid=(3, 5), key_grid=(2, 3), heads=2):
-    queries = 1 + grid[0] * grid[1] if rows is None else rows.shape[1]
-    keys = 1 + key_grid[0] * key_grid[1]
+def attend_by_position(rows=None, *, tokens=0, grid=(3, 5), key_grid=(2, 3), heads=2):
+    queries = tokens + grid[0] * grid[1] if rows is None else rows.shape[1]
+    keys = tokens + key_grid[0] * key_grid[1]
     q, k, v = (randn(2, n, heads, 7, grad=True) for n in (queries, keys, keys))
     table = randn(heads, *(n + 2 * (m - 1) for n, m in zip(grid, key_grid, strict=True)), grad=True)
     bias = PositionBias(table, grid, key_grid, 2, rows)
@@ -83,8 +89,9 @@ ATTENTION = {
     ),
     "by position": Case(attend_by_position, f"attention_fwd {AT_ONCE} attention_bwd_table"),
     "of chosen tokens": Case(
-        lambda: attend_by_position(torch.tensor([[0, 3, 7], [0, 15, -1]])),
+        lambda: attend_by_position(torch.tensor([[0, 3, 7], [0, 15, -1]]), tokens=1),
         f"attention_fwd {AT_ONCE} attention_bwd_table",
+        is_dense=False,
     ),
 }
 
@@ -101,17 +108,15 @@ def project(grid, channels, kernels, strides=(1, 2, 2), *, batch=3, tokens=1, tr
     return gradients(outs, x, *(t for conv in convs for t in conv[:3]))
 
 
-def project_sums(grid=(3, 5), channels=5):
-    x = randn(2, 1 + grid[0] * grid[1], channels, grad=True)
+def project_sums(grid, channels, dtype):
+    x = randn(1, 1 + grid[0] * grid[1], channels, dtype=dtype, grad=True)
+    settings = {"dtype": dtype, "grad": True, "stride": 2}
     convs = [
-        tuple(
-            random_conv(channels, k, dtype=FLOAT32, grad=True, stride=stride, padding=p, dilation=d)
-            for k, p, d in ((3, 1, 1), (5, 4, 2))
-        )
-        for stride in (1, 2)
+        random_conv(channels, 3, padding=1, **settings),
+        random_conv(channels, 5, padding=4, dilation=2, **settings),
     ]
-    outs = ck.conv_projection(x, grid, convs, training=True)
-    return gradients(outs, x, *(t for summands in convs for conv in summands for t in conv[:3]))
+    (out,) = ck.conv_projection(x, grid, [tuple(convs)], training=True)
+    return gradients(out, x, *(t for conv in convs for t in conv[:3]))
 
 
 def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32):
@@ -133,10 +138,10 @@ def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT
     )  # fmt: skip
 
 
-def convolve_and_activate(grid, channels, dtype=FLOAT32):
+def convolve_and_activate(grid, channels, dtype=FLOAT32, batch=2):
     x, weight, bias = (
         randn(*shape, dtype=dtype, grad=True)
-        for shape in ((3, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
+        for shape in ((batch, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
     )
     return gradients(ck.depthwise_conv_gelu(x, grid, weight, bias), x, weight, bias)
 
@@ -151,15 +156,14 @@ WALK = f"{names('conv_projection_walk_', STEPS)} {MERGED}"
 REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
     "walk": Case(lambda: project((5, 3), 5, (3, 3, 3)), WALK),
-    "walk of pairs": Case(lambda: project((3, 7), 6, (3, 3, 3), dtype=BFLOAT16), WALK),
+    "walk of pairs": Case(lambda: project((3, 7), 6, (3, 3, 3), batch=2, dtype=BFLOAT16), WALK),
     "walk at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), WALK),
     "walk, frozen": Case(
-        lambda: project((5, 3), 3, (3, 3), (2, 1), training=False),
+        lambda: project((5, 3), 3, (3, 3), (2, 1), batch=2, training=False),
         f"{names('conv_projection_walk_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
     ),
-    "regions": Case(lambda: project((5, 7), 5, (1, 5, 3), (1, 2, 3)), REGIONS),
-    "regions of pairs": Case(lambda: project((3, 5), 6, (5, 3), (1, 2), dtype=FLOAT16), REGIONS),
-    "sums of convolutions": Case(project_sums, REGIONS),
+    "regions": Case(lambda: project((5, 4), 5, (3, 1), (3, 1), batch=2), REGIONS),
+    "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
@@ -257,14 +261,14 @@ LINEAR = {
 
 
 def index(batch, tokens, count):
-    rows = torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
-    rows[0, -1] = -1
-    return rows
+    return torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
 
 
-def gather(batch, tokens, count, channels, dtype=FLOAT32):
+def gather(batch, tokens, count, channels, dtype=FLOAT32, missing=0):
     x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
-    return gradients(ck.gather_rows(x, index(batch, tokens, count)), x)
+    rows = index(batch, tokens, count)
+    rows[0, :missing] = -1
+    return gradients(ck.gather_rows(x, rows), x)
 
 
 def gather_and_normalize(batch, tokens, count, channels, dtype=FLOAT32):
@@ -291,6 +295,7 @@ SCATTERED = "scatter_rows_places scatter_rows"
 ROWS = {
     "gather": Case(lambda: gather(3, 41, 37, 5), f"gather_rows {SCATTERED}"),
     "gather one": Case(lambda: gather(1, 1, 1, 1, FLOAT16), f"gather_rows {SCATTERED}"),
+    "gather nothing": Case(lambda: gather(2, 3, 2, 5, missing=2), f"gather_rows {SCATTERED}", is_dense=False),
     "gather wide rows": Case(lambda: gather(2, 3, 2, 1031), f"gather_rows {SCATTERED}"),
     "gather and normalize": Case(
         lambda: gather_and_normalize(3, 131, 127, 13),
@@ -303,11 +308,14 @@ ROWS = {
 
 CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS
 
+# The tests ------------------------------------------------------------------------------------------------
 
-def run(case: Case):
-    """Returns what a case touches, its results included."""
+
+def run(case: Case, change: Callable[[machine.Launch], machine.Launch] = lambda launch: launch) -> Accesses:
+    """Returns what a case touches, its results included, with changed launches."""
+    torch.manual_seed(0)
     with (
-        machine.intercepted_launches(machine.Launch.start, case.chip),
+        machine.intercepted_launches(lambda launch: change(launch).start(), case.chip),
         ck.use_backend("triton"),
         recorded_accesses() as accesses,
     ):
@@ -317,16 +325,60 @@ def run(case: Case):
     return accesses
 
 
+@functools.cache
+def accesses_of(name: str) -> Accesses:
+    return run(CASES[name])
+
+
 def name_of(launch: machine.Launch) -> str:
     return launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_program_keeps_to_its_own_memory(name):
-    case = CASES[name]
-    accesses = run(case)
+    accesses = accesses_of(name)
     assert accesses.faults == []
-    assert {name_of(traffic.launch) for traffic in accesses.traffic} == set(case.kernels.split())
+    assert {name_of(traffic.launch) for traffic in accesses.traffic} == set(CASES[name].kernels.split())
+
+
+#: The parameters, without ``_ptr`` or ``_ptrs``, that do not count among the bytes of kernels that begin so.
+NOT_COUNTED = {
+    "attention": "bias slots",
+    "conv_embedding": "bias gamma beta class_token",
+    "conv_linear": "w gamma beta mean var bias",
+    "conv_projection": "w gamma beta mean var sums",
+    "depthwise_conv_gelu": "w bias",
+    "gather_add_layer_norm": "gamma beta",
+    "gelu_quantize": "bias",
+    "layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift",
+    "layer_norm_quantize": "gamma beta shift",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_move_the_bytes_that_are_said(name):
+    for traffic in accesses_of(name).traffic:
+        kernel = name_of(traffic.launch)
+        if kernel == "update_running":  # vectors only, of which nothing is said
+            continue
+        parameters = next((NOT_COUNTED[start] for start in NOT_COUNTED if kernel.startswith(start)), "")
+        hidden = {f"{parameter}_ptr{s}" for parameter in parameters.split() for s in ("", "s")}
+        counted = {n: value for n, value in traffic.launch.arguments.items() if n not in hidden}
+        moved, said = traffic.bytes_of(tensors_of(counted)), work.work_of(traffic.launch).bytes
+        assert moved == said if CASES[name].is_dense else moved <= said, kernel
+
+
+def test_attention_moves_the_bytes_of_its_docstring():
+    batch, queries, heads, dim = 2, 33, 3, 8
+    for keys, backward in (35, "attention_bwd"), (67, "attention_bwd_dq attention_bwd_dkdv"):
+        case = Case(functools.partial(attend, queries, keys, batch=batch, heads=heads, dim=dim), "")
+        moved = [traffic.bytes_of(tensors_of(traffic.launch.arguments)) for traffic in run(case).traffic]
+        row, stats = 4 * batch * heads * dim, batch * heads * queries
+        assert moved[0] == 2 * (queries + keys) * row + 8 * stats
+        if backward == "attention_bwd":
+            assert moved[1:] == [(3 * queries + 4 * keys) * row + 12 * stats]
+        else:
+            assert sum(moved[1:]) == 6 * (queries + keys) * row + 24 * stats
 
 
 def test_every_kernel_has_a_case():
@@ -337,3 +389,112 @@ def test_every_kernel_has_a_case():
             kernels |= {each.__name__ for each in values if isinstance(each, InterpretedFunction)}
     with_case = {kernel for case in CASES.values() for kernel in case.kernels.split()}
     assert {kernel for kernel in kernels if kernel.endswith("_kernel")} == {f"_{k}_kernel" for k in with_case}
+
+
+# Planted faults -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, count, step, end, shift, BLOCK: tl.constexpr):
+    """Copies x to y, of ``count`` elements, if ``step`` is BLOCK, ``end`` is ``count`` and ``shift`` is 0."""
+    i = tl.program_id(0) * step + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i + shift, mask=i + shift < count), mask=i < end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"programs": 2}, "28 bytes of an output (23,) are never written"),
+        ({"end": 22}, "4 bytes of an output (23,) are never written"),
+        ({"end": 24}, "_copy_kernel writes 4 bytes outside of its tensors, first in program 2"),
+        ({"count": 24}, "_copy_kernel reads 4 bytes outside of its tensors, first in program 2"),
+        ({"shift": -1}, "_copy_kernel reads 4 bytes outside of its tensors, first in program 0"),
+        ({"step": 7}, "_copy_kernel writes y_ptr in program 0 where program 1 writes"),
+        ({"programs": 4, "step": 0}, "_copy_kernel writes y_ptr in program 0 where program 3 writes"),
+        ({"inplace": True}, None),
+        ({"inplace": True, "shift": 1}, "_copy_kernel reads x_ptr and y_ptr in program 0 where program 1 writes"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_fault_of_programs_or_bounds_is_found(changes, fault):
+    settings = {"count": 23, "end": 23, "shift": 0, "step": 8, "programs": 3, "inplace": False} | changes
+    programs, inplace = settings.pop("programs"), settings.pop("inplace")
+    wide = torch.randn(25)  # what lies beside x and belongs to nothing
+    with recorded_accesses() as accesses:
+        y = wide[1:24] if inplace else torch.empty(23)
+        _copy_kernel[(programs,)](y if inplace else wide[1:24], y, BLOCK=8, **settings)
+    assert fault in accesses.faults if fault else accesses.faults == []
+
+
+@triton.jit
+def _turn_kernel(x_ptr, y_ptr, KIND: tl.constexpr):
+    """Writes 8 elements of x to y, then reverses y in a way."""
+    i = tl.arange(0, 8)
+    if KIND == "unwritten":
+        tl.store(y_ptr + i, tl.load(y_ptr + i))
+    elif KIND == "atomic":
+        tl.atomic_add(y_ptr + i, tl.load(x_ptr + i))
+    elif KIND == "not aligned":
+        tl.store(y_ptr + i, tl.load((x_ptr + 1).to(tl.pointer_type(tl.int64), bitcast=True)).to(tl.float32))
+    else:
+        tl.store(y_ptr + i, tl.load(x_ptr + i))
+        if KIND == "barrier":
+            tl.debug_barrier()
+        if KIND == "again":
+            tl.store(y_ptr + 7 - i, tl.load(x_ptr + i))
+        else:
+            tl.store(x_ptr + i, tl.load(y_ptr + 7 - i))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("barrier", None),
+        ("no barrier", "_turn_kernel reads y_ptr where the same program wrote, without a barrier in between"),
+        ("again", "_turn_kernel writes y_ptr twice in one program without a barrier in between"),
+        ("unwritten", "_turn_kernel reads y_ptr where nothing has been written"),
+        ("atomic", "_turn_kernel has atomic operations"),
+        ("not aligned", "_turn_kernel reads at an address that is not a multiple of the width"),
+    ],
+)
+def test_a_fault_within_a_program_is_found(kind, fault):
+    x = torch.randn(8)
+    with recorded_accesses() as accesses:
+        _turn_kernel[(1,)](x, torch.empty(8), KIND=kind)
+    assert fault in accesses.faults if fault else accesses.faults == []
+
+
+def test_what_pytorch_reads_and_writes_counts_too():
+    y = torch.randn(8)
+    with recorded_accesses() as accesses:
+        half, zeros = torch.empty(8), torch.empty(8).zero_()
+        half[:4] = 1
+        _turn_kernel[(1,)](zeros, y, KIND="barrier")
+        half[:4].sum()
+        assert accesses.faults == []
+        half.sum()
+    assert accesses.faults == ["aten.sum.default reads what nothing has written, of a tensor (8,)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "argument", "by", "fault"),
+    [
+        ("keys on the chip", "attention_fwd", "queries", 1, "outside of its tensors"),
+        ("keys in a loop", "attention_bwd_dkdv", "keys", 1, "outside of its tensors"),
+        ("convolution and GELU", "depthwise_conv_gelu_fwd", "groups", -1, "where program"),
+        ("convolution and GELU", "depthwise_conv_gelu_fwd", "height", -1, "are never written"),
+        ("sum", "linear_add", "rows", 1, "outside of its tensors"),
+        ("MLP", "layer_norm_mlp_fwd", "rows", -1, "are never written"),
+        ("gather", "gather_rows", "count", -1, "are never written"),
+        ("gather", "gather_rows", "tiles", 2, "are never written"),
+        ("scatter in place", "scatter_rows_inplace", "count", 1, "outside of its tensors"),
+    ],
+)
+def test_a_wrong_size_is_found(name, kernel, argument, by, fault):
+    def change(launch):
+        if name_of(launch) != kernel:
+            return launch
+        return launch._replace(arguments=launch.arguments | {argument: launch.arguments[argument] + by})
+
+    assert any(fault in found for found in run(CASES[name], change).faults)
