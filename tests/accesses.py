@@ -126,9 +126,8 @@ def _elements(tensor: Tensor, granule: int) -> np.ndarray:
     """Returns which granules of its storage are elements of a tensor."""
     size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
     mask = np.zeros(-(-size // item), bool)
-    np.lib.stride_tricks.as_strided(mask[tensor.storage_offset() :], tensor.shape, tensor.stride())[...] = (
-        True
-    )
+    own = np.lib.stride_tricks.as_strided(mask[tensor.storage_offset() :], tensor.shape, tensor.stride())
+    own[...] = True
     return np.repeat(mask, item // granule)[: -(-size // granule)]
 
 
@@ -156,15 +155,9 @@ class Traffic(NamedTuple):
 
 def tensors_of(arguments: Any) -> list[Tensor]:
     """Returns the tensors with elements among a launch's arguments, also those in tuples and descriptors."""
-    if isinstance(arguments, Tensor):
-        return [arguments] if arguments.numel() else []
-    if isinstance(arguments, TensorDescriptor):
-        return tensors_of(arguments.base)
-    if isinstance(arguments, dict):
-        arguments = arguments.values()
-    if not isinstance(arguments, tuple | list) and not hasattr(arguments, "__iter__"):
-        return []
-    return [] if isinstance(arguments, str) else [t for each in arguments for t in tensors_of(each)]
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [leaf.base if isinstance(leaf, TensorDescriptor) else leaf for leaf in leaves]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel()]
 
 
 # Faults ---------------------------------------------------------------------------------------------------
@@ -213,6 +206,7 @@ class Accesses:
             self.faults.append(f"{by} reads what nothing has written, of a tensor {tuple(tensor.shape)}")
 
     def written_bytes(self, tensor: Tensor) -> np.ndarray | None:
+        """Returns which bytes of a tensor's storage are written; None if it is older than the block."""
         if not tensor.numel() or tensor.device.type != "cpu":
             return None
         _, written = self._allocated.get(_start(tensor), (None, None))
@@ -248,6 +242,7 @@ class _LaunchCheck:
         self._inside = self._memory.elements(self._tensors)
 
     def run(self) -> None:
+        """Notes what there is to note."""
         if self._log.atomics:
             self._fault("has atomic operations")
         loads, read = self._within(self._loads, "reads")
