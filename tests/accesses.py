@@ -50,7 +50,7 @@ class _Log:
     """The loads and stores of a launch while it runs."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._storages = [(_start(t), _start(t) + t.untyped_storage().nbytes()) for t in tensors]
+        self._storages = {(_start(t), _start(t) + t.untyped_storage().nbytes()) for t in tensors}
         self.loads: list[tuple[Any, ...]] = []
         self.stores: list[tuple[Any, ...]] = []
         self.atomics = 0
@@ -63,11 +63,19 @@ class _Log:
         width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         (x, y, z), (_, ny, nz) = builder.grid_idx, builder.grid_dim
         self._time += 1
-        kind.append((address[is_on], width, (x * ny + y) * nz + z, self._time, self.phase))
+        touched = address[is_on]
+        kind.append((touched, width, (x * ny + y) * nz + z, self._time, self.phase))
+        if touched.size:
+            first, last = int(touched.min()), int(touched.max()) + width
+            if not any(start <= first and last <= end for start, end in self._storages):
+                is_on = is_on & self._is_inside(address, width)
+        return interpreter.TensorHandle(is_on, language.int1)
+
+    def _is_inside(self, address: np.ndarray, width: int) -> np.ndarray:
         is_inside = np.zeros(address.shape, bool)
         for start, end in self._storages:
             is_inside |= (address >= start) & (address + width <= end)
-        return interpreter.TensorHandle(is_on & is_inside, language.int1)
+        return is_inside
 
 
 def _data(mask: Any) -> np.ndarray:

@@ -158,7 +158,7 @@ STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
 WALK = f"{names('conv_projection_walk_', STEPS)} {MERGED}"
 REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
-    "walk": Case(lambda: project((5, 3), 5, (3, 3, 3)), WALK),
+    "walk": Case(lambda: project((5, 3), 5, (3, 3, 3), batch=2), WALK),
     "walk of pairs": Case(lambda: project((3, 7), 6, (3, 3, 3), batch=2, dtype=BFLOAT16), WALK),
     "walk at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), WALK),
     "walk, frozen": Case(
