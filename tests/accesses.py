@@ -140,7 +140,7 @@ def _elements(tensor: Tensor, granule: int) -> np.ndarray:
 
 
 class Traffic(NamedTuple):
-    """What a launch moved.
+    """The bytes that a launch moved.
 
     Attributes:
         launch: The launch.
