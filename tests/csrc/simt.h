@@ -127,31 +127,31 @@ inline void prepare(Fiber& fiber) {
   fiber.state = State::running;
 }
 
-inline void run_block(unsigned threads, bool backwards) {
-  for (unsigned i = 0; i < threads; i++) prepare(scheduler.fibers[i]);
+// Runs a warp until all its threads wait at a barrier or are finished.
+inline void run_warp(unsigned first, bool backwards) {
   while (true) {
-    for (unsigned i = 0; i < threads; i++) {
-      const unsigned thread = backwards ? threads - 1 - i : i;
+    for (unsigned i = 0; i < kWarpSize; i++) {
+      const unsigned thread = first + (backwards ? kWarpSize - 1 - i : i);
       if (scheduler.fibers[thread].state == State::running) resume(thread);
     }
-    if (all(0, threads, State::finished)) return;
-    bool proceeds = false;
-    const auto release = [&](unsigned begin, unsigned end) {
-      for (unsigned i = begin; i < end; i++) scheduler.fibers[i].state = State::running;
-      proceeds = true;
-    };
-    for (unsigned first = 0; first < threads; first += kWarpSize) {
-      if (!all(first, first + kWarpSize, State::at_shuffle)) continue;
-      shuffle(first);
-      release(first, first + kWarpSize);
-    }
-    if (all(0, threads, State::at_barrier)) release(0, threads);
-    if (!proceeds) fail("threads wait for others that do not come");
+    if (!all(first, first + kWarpSize, State::at_shuffle)) return;
+    shuffle(first);
+    for (unsigned i = 0; i < kWarpSize; i++) scheduler.fibers[first + i].state = State::running;
   }
 }
 
-// Runs kernel(arguments...) for all blocks. Threads take turns forwards or backwards: a kernel that lacks a barrier
-// gives different results.
+inline void run_block(unsigned threads, bool backwards) {
+  for (unsigned i = 0; i < threads; i++) prepare(scheduler.fibers[i]);
+  while (true) {
+    for (unsigned i = 0; i < threads; i += kWarpSize) run_warp(backwards ? threads - kWarpSize - i : i, backwards);
+    if (all(0, threads, State::finished)) return;
+    if (!all(0, threads, State::at_barrier)) fail("threads wait for others that do not come");
+    for (unsigned i = 0; i < threads; i++) scheduler.fibers[i].state = State::running;
+  }
+}
+
+// Runs kernel(arguments...) for all blocks. From barrier to barrier, one warp runs after the other, forwards or
+// backwards: what one writes and another reads or writes without a barrier in between gives different results.
 template <class... Parameters, class... Arguments>
 void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int threads, const Arguments&... arguments) {
   if (threads % static_cast<int>(kWarpSize) != 0) fail("a warp is not full");
@@ -168,9 +168,13 @@ void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int t
 
 }  // namespace simt
 
-inline void __syncthreads() { simt::wait(simt::State::at_barrier); }
-
 namespace simt {
+
+inline int missing_barrier = 0;  // the line of a barrier that is left out, so that tests see whether this is noticed
+
+inline void barrier(int line) {
+  if (line != missing_barrier) wait(State::at_barrier);
+}
 
 inline float exchange(unsigned mask, float value, unsigned lane, int kind) {
   if (mask != 0xffffffffu) fail("a shuffle of a part of a warp");
@@ -184,6 +188,8 @@ inline float exchange(unsigned mask, float value, unsigned lane, int kind) {
 }
 
 }  // namespace simt
+
+#define __syncthreads() simt::barrier(__LINE__)
 
 inline float __shfl_xor_sync(unsigned mask, float value, int step) {
   return simt::exchange(mask, value, threadIdx.x % simt::kWarpSize ^ static_cast<unsigned>(step), step);

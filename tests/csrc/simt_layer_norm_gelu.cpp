@@ -14,7 +14,7 @@ namespace {
 
 struct KernelCall {
   int64_t operation, dtype, result, activation, rows, channels, misalignment, multiprocessors, backwards;
-  int64_t has_addend, has_shift, has_weight, has_bias, float_parameters, float_shift;
+  int64_t has_addend, has_shift, has_weight, has_bias, float_parameters, float_shift, missing_barrier;
   double eps;
 };
 
@@ -138,6 +138,7 @@ void run(const KernelCall& call) {
 int main() {
   KernelCall call;
   while (std::fread(&call, sizeof call, 1, stdin) == 1) {
+    simt::missing_barrier = static_cast<int>(call.missing_barrier);
     switch (static_cast<DType>(call.dtype)) {
       case DType::float32: run<float>(call); break;
       case DType::bfloat16: run<BFloat16>(call); break;

@@ -44,6 +44,7 @@ class KernelCall(NamedTuple):
     eps: float = 1e-5
     result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for that of x
     shift: Tensor | None = None  # of a LayerNorm without an addend and without an activation
+    missing_barrier: int = 0  # the line of a barrier that is left out
 
     def pack(self) -> bytes:
         """Returns the call as the program reads it."""
@@ -62,10 +63,11 @@ class KernelCall(NamedTuple):
             *(t is not None for t in (self.addend, self.shift, self.weight, self.bias)),
             any(t.dtype == torch.float32 for t in parameters),
             self.shift is not None and self.shift.dtype == torch.float32,
+            self.missing_barrier,
         )
         tensors = (self.x, self.addend, self.shift, self.weight, self.bias, *self.more)
         arrays = [t for t in tensors if t is not None]
-        return struct.pack("15qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+        return struct.pack("16qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
 
     def results(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Returns the shapes and dtypes of the tensors that the program writes."""
@@ -339,6 +341,23 @@ def test_order_of_threads_does_not_matter(run, operation, activation):
         call = make(operation, (30, channels), torch.bfloat16, activation)
         forwards, backwards = run(call, call._replace(backwards=True))
         assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+
+
+def test_a_missing_barrier_shows(run):
+    """But for the first one of a row: there are others between two calls of its function."""
+    code = (CSRC / "layer_norm_gelu" / "cuda_kernels.cuh").read_text().splitlines()
+    lines = [number for number, line in enumerate(code, start=1) if "__syncthreads();" in line]
+    calls = [make(operation, (6, 1500), torch.float32) for operation in PROGRAM[:2]]
+    show = []
+    for line in lines:
+        changed = [call._replace(missing_barrier=line) for call in calls]
+        forwards, backwards = (run(*(c._replace(backwards=b) for c in changed)) for b in (False, True))
+        pairs = [
+            pair for results in zip(forwards, backwards, strict=True) for pair in zip(*results, strict=True)
+        ]
+        show.append(not all(torch.equal(a, b) for a, b in pairs))
+    assert len(show) == 6
+    assert [line for line, shows in zip(lines, show, strict=True) if not shows] == lines[:1]
 
 
 def test_accuracy_at_a_huge_mean_and_a_tiny_variance(run):

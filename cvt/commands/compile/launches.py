@@ -150,7 +150,7 @@ def conv_projection_launches(
     weights = [meta(channels, 1, kernel, kernel) for kernel in geometry.kernel_sizes]
     vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * count
     tracked = [meta(dtype=torch.int64)] * count
-    dys = [meta(batch, h * w + class_tokens, channels) for h, w in geometry.output_grids]
+    dys = geometry.of_each([meta(*shape) for shape in forward.output_shapes(x, geometry)])
     with machine.recorded_launches(chip) as launches:
         forward.projection_forward(x, geometry, weights, *[vectors] * 4)
         if training:

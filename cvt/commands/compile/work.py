@@ -5,7 +5,9 @@ add one where a kernel is new or has other loops. It says:
 
 1. ``outputs``: the elements that the kernel writes, all branches together; for sums over outputs, the outputs
    that it sums.
-2. ``bytes``: what must go between the chip and its memory, each tensor once, whatever programs share.
+2. ``bytes``: what must go between the chip and its memory, each element once, whatever programs share. Small
+   parameters do not count: vectors and weights of depthwise convolutions, but beside linear layers that are a
+   kernel of their own, and the bias of attention.
 3. ``flops`` and ``scores`` of matrix products, if it has any.
 4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner
    ones. It is how often the loop runs each time that it is entered, as the mean over all programs. Where the
@@ -88,6 +90,22 @@ def _mean_trips(size: int, parts: int, step: int) -> float:
 # The projection -------------------------------------------------------------------------------------------
 
 
+def _each_once(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors of outputs, each of which is given for every summand of its own."""
+    return list({id(output): output for output in outputs}.values())
+
+
+def _spatial_bytes(arguments: dict[str, Any], tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors (B, T, C) without their class tokens."""
+    tokens = arguments["CLASS_TOKEN"]
+    return sum(_bytes(tensor) // tensor.shape[1] * (tensor.shape[1] - tokens) for tensor in tensors)
+
+
+def _inputs_bytes(arguments: dict[str, Any]) -> int:
+    """Returns the bytes of x and, in the backward, of the gradients of the outputs, without class tokens."""
+    return _spatial_bytes(arguments, [arguments["x_ptr"], *_each_once(arguments.get("dy_ptrs", ()))])
+
+
 def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[float, ...]:
     """Returns the trips of each branch's loops over the tiles of a region: rows, then columns."""
     trips: list[float] = []
@@ -123,7 +141,7 @@ def _convolution_outputs(arguments: dict[str, Any]) -> int:
 
 def _projection_forward(launch: machine.Launch) -> Work:
     arguments = launch.arguments
-    outs = arguments["y_ptrs"]
+    outs = _each_once(arguments["y_ptrs"])
     return Work(
         programs=_programs(launch),
         outputs=_elements(outs),
@@ -145,7 +163,7 @@ def _projection_statistics(launch: machine.Launch) -> Work:
     return Work(
         programs=_programs(launch),
         outputs=_convolution_outputs(arguments),
-        bytes=_bytes(arguments["x_ptr"], arguments["partial_ptr"]),
+        bytes=_inputs_bytes(arguments) + _bytes(arguments["partial_ptr"], arguments["counts_ptr"]),
         trips=_projection_trips(arguments, rows_of_lane=True),
     )
 
@@ -155,7 +173,7 @@ def _projection_backward_sums(launch: machine.Launch) -> Work:
     return Work(
         programs=_programs(launch),
         outputs=_convolution_outputs(arguments),
-        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], arguments["partial_ptr"]),
+        bytes=_inputs_bytes(arguments) + _bytes(arguments["partial_ptr"]),
         trips=_projection_trips(arguments, rows_of_lane=True),
     )
 
@@ -166,18 +184,20 @@ def _projection_backward_convolution(launch: machine.Launch) -> Work:
     return Work(
         programs=_programs(launch),
         outputs=_elements(dconvs),
-        bytes=_bytes(arguments["x_ptr"], arguments["dy_ptrs"], dconvs, arguments["partial_ptr"]),
+        bytes=_inputs_bytes(arguments) + _bytes(dconvs, arguments["partial_ptr"]),
         trips=_projection_trips(arguments, rows_of_lane=False),
     )
 
 
 def _projection_backward_input(launch: machine.Launch) -> Work:
     arguments = launch.arguments
-    dx = arguments["dx_ptr"]
+    dx, dys = arguments["dx_ptr"], _each_once(arguments["dy_ptrs"])
+    size = _bytes(dx, arguments["dconv_ptrs"])
+    size += _bytes(dys) - _spatial_bytes(arguments, dys)  # class tokens, whose gradients are copied
     return Work(
         programs=_programs(launch),
         outputs=dx.numel(),
-        bytes=_bytes(dx, arguments["dconv_ptrs"]),
+        bytes=size,
         trips=_walk_trips(arguments) if "WALK" in arguments else _block_trips(arguments),
     )
 
@@ -275,15 +295,15 @@ def _attention_forward(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     block_q, keys = arguments["BLOCK_Q"], sum(arguments["TILES"].widths)
     tiles = -(-arguments["queries"] // block_q) / arguments["blocks"]  # of a program, which has whole tiles
-    return _attention_work(launch, ("q", "k", "v", "out", "lse"), 2, (tiles,), tiles * block_q * keys)
+    return _attention_work(launch, ("q", "k", "v", "out", "stats"), 2, (tiles,), tiles * block_q * keys)
 
 
 def _attention_forward_loop(launch: machine.Launch) -> Work:
-    return _attention_over_keys(launch, ("q", "k", "v", "out", "lse"), products=2)
+    return _attention_over_keys(launch, ("q", "k", "v", "out", "stats"), products=2)
 
 
 def _attention_backward_queries(launch: machine.Launch) -> Work:
-    return _attention_over_keys(launch, ("q", "k", "v", "out", "dout", "lse", "delta", "dq"), products=3)
+    return _attention_over_keys(launch, ("q", "k", "v", "out", "dout", "stats", "delta", "dq"), products=3)
 
 
 def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
@@ -295,12 +315,12 @@ def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], produ
 
 
 def _attention_backward_keys(launch: machine.Launch) -> Work:
-    return _attention_over_queries(launch, ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"), products=4)
+    return _attention_over_queries(launch, ("q", "k", "v", "dout", "stats", "delta", "dk", "dv"), products=4)
 
 
 def _attention_backward(launch: machine.Launch) -> Work:
     return _attention_over_queries(
-        launch, ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv"), products=5
+        launch, ("q", "k", "v", "dout", "stats", "delta", "dq", "dk", "dv"), products=5
     )
 
 
@@ -318,7 +338,7 @@ def _attention_backward_bias(launch: machine.Launch) -> Work:
     parts = arguments["shared_images"] * arguments["shared_heads"] * arguments["shared_blocks"]
     tiles = _mean_trips(parts, arguments["splits"], 1)
     scores = tiles * arguments["BLOCK_Q"] * arguments["BLOCK_KV"]
-    return _attention_work(launch, ("q", "k", "v", "dout", "lse", "delta", "dbias"), 2, (tiles,), scores)
+    return _attention_work(launch, ("q", "k", "v", "dout", "stats", "delta", "dbias"), 2, (tiles,), scores)
 
 
 def _attention_backward_table(launch: machine.Launch) -> Work:
@@ -328,7 +348,7 @@ def _attention_backward_table(launch: machine.Launch) -> Work:
     images = _mean_trips(arguments["images"], arguments["splits"], 1)
     pairs = images * places.height * places.key_height / places.table_height
     scores = pairs * arguments["BLOCK_Q"] * arguments["BLOCK_KV"]
-    return _attention_work(launch, ("q", "k", "v", "dout", "lse", "delta", "dtiles"), 2, (pairs,), scores)
+    return _attention_work(launch, ("q", "k", "v", "dout", "stats", "delta", "dtiles"), 2, (pairs,), scores)
 
 
 def _attention_work(
@@ -344,6 +364,8 @@ def _attention_work(
         scores: Scores that a program computes in these loops.
     """
     given = {name: launch.arguments.get(f"{name}_ptr") for name in tensors}
+    if not launch.arguments.get("STORE_STATS", True):
+        del given["stats"]
     moved = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
     outputs = [moved[name] for name in ("out", "dq", "dk", "dv", "dbias", "dtiles") if name in moved]
     if "dout" in moved and "out" in moved:  # bwd_dq reads it

@@ -1,0 +1,536 @@
+"""The memory that every Triton kernel touches, in Triton's interpreter, at sizes of which no tile is full."""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton import language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+import cvt_kernels as ck
+from cvt.commands.compile import work
+from cvt_kernels import machine, ops
+from cvt_kernels.reference import PositionBias
+from tests.accesses import Accesses, Traffic, recorded_accesses, tensors_of
+from tests.cvt_kernels.test_reference import random_conv
+
+pytestmark = pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
+#: Few multiprocessors, so that programs that take several tiles are several all the same.
+CHIP = machine.Chip(90, 2)
+FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Case(NamedTuple):
+    """A call of an operator.
+
+    Attributes:
+        call: Makes the call and returns its results.
+        kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
+        chip: The GPU that it is planned for.
+        is_dense: Whether the launches read all rows of their tensors, as :class:`work.Work` says.
+    """
+
+    call: Callable[[], Any]
+    kernels: str
+    chip: machine.Chip = CHIP
+    is_dense: bool = True
+
+
+def randn(*shape: int, dtype: torch.dtype = FLOAT32, gap: int = 0, grad: bool = False) -> Tensor:
+    """Returns random numbers; with ``gap`` there are others before each row and behind it."""
+    wide = torch.randn(*shape[:-1], shape[-1] + 2 * gap).to(dtype)
+    return wide[..., gap : gap + shape[-1]].requires_grad_(grad)
+
+
+def gradients(outs: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Returns the outputs and the gradients of the inputs."""
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    return *outs, *torch.autograd.grad(outs, inputs, [torch.ones_like(out) for out in outs])
+
+
+# Attention ------------------------------------------------------------------------------------------------
+
+
+def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, grad=True):
+    sizes = queries, keys, keys
+    q, k, v = (randn(batch, n, heads, dim, dtype=dtype, gap=8, grad=grad) for n in sizes)
+    biases = [] if bias is None else [randn(*bias, dtype=dtype, grad=True)]
+    out = ck.attention(q, k, v, bias=biases[0] if biases else None)
+    return gradients(out, q, k, v, *biases) if grad else out
+
+
+def attend_by_position(rows=None, *, tokens=0, grid=(3, 5), key_grid=(2, 3), heads=2):
+    queries = tokens + grid[0] * grid[1] if rows is None else rows.shape[1]
+    keys = tokens + key_grid[0] * key_grid[1]
+    q, k, v = (randn(2, n, heads, 7, grad=True) for n in (queries, keys, keys))
+    table = randn(heads, *(n + 2 * (m - 1) for n, m in zip(grid, key_grid, strict=True)), grad=True)
+    bias = PositionBias(table, grid, key_grid, 2, rows)
+    return gradients(ck.attention(q, k, v, position=bias), q, k, v, table)
+
+
+AT_ONCE, IN_TWO = "attention_bwd", "attention_bwd_dq attention_bwd_dkdv"
+ATTENTION = {
+    "one token": Case(lambda: attend(1, 1, dim=1), f"attention_fwd {AT_ONCE}"),
+    "no gradient": Case(lambda: attend(5, 3, grad=False), "attention_fwd"),
+    "keys on the chip": Case(lambda: attend(37, 5, batch=3), f"attention_fwd {AT_ONCE}"),
+    "tiles of keys": Case(lambda: attend(67, 71, heads=1, dtype=FLOAT16), f"attention_fwd {IN_TWO}"),
+    "keys in a loop": Case(lambda: attend(33, 67), f"attention_fwd_loop {IN_TWO}"),
+    "last keys apart": Case(lambda: attend(3, 211, heads=1, dtype=FLOAT16), f"attention_fwd_loop {IN_TWO}"),
+    "a bias": Case(
+        lambda: attend(37, 5, batch=3, bias=(2, 37, 5)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
+    ),
+    "a bias of keys": Case(
+        lambda: attend(37, 35, batch=3, bias=(3, 1, 1, 35)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
+    ),
+    "by position": Case(attend_by_position, f"attention_fwd {AT_ONCE} attention_bwd_table"),
+    "of chosen tokens": Case(
+        lambda: attend_by_position(torch.tensor([[0, 3, 7], [0, 15, -1]]), tokens=1),
+        f"attention_fwd {AT_ONCE} attention_bwd_table",
+        is_dense=False,
+    ),
+}
+
+# The projection, with its linear layers and without --------------------------------------------------------
+
+
+def project(grid, channels, kernels, strides=(1, 2, 2), *, batch=3, tokens=1, training=True, dtype=FLOAT32):
+    x = randn(batch, tokens + grid[0] * grid[1], channels, dtype=dtype, gap=4, grad=True)
+    convs = [
+        random_conv(channels, k, dtype=dtype, grad=True, stride=stride, padding=k // 2, dilation=1)
+        for k, stride in zip(kernels, strides, strict=True)
+    ]
+    outs = ck.conv_projection(x, grid, convs, training=training)
+    return gradients(outs, x, *(t for conv in convs for t in conv[:3]))
+
+
+def project_sums(grid, channels, dtype):
+    x = randn(1, 1 + grid[0] * grid[1], channels, dtype=dtype, grad=True)
+    settings = {"dtype": dtype, "grad": True, "stride": 2}
+    convs = [
+        random_conv(channels, 3, padding=1, **settings),
+        random_conv(channels, 5, padding=4, dilation=2, **settings),
+    ]
+    (out,) = ck.conv_projection(x, grid, [tuple(convs)], training=True)
+    return gradients(out, x, *(t for conv in convs for t in conv[:3]))
+
+
+def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32):
+    x = randn(3, 1 + grid[0] * grid[1], channels, dtype=dtype, gap=4)
+    convs = [random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides]
+    linears = [(randn(n, channels, dtype=dtype), randn(n, dtype=dtype)) for n in outputs]
+    with torch.no_grad():
+        return ck.conv_linear(x, grid, convs, linears)
+
+
+def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT32):
+    inputs, outputs = channels
+    image = randn(2, inputs, *size, dtype=dtype, gap=gap)
+    weight = randn(outputs, inputs, kernel_size, kernel_size, dtype=dtype)
+    bias, gamma, beta, class_token = (randn(outputs, dtype=dtype) for _ in range(4))
+    return ck.conv_embedding(
+        image, weight, bias, gamma, beta, stride=stride, padding=kernel_size // 2,
+        class_token=class_token if token else None,
+    )  # fmt: skip
+
+
+def convolve_and_activate(grid, channels, dtype=FLOAT32, batch=2):
+    x, weight, bias = (
+        randn(*shape, dtype=dtype, grad=True)
+        for shape in ((batch, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
+    )
+    return gradients(ck.depthwise_conv_gelu(x, grid, weight, bias), x, weight, bias)
+
+
+def names(prefix: str, kernels: str) -> str:
+    return " ".join(prefix + kernel for kernel in kernels.split())
+
+
+MERGED = "merge_stats update_running sum_regions"
+STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
+WALK = f"{names('conv_projection_walk_', STEPS)} {MERGED}"
+REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
+CONVOLUTIONS = {
+    "walk": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), WALK),
+    "walk of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), WALK),
+    "walk at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), WALK),
+    "walk, frozen": Case(
+        lambda: project((3, 2), 3, (3, 3), (2, 1), batch=2, training=False),
+        f"{names('conv_projection_walk_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
+    ),
+    "regions": Case(lambda: project((5, 4), 5, (3, 1), (3, 1), batch=2), REGIONS),
+    "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
+    "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
+    "with linear layers, pairs": Case(
+        lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
+    ),
+    "embedding": Case(lambda: embed((3, 5), 7, 4, (9, 13), gap=1), "conv_embedding_embed"),
+    "embedding of pairs": Case(
+        lambda: embed((3, 20), 7, 4, (11, 16), dtype=FLOAT16, token=False), "conv_embedding_embed"
+    ),
+    "embedding of many channels": Case(lambda: embed((40, 13), 3, 2, (5, 3)), "conv_embedding_normalize"),
+    "convolution and GELU": Case(
+        lambda: convolve_and_activate((3, 5), 5),
+        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_walk_bwd_input sum_regions",
+    ),
+    "convolution and GELU of pairs": Case(
+        lambda: convolve_and_activate((5, 2), 6, FLOAT16),
+        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_walk_bwd_input sum_regions",
+    ),
+}
+
+# Linear layers --------------------------------------------------------------------------------------------
+
+
+def layer(rows, inputs, outputs, dtype, grad=False):
+    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
+    return [randn(*shape, dtype=dtype, grad=grad) for shape in shapes]
+
+
+def linear_gelu(*sizes, dtype=FLOAT32):
+    x, weight, bias, _ = layer(*sizes, dtype, grad=True)
+    return gradients(ck.linear_gelu(x, weight, bias), x, weight, bias)
+
+
+def linear_add(*sizes, dtype=FLOAT32, inplace=False):
+    return ck.linear_add(*layer(*sizes, dtype), inplace=inplace)
+
+
+def linear_add_layer_norm(rows, inputs, outputs, dtype=FLOAT32, inplace=False):
+    tensors = layer(rows, inputs, outputs, dtype)
+    gamma, beta, shift = (randn(outputs, dtype=dtype) for _ in range(3))
+    return ck.linear_add_layer_norm(*tensors, gamma, beta, shift=shift, inplace=inplace)
+
+
+def mlp(rows, channels, hidden, dtype=FLOAT32):
+    shapes = (channels,), (channels,), (hidden, channels), (hidden,), (channels, hidden), (channels,)
+    with torch.no_grad():
+        return ck.layer_norm_mlp(
+            randn(rows, channels, dtype=dtype), *(randn(*shape, dtype=dtype) for shape in shapes)
+        )
+
+
+def quantize(function, rows, channels, *, dtype=FLOAT32, number=torch.int8, vectors=0):
+    x = randn(rows, channels, dtype=dtype)
+    return function(x, *(randn(channels, dtype=dtype) for _ in range(vectors)), dtype=number)
+
+
+def linear_int8(rows, inputs, outputs, dtype=FLOAT32, number=torch.int8, residual=True):
+    x = ck.reference.quantize_rows(randn(rows, inputs), dtype=number)
+    weight = ck.reference.quantize_rows(randn(outputs, inputs), dtype=number)
+    return ck.linear_int8(
+        x, weight.values, weight.scales.flatten(), randn(outputs, dtype=dtype),
+        residual=randn(rows, outputs, dtype=dtype) if residual else None,
+    )  # fmt: skip
+
+
+FLOAT8 = torch.float8_e4m3fn
+LINEAR = {
+    "GELU": Case(lambda: linear_gelu(131, 5, 67), "linear_gelu"),
+    "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), "linear_gelu"),
+    "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
+    "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", machine.Chip(80, 2)),
+    "sum in place by descriptors": Case(
+        lambda: linear_add(131, 72, 200, dtype=FLOAT16, inplace=True), "linear_add"
+    ),
+    "LayerNorm": Case(lambda: linear_add_layer_norm(37, 5, 67), "linear_add_layer_norm"),
+    "LayerNorm of wide rows": Case(lambda: linear_add_layer_norm(1, 3, 401), "linear_add_layer_norm"),
+    "LayerNorm in place by descriptors": Case(
+        lambda: linear_add_layer_norm(131, 72, 200, dtype=FLOAT16, inplace=True), "linear_add_layer_norm"
+    ),
+    "MLP": Case(lambda: mlp(257, 5, 37), "layer_norm_mlp_fwd"),
+    "resident MLP": Case(lambda: mlp(643, 20, 70, FLOAT16), "layer_norm_mlp_fwd_resident"),
+    "int8 rows": Case(lambda: quantize(ck.quantize_rows, 67, 5), "quantize_rows"),
+    "float8 rows": Case(lambda: quantize(ck.quantize_rows, 3, 1031, number=FLOAT8), "quantize_rows"),
+    "LayerNorm to int8": Case(
+        lambda: quantize(ck.layer_norm_quantize, 67, 5, vectors=2), "layer_norm_quantize"
+    ),
+    "GELU to int8": Case(
+        lambda: quantize(ck.gelu_quantize, 5, 67, dtype=FLOAT16, vectors=1), "gelu_quantize"
+    ),
+    "int8": Case(lambda: linear_int8(131, 5, 67), "linear_int8"),
+    "int8 by descriptors": Case(lambda: linear_int8(259, 80, 264, FLOAT16), "linear_int8"),
+    "float8": Case(lambda: linear_int8(3, 37, 5, number=FLOAT8, residual=False), "linear_int8"),
+}
+
+# Rows of tokens -------------------------------------------------------------------------------------------
+
+
+def index(batch, tokens, count):
+    return torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
+
+
+def gather(batch, tokens, count, channels, dtype=FLOAT32, missing=0):
+    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
+    rows = index(batch, tokens, count)
+    rows[0, :missing] = -1
+    return gradients(ck.gather_rows(x, rows), x)
+
+
+def gather_and_normalize(batch, tokens, count, channels, dtype=FLOAT32):
+    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
+    branch, gamma, beta = (
+        randn(*shape, channels, dtype=dtype, grad=True) for shape in ((batch, count), (), ())
+    )
+    outs = ck.gather_add_layer_norm(x, index(batch, tokens, count), branch, gamma, beta)
+    return gradients(tuple(outs), x, branch, gamma, beta)
+
+
+def scatter(batch, tokens, count, channels, dtype=FLOAT32):
+    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
+    values, branch = (randn(batch, count, channels, dtype=dtype, grad=True) for _ in range(2))
+    return gradients(ck.scatter_rows(x, index(batch, tokens, count), values, branch), x, values, branch)
+
+
+def scatter_in_place(batch, tokens, count, channels):
+    x, *values = (randn(batch, n, channels) for n in (tokens, count, count))
+    return ck.scatter_rows(x, index(batch, tokens, count), *values, inplace=True)
+
+
+SCATTERED = "scatter_rows_places scatter_rows"
+ROWS = {
+    "gather": Case(lambda: gather(3, 41, 37, 5), f"gather_rows {SCATTERED}"),
+    "gather one": Case(lambda: gather(1, 1, 1, 1, FLOAT16), f"gather_rows {SCATTERED}"),
+    "gather nothing": Case(lambda: gather(2, 3, 2, 5, missing=2), f"gather_rows {SCATTERED}", is_dense=False),
+    "gather wide rows": Case(lambda: gather(2, 3, 2, 1031), f"gather_rows {SCATTERED}"),
+    "gather and normalize": Case(
+        lambda: gather_and_normalize(3, 131, 127, 13),
+        f"gather_add_layer_norm gather_add_layer_norm_backward {SCATTERED}",
+    ),
+    "scatter": Case(lambda: scatter(3, 41, 37, 5, BFLOAT16), f"{SCATTERED} gather_rows"),
+    "scatter many": Case(lambda: scatter(1, 521, 519, 1), f"{SCATTERED} gather_rows"),
+    "scatter in place": Case(lambda: scatter_in_place(3, 41, 37, 5), "scatter_rows_inplace"),
+}
+
+CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS
+
+# The tests ------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, change: Callable[[machine.Launch], machine.Launch] = lambda launch: launch) -> Accesses:
+    """Returns what a case touches, its results included, with changed launches."""
+    torch.manual_seed(0)
+    with (
+        machine.intercepted_launches(lambda launch: change(launch).start(), case.chip),
+        ck.use_backend("triton"),
+        recorded_accesses() as accesses,
+    ):
+        results = case.call()
+        for result in results if isinstance(results, tuple) else (results,):
+            result.clone()
+    return accesses
+
+
+@functools.cache
+def accesses_of(name: str) -> Accesses:
+    return run(CASES[name])
+
+
+def name_of(launch: machine.Launch) -> str:
+    return launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_program_keeps_to_its_own_memory(name):
+    accesses = accesses_of(name)
+    assert accesses.faults == []
+    assert {name_of(traffic.launch) for traffic in accesses.traffic} == set(CASES[name].kernels.split())
+
+
+SIZES, DTYPES = [1, 2, 8, 17, 40, 67], [FLOAT16, BFLOAT16, FLOAT32]
+#: Calls whose sizes are drawn by ``n``, of which each returns one of a list.
+DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
+    lambda n: attend(n(SIZES), n(SIZES), batch=n([1, 3]), dim=n([1, 8, 40]), dtype=n(DTYPES)),
+    lambda n: project_linearly((n([1, 5]), n([2, 7])), n([2, 5, 34]), (n(SIZES),), strides=[n([1, 2])]),
+    lambda n: embed((n([1, 3]), n(SIZES)), n([3, 7]), n([2, 4]), (n([7, 16]), 11), gap=n([0, 1])),
+    lambda n: gather_and_normalize(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
+    lambda n: mlp(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
+    lambda n: linear_add_layer_norm(n(SIZES), n(SIZES), n(SIZES), n(DTYPES), n([False, True])),
+    lambda n: linear_gelu(n(SIZES), n(SIZES), n(SIZES), dtype=n(DTYPES)),
+    lambda n: linear_int8(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
+    lambda n: scatter(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
+]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_sizes_that_are_drawn(data):
+    """``--hypothesis-profile default`` tries others every time."""
+    call = data.draw(st.sampled_from(DRAWN))
+    chip = machine.Chip(data.draw(st.sampled_from([80, 90, 100])), data.draw(st.sampled_from([1, 3])))
+    case = Case(lambda: call(lambda choices: data.draw(st.sampled_from(choices))), "", chip)
+    assert run(case).faults == []
+
+
+#: The parameters, without ``_ptr`` or ``_ptrs``, that do not count among the bytes of kernels that begin so.
+NOT_COUNTED = {
+    "attention": "bias slots",
+    "conv_embedding": "bias gamma beta class_token",
+    "conv_linear": "w gamma beta mean var bias",
+    "conv_projection": "w gamma beta mean var sums",
+    "depthwise_conv_gelu": "w bias",
+    "gather_add_layer_norm": "gamma beta",
+    "gelu_quantize": "bias",
+    "layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift",
+    "layer_norm_quantize": "gamma beta shift",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_move_the_bytes_that_are_said(name):
+    for traffic in accesses_of(name).traffic:
+        kernel = name_of(traffic.launch)
+        if kernel == "update_running":  # vectors only, of which nothing is said
+            continue
+        parameters = next((NOT_COUNTED[start] for start in NOT_COUNTED if kernel.startswith(start)), "")
+        hidden = {f"{parameter}_ptr{s}" for parameter in parameters.split() for s in ("", "s")}
+        counted = {n: value for n, value in traffic.launch.arguments.items() if n not in hidden}
+        moved, said = traffic.bytes_of(tensors_of(counted)), work.work_of(traffic.launch).bytes
+        assert moved == said if CASES[name].is_dense else moved <= said, kernel
+
+
+def test_attention_moves_the_bytes_of_its_docstring():
+    batch, queries, heads, dim = 2, 33, 3, 8
+    row, stats = 4 * batch * heads * dim, batch * heads * queries
+    at_once, in_two = 35, 67
+    for keys in at_once, in_two:
+        case = Case(functools.partial(attend, queries, keys, batch=batch, heads=heads, dim=dim), "")
+        forward, *backward = run(case).traffic
+        assert moved_by(forward) == 2 * (queries + keys) * row + 8 * stats
+        assert sum(map(moved_by, backward)) == (
+            (3 * queries + 4 * keys) * row + 12 * stats
+            if keys == at_once
+            else 6 * (queries + keys) * row + 24 * stats
+        )
+
+
+def moved_by(traffic: Traffic) -> int:
+    return traffic.bytes_of(tensors_of(traffic.launch.arguments))
+
+
+def test_every_kernel_has_a_case():
+    kernels = set()
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        if ".triton" in module.name:
+            values = vars(importlib.import_module(module.name)).values()
+            kernels |= {each.__name__ for each in values if isinstance(each, InterpretedFunction)}
+    with_case = {kernel for case in CASES.values() for kernel in case.kernels.split()}
+    assert {kernel for kernel in kernels if kernel.endswith("_kernel")} == {f"_{k}_kernel" for k in with_case}
+
+
+# Planted faults -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, count, step, end, shift, BLOCK: tl.constexpr):
+    """Copies x to y, of ``count`` elements, if ``step`` is BLOCK, ``end`` is ``count`` and ``shift`` is 0."""
+    i = tl.program_id(0) * step + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i + shift, mask=i + shift < count), mask=i < end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"programs": 2}, "28 bytes of an output (23,) are never written"),
+        ({"end": 22}, "4 bytes of an output (23,) are never written"),
+        ({"end": 24}, "_copy_kernel writes 4 bytes outside of its tensors, first in program 2"),
+        ({"count": 24}, "_copy_kernel reads 4 bytes outside of its tensors, first in program 2"),
+        ({"shift": -1}, "_copy_kernel reads 4 bytes outside of its tensors, first in program 0"),
+        ({"step": 7}, "_copy_kernel writes y_ptr in program 0 where program 1 writes"),
+        ({"programs": 4, "step": 0}, "_copy_kernel writes y_ptr in program 0 where program 3 writes"),
+        ({"inplace": True}, None),
+        (
+            {"inplace": True, "shift": 1},
+            "_copy_kernel reads x_ptr and y_ptr in program 0 where program 1 writes",
+        ),
+    ],
+    ids=str,
+)
+def test_a_fault_of_programs_or_bounds_is_found(changes, fault):
+    settings = {"count": 23, "end": 23, "shift": 0, "step": 8, "programs": 3, "inplace": False} | changes
+    programs, inplace = settings.pop("programs"), settings.pop("inplace")
+    wide = torch.randn(25)  # what lies beside x and belongs to nothing
+    with recorded_accesses() as accesses:
+        y = wide[1:24] if inplace else torch.empty(23)
+        _copy_kernel[(programs,)](y if inplace else wide[1:24], y, BLOCK=8, **settings)
+    assert fault in accesses.faults if fault else accesses.faults == []
+
+
+@triton.jit
+def _turn_kernel(x_ptr, y_ptr, KIND: tl.constexpr):
+    """Writes 8 elements of x to y, then reverses y in a way."""
+    i = tl.arange(0, 8)
+    if KIND == "unwritten":
+        tl.store(y_ptr + i, tl.load(y_ptr + i))
+    elif KIND == "atomic":
+        tl.atomic_add(y_ptr + i, tl.load(x_ptr + i))
+    elif KIND == "not aligned":
+        tl.store(y_ptr + i, tl.load((x_ptr + 1).to(tl.pointer_type(tl.int64), bitcast=True)).to(tl.float32))
+    else:
+        tl.store(y_ptr + i, tl.load(x_ptr + i))
+        if KIND == "barrier":
+            tl.debug_barrier()
+        if KIND == "again":
+            tl.store(y_ptr + 7 - i, tl.load(x_ptr + i))
+        else:
+            tl.store(x_ptr + i, tl.load(y_ptr + 7 - i))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("barrier", None),
+        ("no barrier", "_turn_kernel reads y_ptr where the same program wrote, without a barrier in between"),
+        ("again", "_turn_kernel writes y_ptr twice in one program without a barrier in between"),
+        ("unwritten", "_turn_kernel reads y_ptr where nothing has been written"),
+        ("atomic", "_turn_kernel has atomic operations"),
+        ("not aligned", "_turn_kernel reads at an address that is not a multiple of the width"),
+    ],
+)
+def test_a_fault_within_a_program_is_found(kind, fault):
+    x = torch.randn(8)
+    with recorded_accesses() as accesses:
+        _turn_kernel[(1,)](x, torch.empty(8), KIND=kind)
+    assert fault in accesses.faults if fault else accesses.faults == []
+
+
+def test_what_pytorch_reads_and_writes_counts_too():
+    y = torch.randn(8)
+    with recorded_accesses() as accesses:
+        half, zeros = torch.empty(8), torch.empty(8).zero_()
+        half[:4] = 1
+        _turn_kernel[(1,)](zeros, y, KIND="barrier")
+        half[:4].sum()
+        assert accesses.faults == []
+        half.sum()
+    assert accesses.faults == ["aten.sum.default reads what nothing has written, of a tensor (8,)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "argument", "by", "fault"),
+    [
+        ("keys on the chip", "attention_fwd", "queries", 1, "outside of its tensors"),
+        ("keys in a loop", "attention_bwd_dkdv", "keys", 1, "outside of its tensors"),
+        ("convolution and GELU", "depthwise_conv_gelu_fwd", "groups", -1, "where program"),
+        ("sum", "linear_add", "rows", 1, "outside of its tensors"),
+        ("MLP", "layer_norm_mlp_fwd", "rows", -1, "are never written"),
+        ("gather", "gather_rows", "count", -1, "are never written"),
+        ("gather", "gather_rows", "tiles", 2, "are never written"),
+        ("scatter in place", "scatter_rows_inplace", "count", 1, "outside of its tensors"),
+    ],
+)
+def test_a_wrong_size_is_found(name, kernel, argument, by, fault):
+    def change(launch):
+        if name_of(launch) != kernel:
+            return launch
+        return launch._replace(arguments=launch.arguments | {argument: launch.arguments[argument] + by})
+
+    assert any(fault in found for found in run(CASES[name], change).faults)
