@@ -205,9 +205,9 @@ class Checkpoint(NamedTuple):
         try:
             if self.hf_preprocessor is not None:
                 check_preprocessor(self.hf_preprocessor)
+            if self.hf_config is not None and self.num_classes is not None:
+                labels_of_huggingface(self.hf_config, self.num_classes)
             config = self.config
-            if config is None:
-                _ = self.labels
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         if config is not None:

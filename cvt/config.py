@@ -249,7 +249,7 @@ class CvTConfig:
 
     @classmethod
     def from_dict(cls, content: Any) -> CvTConfig:
-        """Builds a configuration from what ``dataclasses.asdict`` returned, of this version or an earlier one.
+        """Builds a configuration from what ``dataclasses.asdict`` returned, of this version or earlier.
 
         Raises:
             TypeError: It is no mapping, or has a value of the wrong type.

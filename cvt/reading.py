@@ -157,7 +157,7 @@ def _why_packed(archive: zipfile.ZipFile) -> str | None:
 
 
 def _why_allocating(file: BinaryIO) -> str | None:
-    """Says that the pickles at the start of a file may take memory that the file does not, or returns None."""
+    """Says that pickles at the start of a file may take memory that the file does not, or returns None."""
     try:
         for _ in range(_PICKLES_OF_OLD_FILES):
             for opcode, argument, _ in pickletools.genops(file):

@@ -363,7 +363,7 @@ def test_bad_directories(tmp_path):
     with pytest.raises(CheckpointError, match=r"index.json: has no weight_map"):
         read_checkpoint(tmp_path)
     index.write_text('{"weight_map": {"a": "model-1-of-1.safetensors"}}')
-    with pytest.raises(CheckpointError, match="model-1-of-1.safetensors: is not a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model-1-of-1.safetensors: is not a safetensors file"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100000)
     with pytest.raises(CheckpointError, match=r"config.json: is not JSON"):
