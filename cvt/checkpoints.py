@@ -199,7 +199,7 @@ class Checkpoint(NamedTuple):
         Raises:
             CheckpointError: Something is not.
         """
-        reason = why_damaged(self.tensors) or _why_not_finite(self.tensors)
+        reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
         if reason is not None:
             raise CheckpointError(f"{self.path}: {reason}")
         try:
@@ -444,7 +444,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
     return tuple(dims), tuple(depths)
 
 
-def _why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Says which of some weights in floating point has a number that is none or infinite, or returns None."""
     for name, tensor in tensors.items():
         # Those of 8 bits are checked with their scales.

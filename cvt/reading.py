@@ -121,8 +121,9 @@ def _check_regular(path: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the message of an error as one line of moderate length."""
-    return " ".join(str(error).split())[:300]
+    """Returns the message of an error as one line of moderate length; it may quote the file."""
+    line = " ".join(str(error).split())[:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _why_no_archive(file: BinaryIO) -> str | None:
