@@ -1,4 +1,4 @@
-"""The card of a model: what this package's commands write beside the weights, and how much of it is believed.
+"""The card of a model: the description that this package's commands write beside the weights.
 
 A card comes from a file that anybody may have written, so every field is checked before anything is built.
 """

@@ -66,9 +66,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except Exception as error:  # the library raises errors of many classes
-        raise CheckpointError(
-            f"{path}: is not a safetensors file, or damaged: {_first_line(error)}"
-        ) from error
+        raise CheckpointError(f"{path}: is not a safetensors file, or damaged: {_line(error)}") from error
 
 
 def load_pickle(path: Path) -> Any:
@@ -90,7 +88,8 @@ def load_pickle(path: Path) -> Any:
         unsafe = re.search(r"GLOBAL (\S{1,100})", str(error))
         if unsafe:
             raise CheckpointError(
-                f"{path}: holds pickled code or objects ({unsafe[1]}), expected tensors only; not loaded"
+                f"{path}: holds pickled code or objects ({_line(unsafe[1])}), expected tensors only; not "
+                "loaded"
             ) from error
         raise CheckpointError(
             f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
@@ -120,8 +119,8 @@ def _check_regular(path: Path) -> None:
         raise CheckpointError(f"{path}: is no regular file")
 
 
-def _first_line(error: Exception) -> str:
-    """Returns the message of an error as one line of moderate length; it may quote the file."""
+def _line(error: object) -> str:
+    """Returns the message of an error as one line of moderate length, also where it quotes the file."""
     line = " ".join(str(error).split())[:300]
     return "".join(character if character.isprintable() else "?" for character in line)
 
@@ -142,7 +141,7 @@ def _why_no_archive(file: BinaryIO) -> str | None:
                     reason = reason or _why_allocating(io.BytesIO(archive.read(member)))
         return reason
     except Exception as error:  # zipfile raises errors of many classes for damaged archives
-        return f"is not a file of torch.save, or damaged: {_first_line(error)}"
+        return f"is not a file of torch.save, or damaged: {_line(error)}"
 
 
 def _why_packed(archive: zipfile.ZipFile) -> str | None:

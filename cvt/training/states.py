@@ -1,4 +1,4 @@
-"""What ``last.pth`` holds to go on from, and how much of it is believed."""
+"""Reading of ``last.pth``, from which a training goes on, with checks of all that it holds."""
 
 from __future__ import annotations
 

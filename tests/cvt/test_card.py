@@ -1,4 +1,4 @@
-"""What is written beside weights: bounds of every field, and that it agrees with the weights."""
+"""Cards and configurations beside weights: bounds of every field, and agreement with the weights."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_field_of_a_configuration_is_checked(name):
-    """In one line that names it; also what is in the place of one number of several."""
+    """A single value, one for each stage and one of a stage only: each error names the field."""
     for odd in ODD:
         if isinstance(odd, bool) and isinstance(getattr(CvTConfig(), name), bool):
             continue

@@ -11,6 +11,6 @@ def test_damaged_checkpoints(tmp_path):
         reason = why_wrong(place)
         if reason is not None:
             wrong.append(f"{what}: {reason}")
-        if i == 80:
+        if i == 60:
             break
     assert not wrong
