@@ -41,6 +41,7 @@ from .huggingface import (
 )
 from .quantized import install_layers, quantized_layers, why_damaged
 from .reading import (
+    MOST_TENSORS,
     CheckpointError,
     is_plain,
     load_pickle,
@@ -60,6 +61,8 @@ _FIRST_PART = re.compile(
     r"(?:^|(?<=\.))(?:stage\d+|norm|head|decoder|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
 
+# The types of weights; those of 8 bits come with scales.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The most characters of the name of a parameter, with those of wrappers.
 _LONGEST_NAME = 500
 
@@ -447,8 +450,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
 def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Says which of some weights in floating point has a number that is none or infinite, or returns None."""
     for name, tensor in tensors.items():
-        # Those of 8 bits are checked with their scales.
-        if is_plain(tensor) and tensor.is_floating_point() and tensor.numel() and tensor.dtype not in LIMITS:
+        if tensor.dtype in _FLOATS and is_plain(tensor) and tensor.numel():
             least, most = tensor.aminmax()
             if not (least.isfinite() and most.isfinite()):
                 return f"{name}: has numbers that are NaN or infinite"
@@ -514,10 +516,16 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{path}: got a {type(content).__name__}, expected a state_dict")
+    if len(content) > MOST_TENSORS:
+        raise CheckpointError(f"{path}: has {len(content)} tensors, expected at most {MOST_TENSORS}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{path}: got {type(value).__name__} under {brief(name)}, expected tensors only"
+            )
+        if value.is_nested:
+            raise CheckpointError(
+                f"{path}: got a nested tensor under {brief(name)}, expected one of one size"
             )
         if len(name) > _LONGEST_NAME or not name.isprintable():
             raise CheckpointError(f"{path}: got a tensor named {brief(name)}, which no CvT has")
@@ -662,5 +670,5 @@ def _is_copyable(source: Tensor, target: Tensor) -> bool:
         is_same_kind = source.dtype == target.dtype
     else:
         is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
-    is_dense = source.layout == torch.strided and not source.is_quantized
-    return is_same_kind and is_dense and not source.is_meta and not target.is_meta
+    is_known = not source.is_floating_point() or source.dtype in (*_FLOATS, *LIMITS)
+    return is_same_kind and is_known and is_plain(source) and not target.is_meta

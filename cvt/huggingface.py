@@ -6,6 +6,7 @@ Our parameter names are Microsoft's; Hugging Face holds the same tensors under n
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from .config import (
     preset_of,
 )
 from .files import filling, write_json
-from .reading import CheckpointError, read_json
+from .reading import MOST_JSON, CheckpointError, read_json
 
 _PathLike = str | os.PathLike[str]
 
@@ -170,6 +171,9 @@ def write_model(
         content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
+    size = len(json.dumps(content, indent=2))
+    if size > MOST_JSON:
+        raise ValueError(f"labels: take {size} bytes in config.json, expected at most {MOST_JSON}")
     processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
     directory = Path(directory)
     if (directory / BEST).exists():

@@ -19,8 +19,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# The objects of JSON take up to 25 times the bytes of their text. Names of a million classes have these.
-_MOST_JSON = 1 << 26
+#: The most bytes of a JSON file, whose objects may take 25 times as much memory; 250,000 classes have these.
+MOST_JSON = 1 << 24
+#: The most tensors, more than a thousand blocks of any kind have.
+MOST_TENSORS = 100_000
 # The magic number, the protocol, the machine, the content and the storages' keys of a file before torch 1.6.
 _PICKLES_OF_OLD_FILES = 5
 # What torch.load lets a pickle call, and fills as many bytes with zeros as the pickle says.
@@ -41,8 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     _check_regular(path)
     try:
-        if path.stat().st_size > _MOST_JSON:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, expected at most {_MOST_JSON}")
+        if path.stat().st_size > MOST_JSON:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, expected at most {MOST_JSON}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except CheckpointError:
         raise
@@ -64,7 +66,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     _check_regular(path)
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            names = list(file.keys())
+            if len(names) > MOST_TENSORS:
+                raise ValueError(f"has {len(names)} tensors, expected at most {MOST_TENSORS}")
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except Exception as error:  # the library raises errors of many classes
         raise CheckpointError(f"{path}: is not a safetensors file, or damaged: {_line(error)}") from error
 

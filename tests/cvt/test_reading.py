@@ -106,6 +106,16 @@ def test_tensors_are_no_larger_than_their_file(tmp_path):
     assert why_larger({"a": shared}, 399) is not None
 
 
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_more_tensors_than_any_model_has(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("cvt.reading.MOST_TENSORS", 3)
+    monkeypatch.setattr("cvt.checkpoints.MOST_TENSORS", 3)
+    tensors = {f"x{i}": torch.ones(1) for i in range(4)}
+    (torch.save if suffix == ".pth" else save_file)(tensors, tmp_path / f"w{suffix}")
+    with pytest.raises(CheckpointError, match=rf"w{suffix}: .*has 4 tensors, expected at most 3"):
+        read_checkpoint(tmp_path / f"w{suffix}")
+
+
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "config.json"])
 def test_pipes_and_devices_are_not_read(tmp_path, name):
     path = tmp_path / name
@@ -125,7 +135,7 @@ def test_links_to_files_are_read(weights, tmp_path):
 
 def test_json_of_absurd_sizes(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
-    monkeypatch.setattr("cvt.reading._MOST_JSON", 1000)
+    monkeypatch.setattr("cvt.reading.MOST_JSON", 1000)
     for text, message in (
         (json.dumps({"a": "x" * 1000}), "has 1009 bytes, expected at most 1000"),
         ("9" * 900, "got a JSON int, expected an object"),
