@@ -24,10 +24,6 @@ _FIELDS = {
     "scaler": Mapping,
     "ema": Mapping,
 }
-# What the optimizer has of the recipe, besides the rate, which every step sets.
-_SETTINGS = ("betas", "eps", "weight_decay")
-# What it has for each parameter, besides the number of steps.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # What every row of the history has besides the score of its task.
 _COLUMNS = ("epoch", "lr", "train_loss", "val_loss", "images_per_second", "seconds")
 
@@ -76,23 +72,25 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads the state of an optimizer of the same recipe; PyTorch looks neither at shapes nor at numbers.
+    """Loads what an optimizer of the same recipe has for each parameter; PyTorch does not look at the shapes.
+
+    The settings are those of ``optimizer``, whatever the state says.
 
     Raises:
-        ValueError: It is one of other parameters or settings.
+        ValueError: It is one of other parameters, or has numbers that are none.
     """
-    before = [{name: group[name] for name in _SETTINGS} for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
-    for group, settings in zip(optimizer.param_groups, before, strict=True):
-        for name, expected in settings.items():
-            if group[name] != expected:
-                raise ValueError(f"optimizer: got {name} {brief(group[name])}, expected {expected}")
+    groups = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:
+        raise ValueError("optimizer: has groups of other parameters")
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
     for parameter, values in optimizer.state.items():
-        for name in _MOMENTS:
-            if values[name].shape != parameter.shape:
-                got, expected = tuple(values[name].shape), tuple(parameter.shape)
-                raise ValueError(f"optimizer: got {name} of shape {got} for a parameter of {expected}")
+        shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        for name, shape in shapes.items():
+            if values[name].shape != shape:
+                raise ValueError(f"optimizer: got {name} {tuple(values[name].shape)} for {tuple(shape)}")
         reason = why_not_finite(values)
+        if values["step"] < 1:
+            reason = f"step: got {values['step'].item():g}, expected at least 1"
         if reason is not None:
             raise ValueError(f"optimizer: {reason}")
 

@@ -407,10 +407,15 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
             pairs = itertools.zip_longest(before, after)
             i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{name}[{i}] {old if isinstance(old, str) else brief(old)}, now {new}")
+            texts.append(f"{name}[{i}] {_text(old)}, now {new}")
         else:
-            texts.append(f"{name} {before if isinstance(before, str) else brief(before)}, now {after}")
+            texts.append(f"{name} {_text(before)}, now {after}")
     return texts
+
+
+def _text(value: Any) -> str:
+    """Returns a value of a file as a part of a line."""
+    return value if isinstance(value, str) and value.isprintable() else brief(value)
 
 
 def _check(

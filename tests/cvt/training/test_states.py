@@ -47,8 +47,10 @@ def set_value(*keys, value):
         (set_value("model", "norm.bias", value=lambda x: x[:-1]), "size mismatch for norm.bias"),
         (lambda state: state["model"].pop("norm.bias"), "Missing key.*norm.bias"),
         (lambda state: state["optimizer"].pop("param_groups"), "param_groups"),
-        (set_value("optimizer", "param_groups", 0, "betas", value="x"), "optimizer: got betas 'x', expected"),
-        (set_value("optimizer", "state", 0, "exp_avg", value=lambda x: x[:1]), "got exp_avg of shape"),
+        (set_value("optimizer", "param_groups", 0, "params", value=[0]), "has groups of other parameters"),
+        (set_value("optimizer", "state", 0, "step", value=-1), "optimizer: step: got -1, expected at least 1"),
+        (set_value("same", "lr", value="\x1b[31m\n"), r"was trained with lr '.x1b.31m.n', now 0.001"),
+        (set_value("optimizer", "state", 0, "exp_avg", value=lambda x: x[:1]), "got exp_avg "),
         (set_value("optimizer", "state", 0, "exp_avg", value=lambda x: x / 0 * 0), "exp_avg: has numbers"),
         (lambda state: state["optimizer"]["state"][0].pop("exp_avg"), "exp_avg"),
         (set_value("optimizer", "state", value=[]), "resume: "),
@@ -77,5 +79,11 @@ def test_files_that_are_no_state(tmp_path, content):
 
 
 def test_a_state_that_is_whole_is_read(state, tmp_path):
-    torch.save(state, tmp_path / LAST)
-    assert trainer(tmp_path, resume=True, **RECIPE).epoch == 1
+    """The settings of the optimizer are those of the recipe, whatever the file says."""
+    damaged = copy.deepcopy(state)
+    damaged["optimizer"]["param_groups"][0] |= {"betas": "x", "amsgrad": True, "lr": None}
+    torch.save(damaged, tmp_path / LAST)
+    resumed = trainer(tmp_path, resume=True, **RECIPE)
+    assert resumed.epoch == 1
+    group = resumed.optimizer.param_groups[0]
+    assert (group["betas"], group["amsgrad"]) == ((0.9, 0.999), False)
