@@ -407,9 +407,9 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
             pairs = itertools.zip_longest(before, after)
             i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{name}[{i}] {_text(old)}, now {new}")
+            texts.append(f"{_text(name)}[{i}] {_text(old)}, now {new}")
         else:
-            texts.append(f"{name} {_text(before)}, now {after}")
+            texts.append(f"{_text(name)} {_text(before)}, now {after}")
     return texts
 
 

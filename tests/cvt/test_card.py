@@ -188,6 +188,17 @@ def test_files_of_hugging_face(saved, tmp_path, file, changes, message):
     assert len(str(caught.value)) < 500
 
 
+def test_names_of_hugging_face_that_are_integers(saved):
+    """Transformers takes these, too; ``True`` is none."""
+    tensors = read_checkpoint(saved).tensors
+    names = {str(i): i * 10 for i in range(10)}
+    assert Checkpoint("x", tensors, {"id2label": names}).labels == [str(i * 10) for i in range(10)]
+    for other in (None, 5, [], dict(list(names.items())[:9])):
+        assert Checkpoint("x", tensors, {"id2label": other}).labels is None
+    with pytest.raises(CheckpointError, match=r"got id2label .*, with True, expected a list of strings"):
+        _ = Checkpoint("x", tensors, {"id2label": names | {"3": True}}).labels
+
+
 def test_a_configuration_of_millions_of_classes_makes_no_names(saved, tmp_path):
     """The weights are asked before a name is made up for each."""
     (tmp_path / "config.json").write_text(
