@@ -6,7 +6,6 @@ changed only once everything is known to fit.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,31 +15,40 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from cvt_kernels.reference import LIMITS, resize_table
 
 from . import hub
-from .config import PRESETS, CvTConfig, Head, check_images, preset_of, resolve_config
+from .card import ModelCard
+from .config import MOST_STAGES, PRESETS, CvTConfig, Head, brief, preset_of, resolve_config
 from .files import replacing
 from .huggingface import (
     BEST,
     INDEX,
     WEIGHTS,
-    CheckpointError,
     Preprocessing,
+    check_preprocessor,
     config_of_huggingface,
     from_huggingface,
+    labels_of_huggingface,
     made_up_labels,
     own_config,
     preprocessing_of_huggingface,
-    read_json,
     shards,
     why_another_architecture,
 )
 from .quantized import install_layers, quantized_layers, why_damaged
+from .reading import (
+    MOST_TENSORS,
+    CheckpointError,
+    is_plain,
+    load_pickle,
+    read_json,
+    read_safetensors,
+    why_larger,
+)
 
 _PathLike = str | os.PathLike[str]
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -53,50 +61,28 @@ _FIRST_PART = re.compile(
     r"(?:^|(?<=\.))(?:stage\d+|norm|head|decoder|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
 
+# The types of weights; those of 8 bits come with scales.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The most characters of the name of a parameter, with those of wrappers.
+_LONGEST_NAME = 500
+
+# The biases by position, and the dilated convolutions of hybrid mixing: how names of their tensors go on, and
+# the fields of the configuration by which a model has them, and in which sizes.
+_TABLE = ".attn.position_bias"
+_ADDED = {
+    _TABLE: (
+        "position_bias",
+        "position_bias_size",
+        "patch_sizes",
+        "patch_strides",
+        "patch_paddings",
+        "stride_kv",
+    ),
+    ".dilated_": ("mixing",),
+}
 # The modules besides the stages that a model has for its head, and the layer whose outputs are the classes.
 _HEADS: dict[Head, tuple[str, ...]] = {"classify": ("norm", "head"), "segment": ("decoder",)}
 _LAST_LAYERS: dict[Head, str] = {"classify": "head", "segment": "decoder.classifier"}
-
-
-class ModelCard(NamedTuple):
-    """The description of a model and of its images that this package's commands write beside the weights.
-
-    Attributes:
-        config: The architecture.
-        labels: Class names.
-        image_size: Pixels of each side, as in :func:`cvt.images.preprocess`.
-        crop_fraction: Likewise.
-        folders: The names that the classes have in data sets; None if those are the labels.
-    """
-
-    config: CvTConfig
-    labels: list[str]
-    image_size: int
-    crop_fraction: float | None = None
-    folders: list[str] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
-        content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
-        if self.folders is None:  # which earlier versions do not know
-            del content["folders"]
-        return content
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> ModelCard:
-        """Builds a card from what :meth:`to_dict` returned."""
-        card = cls(**{**content, "config": CvTConfig(**content["config"])})
-        card._check_names("labels", card.labels)
-        if card.folders is not None:
-            card._check_names("folders", card.folders)
-        check_images(card.image_size, card.crop_fraction)
-        return card
-
-    def _check_names(self, field: str, names: list[str]) -> None:
-        if len(names) != self.config.num_classes:
-            raise ValueError(f"got {len(names)} {field} for {self.config.num_classes} classes")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"got {field} {names!r}, expected a list of strings")
 
 
 class Checkpoint(NamedTuple):
@@ -139,17 +125,12 @@ class Checkpoint(NamedTuple):
 
         Those that transformers makes up, ``LABEL_0`` and so on, are none.
         """
+        labels: list[str] | None = None
         if self.card is not None:
-            return (
-                None if self.card.labels == made_up_labels(self.card.config.num_classes) else self.card.labels
-            )
-        id2label = (self.hf_config or {}).get("id2label")
-        if self.num_classes is None or not isinstance(id2label, dict):
-            return None
-        if set(id2label) != {str(i) for i in range(self.num_classes)}:
-            return None
-        labels = [str(id2label[str(i)]) for i in range(self.num_classes)]
-        return None if labels == made_up_labels(self.num_classes) else labels
+            labels = self.card.labels
+        elif self.hf_config is not None and self.num_classes is not None:
+            labels = labels_of_huggingface(self.hf_config, self.num_classes)
+        return None if labels is None or labels == made_up_labels(len(labels)) else labels
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -199,7 +180,6 @@ class Checkpoint(NamedTuple):
             CheckpointError: That is no CvT that this package can build, or nothing tells.
         """
         if self.config is not None:
-            self._check_blocks(self.config)
             return self.config
         preset = self.preset
         hf_config = self.hf_config
@@ -216,8 +196,28 @@ class Checkpoint(NamedTuple):
         self._check_blocks(config)
         return config
 
+    def check(self) -> None:
+        """Raises unless all that was written beside the weights is in order, and agrees with them.
+
+        Raises:
+            CheckpointError: Something is not.
+        """
+        reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
+        if reason is not None:
+            raise CheckpointError(f"{self.path}: {reason}")
+        try:
+            if self.hf_preprocessor is not None:
+                check_preprocessor(self.hf_preprocessor)
+            if self.hf_config is not None and self.num_classes is not None:
+                labels_of_huggingface(self.hf_config, self.num_classes)
+            config = self.config
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        if config is not None:
+            self._check_blocks(config)
+
     def _check_blocks(self, config: CvTConfig) -> None:
-        """Raises if the configuration beside the weights is one of other channels, blocks or classes."""
+        """Raises if the configuration beside the weights is one of other sizes, which would be made up."""
         dims, depths = _dims_and_depths(self.tensors)
         for field, told, found in (
             ("embed_dims", config.embed_dims, dims),
@@ -247,7 +247,11 @@ class Checkpoint(NamedTuple):
         known = self.config
         if known is not None and (known.embed_dims, known.depths) == (base.embed_dims, base.depths):
             return resolve_config(known, **overrides)
-        return resolve_config(base, **self._known_fields() | overrides)
+        try:
+            base = resolve_config(base, **self._known_fields())
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        return resolve_config(base, **overrides)
 
     def _known_fields(self) -> dict[str, Any]:
         """Returns the fields of :class:`CvTConfig` that come with the weights, whatever their model."""
@@ -341,25 +345,19 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
         if not (path / "config.json").exists():
             raise CheckpointError(f"{path}: is a directory with neither config.json nor {BEST}")
         hf_config = read_json(path / "config.json")
-        if (path / "preprocessor_config.json").is_file():
+        if (path / "preprocessor_config.json").exists():
             hf_preprocessor = read_json(path / "preprocessor_config.json")
         tensors = _read_weights(path)
     elif path.suffix == ".safetensors":
-        tensors = _read_safetensors(path)
-        with safe_open(path, "pt") as file:
-            card = _card(file.metadata(), path)
+        content, metadata = read_safetensors(path)
+        tensors, card = _state_dict(content, path), _card(metadata, path)
     else:
         content = load_pickle(path)
         tensors, card = _state_dict(content, path), _card(content, path)
     tensors = {from_huggingface(key): tensor for key, tensor in tensors.items()}
-    damage = why_damaged(tensors)
-    if damage is not None:
-        raise CheckpointError(f"{name}: {damage}")
-    try:
-        own_config(hf_config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
-    return Checkpoint(name, tensors, hf_config, card, hf_preprocessor, model.name if model else None)
+    checkpoint = Checkpoint(name, tensors, hf_config, card, hf_preprocessor, model.name if model else None)
+    checkpoint.check()
+    return checkpoint
 
 
 def _locate(
@@ -439,38 +437,45 @@ def _head_and_classes(tensors: Mapping[str, Tensor]) -> tuple[Head | None, int |
 def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     dims: list[int] = []
     depths: list[int] = []
-    while (weight := tensors.get(f"stage{len(dims)}.patch_embed.proj.weight")) is not None:
-        prefix = f"stage{len(dims)}.blocks."
+    for i in range(MOST_STAGES + 1):  # one more, which is found to be too many
+        weight = tensors.get(f"stage{i}.patch_embed.proj.weight")
+        if weight is None:
+            break
+        prefix = f"stage{i}.blocks."
         depths.append(len({name.split(".")[2] for name in tensors if name.startswith(prefix)}))
         dims.append(weight.shape[0] if weight.ndim else 0)
     return tuple(dims), tuple(depths)
+
+
+def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Says which of some weights in floating point has a number that is none or infinite, or returns None."""
+    for name, tensor in tensors.items():
+        if tensor.dtype in _FLOATS and is_plain(tensor) and tensor.numel():
+            least, most = tensor.aminmax()
+            if not (least.isfinite() and most.isfinite()):
+                return f"{name}: has numbers that are NaN or infinite"
+    return None
 
 
 # Files ----------------------------------------------------------------------------------------------------
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
-    for name, reader in zip(WEIGHTS, (_read_safetensors, _read_pickle), strict=True):
-        if (directory / name).is_file():
-            return reader(directory / name)
+    for name in WEIGHTS:
+        if (directory / name).exists():
+            return _read_file(directory / name)
         index = directory / (name + INDEX)
-        if index.is_file():
+        if index.exists():
             tensors: dict[str, Tensor] = {}
             for shard in shards(index):
-                tensors |= reader(directory / shard)
+                tensors |= _read_file(directory / shard)
             return tensors
     raise CheckpointError(f"{directory}: has neither {' nor '.join(WEIGHTS)}")
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return _state_dict(load_file(path), path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: is not a safetensors file, or damaged: {error}") from error
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    return _state_dict(load_pickle(path), path)
+def _read_file(path: Path) -> dict[str, Tensor]:
+    content = read_safetensors(path)[0] if path.suffix == ".safetensors" else load_pickle(path)
+    return _state_dict(content, path)
 
 
 def _card(content: Any, path: Path) -> ModelCard | None:
@@ -479,7 +484,7 @@ def _card(content: Any, path: Path) -> ModelCard | None:
     card = content["card"]
     try:
         return ModelCard.from_dict(json.loads(card) if isinstance(card, str) else card)
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
 
 
@@ -504,27 +509,6 @@ def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -
         scratch.write_bytes(save(tensors, metadata={"format": "pt", **metadata}))
 
 
-def load_pickle(path: Path) -> Any:
-    """Reads what ``torch.save`` wrote, onto the CPU, without running code from it.
-
-    Raises:
-        CheckpointError: The file is damaged, or holds pickled code.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling damaged bytes can raise anything
-        unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        if unsafe:
-            raise CheckpointError(
-                f"{path}: holds pickled code or objects ({unsafe[1]}), expected tensors only; not loaded"
-            ) from error
-        with open(path, "rb") as file:
-            start = file.read(16)
-        raise CheckpointError(
-            f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
-        ) from error
-
-
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """Returns the mapping of names to tensors inside ``content``, without wrappers' prefixes."""
     for key in ("state_dict", "model"):
@@ -532,9 +516,22 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{path}: got a {type(content).__name__}, expected a state_dict")
+    if len(content) > MOST_TENSORS:
+        raise CheckpointError(f"{path}: has {len(content)} tensors, expected at most {MOST_TENSORS}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: got {type(value).__name__} under {name!r}, expected tensors only")
+            raise CheckpointError(
+                f"{path}: got {type(value).__name__} under {brief(name)}, expected tensors only"
+            )
+        if value.is_nested:
+            raise CheckpointError(
+                f"{path}: got a nested tensor under {brief(name)}, expected one of one size"
+            )
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise CheckpointError(f"{path}: got a tensor named {brief(name)}, which no CvT has")
+    reason = why_larger(content, path.stat().st_size)
+    if reason is not None:
+        raise CheckpointError(f"{path}: {reason}")
     first_part = _FIRST_PART.search(next(iter(content)))
     wrappers = first_part.string[: first_part.start()] if first_part else ""
     if not all(name.startswith(wrappers) for name in content):
@@ -557,7 +554,8 @@ def _fitting(
     difference = _why_quantized_otherwise(tensors, own)
     if difference is not None:
         raise CheckpointError(f"{checkpoint.path}: {difference}")
-    tensors |= _starting_values(tensors, own) | _resized_tables(tensors, own)
+    lacking = _parts_to_add(checkpoint.config, config)
+    tensors |= _starting_values(tensors, own, lacking) | _resized_tables(tensors, own, lacking)
     kept = tuple(f"{part}." for part in _own_parts(checkpoint, own))
     tensors |= {name: tensor for name, tensor in own.items() if name.startswith(kept)}
     _check_fit(checkpoint, tensors, own)
@@ -582,25 +580,37 @@ def _split_unused(
     heads = {part for parts in _HEADS.values() for part in parts}
     parts = {*heads, *(f"stage{i}" for i in range(stages))} - {name.split(".")[0] for name in own}
     unused = tuple(name for name in tensors if name.split(".")[0] in parts)
-    return {name: tensor for name, tensor in tensors.items() if name not in unused}, unused
+    return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in parts}, unused
 
 
-def _starting_values(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors with which parts that the weights do not know leave the model as it is without.
+def _parts_to_add(known: CvTConfig | None, config: CvTConfig) -> tuple[str, ...]:
+    """Returns parts of names, those of tensors that a model may have beyond its weights or in other sizes.
 
-    These are the biases by position, and the dilated convolutions of hybrid mixing.
+    What was written beside the weights says what is among them; it must be there then, in these sizes.
     """
-    extra = [name for name in own if name.endswith("attn.position_bias") or ".dilated_" in name]
+    return tuple(
+        part
+        for part, fields in _ADDED.items()
+        if known is None or any(getattr(known, field) != getattr(config, field) for field in fields)
+    )
+
+
+def _starting_values(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Returns the tensors with which parts that the weights do not know leave the model as it is without."""
+    extra = [name for name in own if name not in tensors and any(part in name for part in parts)]
     return {
         name: torch.zeros(own[name].shape) if name.endswith((".position_bias", "bn.weight")) else own[name]
         for name in extra
-        if name not in tensors
     }
 
 
-def _resized_tables(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _resized_tables(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: tuple[str, ...]
+) -> dict[str, Tensor]:
     """Returns the tables of biases by position that were made for images of another size, interpolated."""
-    tables = {name: tensor for name, tensor in tensors.items() if name.endswith("attn.position_bias")}
+    tables = {name: tensor for name, tensor in tensors.items() if name.endswith(_TABLE)}
     return {
         name: resize_table(
             table.to(torch.promote_types(table.dtype, torch.float32)),
@@ -608,8 +618,11 @@ def _resized_tables(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
         )
         for name, table in tables.items()
         if name in own
+        and _TABLE in parts
         and table.ndim == 3
+        and is_plain(table)
         and table.is_floating_point()
+        and table.numel()
         and table.shape[1:] != own[name].shape[1:]
     }
 
@@ -657,5 +670,5 @@ def _is_copyable(source: Tensor, target: Tensor) -> bool:
         is_same_kind = source.dtype == target.dtype
     else:
         is_same_kind = source.is_floating_point() == target.is_floating_point() and not source.is_complex()
-    is_dense = source.layout == torch.strided and not source.is_quantized
-    return is_same_kind and is_dense and not source.is_meta and not target.is_meta
+    is_known = not source.is_floating_point() or source.dtype in (*_FLOATS, *LIMITS)
+    return is_same_kind and is_known and is_plain(source) and not target.is_meta

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -35,37 +37,66 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 LARGEST_IMAGE = 1 << 14
 #: The most classes of a pixel: labels have 8 bits, and the last of them marks pixels that are ignored.
 MOST_LABELS = 255
-# The bound of every number of a stage, far above any model's.
-_MOST = 1_000_000
+#: The most classes of an image.
+MOST_CLASSES = 10_000_000
+#: The most stages.
+MOST_STAGES = 8
+# The most blocks of all stages.
+_MOST_BLOCKS = 1000
 
 
 class _Limits(NamedTuple):
-    """The type of a number, its smallest value, and what it must be below."""
+    """The type of a number, its smallest value, and what it must be below, which is far above any model's."""
 
     kind: type
     least: float
     below: float
 
 
+_CHANNELS = _Limits(int, 1, (1 << 16) + 1)
+_PIXELS = _Limits(int, 1, 1025)
+_YES_OR_NO = _Limits(bool, 0, 2)
+_RATE = _Limits(float, 0, 1)
 # The fields with one value per stage.
 _PER_STAGE = {
-    "embed_dims": _Limits(int, 1, _MOST),
-    "depths": _Limits(int, 1, _MOST),
-    "num_heads": _Limits(int, 1, _MOST),
-    "patch_sizes": _Limits(int, 1, _MOST),
-    "patch_strides": _Limits(int, 1, _MOST),
-    "patch_paddings": _Limits(int, 0, _MOST),
-    "mlp_ratio": _Limits(float, 0, _MOST),
-    "qkv_bias": _Limits(bool, 0, 2),
-    "kernel_size": _Limits(int, 1, _MOST),
-    "stride_q": _Limits(int, 1, _MOST),
-    "stride_kv": _Limits(int, 1, _MOST),
-    "cls_token": _Limits(bool, 0, 2),
-    "drop_rate": _Limits(float, 0, 1),
-    "attn_drop_rate": _Limits(float, 0, 1),
-    "drop_path_rate": _Limits(float, 0, 1),
-    "head_dim": _Limits(int, 1, _MOST),
+    "embed_dims": _CHANNELS,
+    "depths": _Limits(int, 1, _MOST_BLOCKS + 1),
+    "num_heads": _Limits(int, 1, 4097),
+    "patch_sizes": _PIXELS,
+    "patch_strides": _PIXELS,
+    "patch_paddings": _PIXELS._replace(least=0),
+    "mlp_ratio": _Limits(float, 0, 1025),
+    "qkv_bias": _YES_OR_NO,
+    "kernel_size": _PIXELS,
+    "stride_q": _PIXELS,
+    "stride_kv": _PIXELS,
+    "cls_token": _YES_OR_NO,
+    "drop_rate": _RATE,
+    "attn_drop_rate": _RATE,
+    "drop_path_rate": _RATE,
+    "head_dim": _CHANNELS,
 }
+# The other numbers.
+_SINGLE = {
+    "num_classes": _Limits(int, 0, MOST_CLASSES + 1),
+    "in_chans": _CHANNELS,
+    "decoder_dim": _CHANNELS,
+    "position_bias": _YES_OR_NO,
+    "position_bias_size": _Limits(int, 1, LARGEST_IMAGE + 1),
+    "layer_scale": _Limits(float, -1_000_000, 1_000_000),
+}
+# The fields that are one of a few words.
+_WORDS = {
+    "activation": tuple(ACTIVATIONS),
+    "scale": get_args(Scale),
+    "pool": get_args(Pool),
+    "embed_norm": get_args(EmbedNorm),
+    "drop_path_schedule": get_args(DropPathSchedule),
+    "mixing": get_args(Mixing),
+    "head": get_args(Head),
+}
+# The fields that may be None.
+_OPTIONAL = ("head_dim", "layer_scale")
 
 
 @dataclass(frozen=True)
@@ -194,31 +225,43 @@ class CvTConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.embed_dims, tuple | list) or not self.embed_dims:
-            raise TypeError(f"embed_dims: got {self.embed_dims!r}, expected one integer per stage")
-        for name in (name for name in _PER_STAGE if name != "head_dim"):
-            object.__setattr__(self, name, _per_stage(name, getattr(self, name), len(self.embed_dims)))
-        for name, choices in (
-            ("activation", tuple(ACTIVATIONS)),
-            ("scale", get_args(Scale)),
-            ("pool", get_args(Pool)),
-            ("embed_norm", get_args(EmbedNorm)),
-            ("drop_path_schedule", get_args(DropPathSchedule)),
-            ("mixing", get_args(Mixing)),
-            ("head", get_args(Head)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
-        for name, least in (("num_classes", 0), ("in_chans", 1), ("decoder_dim", 1)):
-            check_number(name, getattr(self, name), int, least, 1_000_000_000)
-        check_number("position_bias", self.position_bias, bool, 0, 2)
-        check_number("position_bias_size", self.position_bias_size, int, 1, LARGEST_IMAGE + 1)
-        if self.layer_scale is not None:
-            layer_scale = check_number("layer_scale", self.layer_scale, float, -_MOST, _MOST)
-            object.__setattr__(self, "layer_scale", layer_scale)
-        if self.head_dim is not None:
-            object.__setattr__(self, "head_dim", _per_stage("head_dim", self.head_dim, len(self.embed_dims)))
+            raise TypeError(f"embed_dims: got {brief(self.embed_dims)}, expected one integer per stage")
+        stages = len(self.embed_dims)
+        if stages > MOST_STAGES:
+            raise ValueError(f"embed_dims: got {stages} stages, expected at most {MOST_STAGES}")
+        for name, choices in _WORDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ValueError(f"{name}: got {brief(value)}, expected one of {', '.join(choices)}")
+        for name in (*_PER_STAGE, *_SINGLE):
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                checked = (
+                    _per_stage(name, value, stages)
+                    if name in _PER_STAGE
+                    else check_number(name, value, *_SINGLE[name])
+                )
+                object.__setattr__(self, name, checked)
+        if sum(self.depths) > _MOST_BLOCKS:
+            raise ValueError(f"depths: got {self.depths}, expected at most {_MOST_BLOCKS} blocks altogether")
         self._check_token_keep()
         self._check_consistency()
+
+    @classmethod
+    def from_dict(cls, content: Any) -> CvTConfig:
+        """Builds a configuration from what ``dataclasses.asdict`` returned, of this version or earlier.
+
+        Raises:
+            TypeError: It is no mapping, or has a value of the wrong type.
+            ValueError: It has a field that is not known, or a value out of range.
+        """
+        if not isinstance(content, Mapping):
+            raise TypeError(f"config: got {brief(content)}, expected an object of fields")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = [name for name in content if name not in known]
+        if unknown:
+            raise ValueError(f"config: got the field {brief(unknown[0])}, which is not known")
+        return cls(**content)
 
     def _check_token_keep(self) -> None:
         keep, depth = self.token_keep, self.depths[-1]
@@ -241,7 +284,9 @@ class CvTConfig:
                 )
         bounds = self.token_keep_bounds
         if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-            raise TypeError(f"token_keep_bounds: got {bounds!r}, expected a least and a greatest fraction")
+            raise TypeError(
+                f"token_keep_bounds: got {brief(bounds)}, expected a least and a greatest fraction"
+            )
         least, most = (check_fraction("token_keep_bounds", each) for each in bounds)
         if least > most:
             raise ValueError(f"token_keep_bounds: got {least} and {most}, expected the smaller one first")
@@ -358,16 +403,16 @@ def check_fraction(name: str, value: Any) -> float:
         ValueError: It is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: got {value!r}, expected a number")
+        raise TypeError(f"{name}: got {brief(value)}, expected a number")
     if not 0 < value <= 1:
-        raise ValueError(f"{name}: got {value!r}, expected a fraction above 0 and at most 1")
+        raise ValueError(f"{name}: got {brief(value)}, expected a fraction above 0 and at most 1")
     return float(value)
 
 
 def _check_keep(value: Any) -> TokenKeep:
     if isinstance(value, str):
         if value != "entropy":
-            raise ValueError(f"token_keep: got {value!r}, expected a fraction or 'entropy'")
+            raise ValueError(f"token_keep: got {brief(value)}, expected a fraction or 'entropy'")
         return "entropy"
     return check_fraction("token_keep", value)
 
@@ -377,10 +422,10 @@ def check_number(name: str, value: Any, kind: type, least: float, below: float) 
     accepted = (int, float) if kind is float else kind
     right_type = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
     if not right_type:
-        raise TypeError(f"{name}: got {value!r}, expected {kind.__name__}")
+        raise TypeError(f"{name}: got {brief(value)}, expected {kind.__name__}")
     if not least <= value < below:
         upper = " and finite" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name}: got {value!r}, expected at least {least:g}{upper}")
+        raise ValueError(f"{name}: got {brief(value)}, expected at least {least:g}{upper}")
     return kind(value)
 
 
@@ -396,7 +441,29 @@ def check_images(image_size: int, crop_fraction: float | None) -> None:
         return
     check_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
     if not image_size / LARGEST_IMAGE <= crop_fraction <= 1:
-        raise ValueError(f"crop_fraction: got {crop_fraction!r}, expected a part of the image, 1 at most")
+        raise ValueError(
+            f"crop_fraction: got {brief(crop_fraction)}, expected a part of the image, 1 at most"
+        )
+
+
+class _Brief(reprlib.Repr):
+    """Texts of values of JSON and of pickles, which may be of any length and depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = 60
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return repr(x) if x is None or isinstance(x, bool | float) else f"a {type(x).__name__}"
+
+
+def brief(value: Any) -> str:
+    """Returns a value as a short line for an error."""
+    try:
+        return _Brief().repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return f"a {type(value).__name__} of too many digits"
 
 
 #: The models of the paper by name.

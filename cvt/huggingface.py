@@ -21,8 +21,18 @@ from torch import nn
 from cvt_kernels.checks import dtype_name
 from cvt_kernels.reference import LIMITS
 
-from .config import LARGEST_IMAGE, CvTConfig, check_images, default_image_size, preset_of
+from .card import check_names
+from .config import (
+    LARGEST_IMAGE,
+    CvTConfig,
+    brief,
+    check_images,
+    check_number,
+    default_image_size,
+    preset_of,
+)
 from .files import filling, write_json
+from .reading import MOST_JSON, CheckpointError, read_json
 
 _PathLike = str | os.PathLike[str]
 
@@ -34,6 +44,8 @@ BEST = "best.pth"
 #: The files of a directory's weights, the better format first; ``INDEX`` after it, for one that lists shards.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
+# The name of a file that an index lists.
+_SHARD = re.compile(r"\w[\w.-]{0,250}")
 
 # Our field → Hugging Face's of the same meaning.
 _FIELDS = {
@@ -65,12 +77,18 @@ _ARCHITECTURE = (
 # What cvt.images does, whose own constants bring Pillow along.
 _NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _BICUBIC = 3
+# Its fields: type, smallest value, and what they must be below. Sizes are of many forms, which are tried.
+_PREPROCESSOR = {
+    **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize"), (bool, 0, 2)),
+    "resample": (int, 0, 6),
+    "rescale_factor": (float, 0, math.inf),
+    "crop_pct": (float, 0, math.nextafter(1, 2)),
+    "image_mean": (float, -1000, 1000),
+    "image_std": (float, math.ulp(0), 1000),
+}
+_PER_CHANNEL = ("image_mean", "image_std")
 _CROP_FRACTION = 0.875
 _UNCROPPED_SIZE = 384
-
-
-class CheckpointError(ValueError):
-    """A file is not a checkpoint that can be read, or not one of this model."""
 
 
 class Preprocessing(NamedTuple):
@@ -153,6 +171,9 @@ def write_model(
         content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
+    size = len(json.dumps(content, indent=2))
+    if size > MOST_JSON:
+        raise ValueError(f"labels: take {size} bytes in config.json, expected at most {MOST_JSON}")
     processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
     directory = Path(directory)
     if (directory / BEST).exists():
@@ -170,32 +191,20 @@ def write_model(
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index of weights lists.
+    """Returns the names of the files that an index of weights lists, which lie beside it.
 
     Raises:
-        CheckpointError: It is no such index.
+        CheckpointError: It is no such index, or names files elsewhere.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
-    return sorted({Path(str(file)).name for file in weight_map.values()})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object of JSON.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
-    return content
+    for file in weight_map.values():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise CheckpointError(
+                f"{index}: names {brief(file)}, expected a file of weights in the same folder"
+            )
+    return sorted(set(weight_map.values()))
 
 
 def _config_of(model: nn.Module) -> CvTConfig:
@@ -240,16 +249,23 @@ def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None
     """
     if labels is None:
         labels = made_up_labels(config.num_classes)
+    return {
+        "architectures": ["CvtForImageClassification"],
+        **_architecture(config),
+        **_label_fields(config, labels),
+    }
+
+
+def _architecture(config: CvTConfig) -> dict[str, Any]:
+    """Returns the fields of Hugging Face's ``CvtConfig`` but for the classes."""
     own = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
     paddings = [size // 2 for size in config.kernel_size]
     return {
-        "architectures": ["CvtForImageClassification"],
         "model_type": "cvt",
         **{theirs: own[ours] for ours, theirs in _FIELDS.items()},
         "qkv_projection_method": ["dw_bn"] * len(config.embed_dims),
         "padding_q": paddings,
         "padding_kv": paddings,
-        **_label_fields(config, labels),
     }
 
 
@@ -272,7 +288,7 @@ def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConf
         CheckpointError: It describes no CvT that this package can build.
     """
     if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
-        raise CheckpointError(f"is a model of type {kind!r}, expected 'cvt'")
+        raise CheckpointError(f"is a model of type {brief(kind)}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     tokens = fields.get("cls_token") or [True]
     pool = "cls" if isinstance(tokens, list) and tokens[-1] else "avg"
@@ -297,7 +313,7 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
     if content is None or OWN_CONFIG not in content or "transformers_version" in content:
         return None
     try:
-        return CvTConfig(**content[OWN_CONFIG])
+        return CvTConfig.from_dict(content[OWN_CONFIG])
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {OWN_CONFIG} is not of this version: {error}") from error
 
@@ -305,15 +321,35 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
 def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> str | None:
     """Says how a ``config.json`` contradicts a model, also where shapes do not show it, or returns None."""
     recorded = own_config(content)
-    theirs = content if recorded is None else huggingface_config(recorded)
+    theirs = content if recorded is None else _architecture(recorded)
     if theirs.get("model_type") != "cvt":
-        return f"is a model of type {theirs.get('model_type')!r}, expected 'cvt'"
-    expected, defaults = huggingface_config(config), huggingface_config(CvTConfig())
+        return f"is a model of type {brief(theirs.get('model_type'))}, expected 'cvt'"
+    expected, defaults = _architecture(config), _architecture(CvTConfig())
     for field in _ARCHITECTURE:
         value = theirs.get(field, defaults[field])
         if value != expected[field]:
-            return f"config.json has {field} {value}, this model {expected[field]}"
+            return f"config.json has {field} {brief(value)}, this model {expected[field]}"
     return None
+
+
+def labels_of_huggingface(content: Mapping[str, Any], classes: int) -> list[str] | None:
+    """Returns the class names of a ``config.json``, or None if it does not have one for each class.
+
+    Raises:
+        CheckpointError: They are no names.
+    """
+    id2label = content.get("id2label")
+    if not isinstance(id2label, dict) or len(id2label) != classes:
+        return None
+    if set(id2label) != {str(i) for i in range(classes)}:
+        return None
+    names = [id2label[str(i)] for i in range(classes)]
+    labels = [str(name) if type(name) is int else name for name in names]  # transformers takes these, too
+    try:
+        check_names("id2label", labels, classes)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from error
+    return labels
 
 
 def why_inexpressible(config: CvTConfig) -> str | None:
@@ -349,6 +385,22 @@ def _why_quantized(model: nn.Module) -> str | None:
 # preprocessor_config.json ---------------------------------------------------------------------------------
 
 
+def check_preprocessor(content: Mapping[str, Any]) -> None:
+    """Raises unless the fields of a ``preprocessor_config.json`` that matter here are what they can be.
+
+    Raises:
+        CheckpointError: A field of the wrong type or out of range.
+    """
+    for name, limits in _PREPROCESSOR.items():
+        value = content.get(name)
+        numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
+        try:
+            for number in numbers if value is not None else ():
+                check_number(name, number, *limits)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"preprocessor_config.json: {error}") from error
+
+
 def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
     """Returns what a ``preprocessor_config.json`` asks for, as far as :mod:`cvt.images` can do it."""
     does = {
@@ -363,7 +415,7 @@ def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
         wanted |= {name: content[name] for name in ("size", "crop_pct", "crop_size") if name in content}
     if not wanted:
         return Preprocessing(size, crop_fraction)
-    asked = ", ".join(f"{field} {value}" for field, value in wanted.items())
+    asked = ", ".join(f"{field} {brief(value)}" for field, value in wanted.items())
     remark = (
         f"preprocessor_config.json asks for {asked}, which cvt does not do: images are resized bicubically "
         "and normalized by ImageNet's mean and standard deviation, as in the official evaluation"

@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from ..checkpoints import ModelCard, load_pickle
-from ..config import CvTConfig
+from ..card import ModelCard
+from ..config import brief
 from ..datasets import Batches, ImageDataset
 from ..files import replacing
 from ..huggingface import BEST
@@ -41,6 +41,7 @@ from .augment import Augment
 from .locks import locked
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
+from .states import load_optimizer, naming, read_state
 from .tasks import TASKS, why_unfit
 
 LAST = "last.pth"
@@ -366,23 +367,26 @@ class Trainer:
         path = self.output / LAST
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
-        state = load_pickle(path)
-        # An earlier version knew fewer fields.
-        state["same"]["config"] = dataclasses.asdict(CvTConfig(**state["same"]["config"]))
-        different = _differences(state["same"], self._same)
+        state = read_state(path, self.task.score)
+        with naming(path):
+            different = _differences(state["same"], self._same)
         if different:
-            raise ValueError(f"resume: {path} was trained with {'; '.join(different)}")
+            raise ValueError(f"resume: {path} was trained with {'; '.join(different):.1000}")
+        with naming(path):
+            self._load_state(state)
+        self.epoch, self.history = state["epoch"], state["history"]
+
+    def _load_state(self, state: dict[str, Any]) -> None:
         if self.config.shard:
             whole = StateDictOptions(full_state_dict=True)
             states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
             set_state_dict(self.model, self.optimizer, **states, options=whole)
         else:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        self.epoch, self.history = state["epoch"], state["history"]
 
 
 def epoch_line(row: dict[str, float], epochs: int) -> str:
@@ -437,10 +441,15 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
             pairs = itertools.zip_longest(before, after)
             i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{name}[{i}] {old}, now {new}")
+            texts.append(f"{_text(name)}[{i}] {_text(old)}, now {new}")
         else:
-            texts.append(f"{name} {before}, now {after}")
+            texts.append(f"{_text(name)} {_text(before)}, now {after}")
     return texts
+
+
+def _text(value: Any) -> str:
+    """Returns a value of a file as a part of a line."""
+    return value if isinstance(value, str) and value.isprintable() else brief(value)
 
 
 def _check(

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkpoint, save_huggingface
+from cvt.checkpoints import Checkpoint
 from tests.cvt.models import SMALL, equal, huggingface_twin, small
 
 
@@ -167,11 +168,11 @@ def test_a_config_of_which_no_model_can_be_built(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"embed_dims": [900000] * 3}, r"is said to have embed_dims \(900000, .*, but its weights \(8, "),
-        ({"depths": 900000}, r"is said to have depths \(900000, "),
-        ({"num_classes": 900000000}, "is said to have num_classes 900000000, but its weights 10"),
-        ({"mlp_ratio": 900000}, r"does not fit this model: .* of another shape"),
-        ({"in_chans": 900000000, "patch_sizes": 900000}, "does not fit this model: "),
+        ({"embed_dims": [60000] * 3}, r"is said to have embed_dims \(60000, .*, but its weights \(8, "),
+        ({"depths": 300}, r"is said to have depths \(300, "),
+        ({"num_classes": 9000000}, "is said to have num_classes 9000000, but its weights 10"),
+        ({"mlp_ratio": 1000}, r"does not fit this model: .* of another shape"),
+        ({"in_chans": 60000, "patch_sizes": 1000}, "does not fit this model: "),
     ],
 )
 def test_no_memory_is_taken_for_a_model_that_weights_do_not_fit(tmp_path, changes, message):
@@ -361,18 +362,17 @@ def test_bad_directories(tmp_path):
     index.write_text('{"weight_map": ["a"]}')
     with pytest.raises(CheckpointError, match=r"index.json: has no weight_map"):
         read_checkpoint(tmp_path)
-    for shard in ("model-1-of-1.safetensors", 1):
-        index.write_text(json.dumps({"weight_map": {"a": shard}}))
-        with pytest.raises(CheckpointError, match=f"{shard}: is not a safetensors file"):
-            read_checkpoint(tmp_path)
+    index.write_text('{"weight_map": {"a": "model-1-of-1.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"model-1-of-1.safetensors: is not a safetensors file"):
+        read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100000)
     with pytest.raises(CheckpointError, match=r"config.json: is not JSON"):
         read_checkpoint(tmp_path)
 
 
-def test_the_error_names_the_model_that_it_looks_like(tmp_path):
+def test_the_error_names_the_model_that_it_looks_like():
     with torch.device("meta"):
         names = create_model("cvt_21").state_dict()
-    torch.save({k: torch.zeros(()).expand(t.shape) for k, t in names.items()}, tmp_path / "w.pth")
+    weights = Checkpoint("w.pth", {k: torch.zeros(()).expand(t.shape) for k, t in names.items()})
     with pytest.raises(CheckpointError, match=r"does not fit this model: .*; it looks like cvt_21"):
-        create_model("cvt_13", checkpoint=tmp_path / "w.pth")
+        create_model("cvt_13", checkpoint=weights)

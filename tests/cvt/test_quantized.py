@@ -225,5 +225,5 @@ def test_a_number_that_stands_for_many_is_refused_before_it_takes_memory(tmp_pat
     torch.save(
         {f"{FC1}.weight": numbers, f"{FC1}.weight_scale": torch.ones(1).expand(2**30)}, tmp_path / "q.pth"
     )
-    with pytest.raises(CheckpointError, match=r"got shape \(1073741824, 1073741824\)"):
+    with pytest.raises(CheckpointError, match=r"bytes, and its tensors have 11529215"):
         read_checkpoint(tmp_path / "q.pth")

@@ -1,0 +1,93 @@
+"""The card of a model: the description that this package's commands write beside the weights.
+
+A card comes from a file that anybody may have written, so every field is checked before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .config import CvTConfig, brief, check_images
+
+# The most characters of the name of a class.
+_LONGEST_NAME = 1000
+
+
+class ModelCard(NamedTuple):
+    """The description of a model and of its images that this package's commands write beside the weights.
+
+    Attributes:
+        config: The architecture.
+        labels: Class names.
+        image_size: Pixels of each side, as in :func:`cvt.images.preprocess`.
+        crop_fraction: Likewise.
+        folders: The names that the classes have in data sets; None if those are the labels.
+    """
+
+    config: CvTConfig
+    labels: list[str]
+    image_size: int
+    crop_fraction: float | None = None
+    folders: list[str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
+        content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
+        if self.folders is None:  # which earlier versions do not know
+            del content["folders"]
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Any) -> ModelCard:
+        """Builds a card from what :meth:`to_dict` returned.
+
+        Raises:
+            TypeError: It is no mapping, or has a value of the wrong type.
+            ValueError: A field is missing or not known, a value is out of range, or there is not one name for
+                each class.
+        """
+        if not isinstance(content, Mapping):
+            raise TypeError(f"card: got {brief(content)}, expected an object of fields")
+        missing = [name for name in cls._fields if name not in content and name not in cls._field_defaults]
+        unknown = [name for name in content if name not in cls._fields]
+        if missing or unknown:
+            what = f"no {missing[0]}" if missing else f"the field {brief(unknown[0])}, which is not known"
+            raise ValueError(f"card: has {what}")
+        card = cls(**{**content, "config": CvTConfig.from_dict(content["config"])})
+        check_names("labels", card.labels, card.config.num_classes)
+        if card.folders is not None:
+            check_names("folders", card.folders, card.config.num_classes)
+        check_images(card.image_size, card.crop_fraction)
+        return card
+
+
+def check_names(field: str, names: Any, classes: int) -> None:
+    """Raises unless there is a list of one name for each class, and each is text that can be written.
+
+    Raises:
+        TypeError: Something else than a list of strings.
+        ValueError: Another number of names, or one that is too long or has half of a character.
+    """
+    if not isinstance(names, list):
+        raise TypeError(f"got {field} {brief(names)}, expected a list of strings")
+    if len(names) != classes:
+        raise ValueError(f"got {len(names)} {field} for {classes} classes")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"got {field} {brief(names)}, with {brief(name)}, expected a list of strings")
+        if len(name) > _LONGEST_NAME or not _is_text(name):
+            raise ValueError(
+                f"got {brief(name)} of {len(name)} characters among the {field}, expected text of at most "
+                f"{_LONGEST_NAME}"
+            )
+
+
+def _is_text(name: str) -> bool:
+    """Tells whether a string is text, or the name of a folder in any encoding, not half of a character."""
+    try:
+        name.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True

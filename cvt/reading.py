@@ -1,0 +1,173 @@
+"""Reading of JSON, pickles and safetensors that anybody may have written.
+
+Nothing runs code from a file, and nothing takes much more memory than the file has bytes: what would unpack
+to more is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickletools
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+#: The most bytes of a JSON file, whose objects may take 25 times as much memory; 250,000 classes have these.
+MOST_JSON = 1 << 24
+#: The most tensors, more than a thousand blocks of any kind have.
+MOST_TENSORS = 100_000
+# The magic number, the protocol, the machine, the content and the storages' keys of a file before torch 1.6.
+_PICKLES_OF_OLD_FILES = 5
+# What torch.load lets a pickle call, and fills as many bytes with zeros as the pickle says.
+_ALLOCATING = ("__builtin__ bytearray", "builtins bytearray")
+_ZIP = b"PK\3\4"
+_ZIP_HEADER = 30
+
+
+class CheckpointError(ValueError):
+    """A file is not a checkpoint that can be read, or not one of this model."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an object of JSON.
+
+    Raises:
+        CheckpointError: There is none, or it is longer than any that describes a model.
+    """
+    _check_regular(path)
+    try:
+        if path.stat().st_size > MOST_JSON:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, expected at most {MOST_JSON}")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: got a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads the tensors of a file of safetensors, and its metadata.
+
+    Raises:
+        CheckpointError: It is no such file, or damaged.
+    """
+    _check_regular(path)
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            if len(names) > MOST_TENSORS:
+                raise ValueError(f"has {len(names)} tensors, expected at most {MOST_TENSORS}")
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except Exception as error:  # the library raises errors of many classes
+        raise CheckpointError(f"{path}: is not a safetensors file, or damaged: {_line(error)}") from error
+
+
+def load_pickle(path: Path) -> Any:
+    """Reads what ``torch.save`` wrote, onto the CPU, without running code from it.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds pickled code, or more than it has bytes.
+    """
+    _check_regular(path)
+    with open(path, "rb") as file:
+        start = file.read(16)
+        file.seek(0)
+        reason = _why_no_archive(file) if start.startswith(_ZIP) else _why_allocating(file)
+    if reason is not None:
+        raise CheckpointError(f"{path}: {reason}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        unsafe = re.search(r"GLOBAL (\S{1,100})", str(error))
+        if unsafe:
+            raise CheckpointError(
+                f"{path}: holds pickled code or objects ({_line(unsafe[1])}), expected tensors only; not "
+                "loaded"
+            ) from error
+        raise CheckpointError(
+            f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
+        ) from error
+
+
+def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
+    """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
+
+    A file may say of one number that it stands in all places of a tensor.
+    """
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if is_plain(tensor))
+    if needed <= size:
+        return None
+    return f"has {size} bytes, and its tensors have {needed}; expected every number of theirs in the file"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether a tensor is an array in memory, which may repeat its numbers."""
+    of_another_kind = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return not of_another_kind and tensor.layout == torch.strided
+
+
+def _check_regular(path: Path) -> None:
+    """Raises for what has no end, or would be waited for: a device or a pipe."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is no regular file")
+
+
+def _line(error: object) -> str:
+    """Returns the message of an error as one line of moderate length, also where it quotes the file."""
+    line = " ".join(str(error).split())[:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def _why_no_archive(file: BinaryIO) -> str | None:
+    """Says what keeps an archive of zip from being one that ``torch.save`` wrote, or returns None.
+
+    Those hold every member once, one after the other and not compressed. ``torch.load`` does not care, nor
+    does it compare the checksums, so that a flipped bit in a weight would go unnoticed.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            reason = _why_packed(archive)
+            if reason is None and (damaged := archive.testzip()) is not None:
+                reason = f"is damaged: the checksum of {damaged!r:.100} is another"
+            for member in archive.infolist() if reason is None else ():
+                if member.filename.endswith(".pkl"):
+                    reason = reason or _why_allocating(io.BytesIO(archive.read(member)))
+        return reason
+    except Exception as error:  # zipfile raises errors of many classes for damaged archives
+        return f"is not a file of torch.save, or damaged: {_line(error)}"
+
+
+def _why_packed(archive: zipfile.ZipFile) -> str | None:
+    end = 0
+    for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            return f"is compressed ({member.filename!r:.100}), which torch.save never does; not unpacked"
+        # Anything before the first member would be the start of another archive to other readers.
+        if member.header_offset < end or (not end and member.header_offset):
+            return f"is damaged: its member {member.filename!r:.100} overlaps another or is not in its place"
+        end = member.header_offset + _ZIP_HEADER + len(member.filename) + member.compress_size
+    return "is damaged: has bytes after its end" if archive.comment else None
+
+
+def _why_allocating(file: BinaryIO) -> str | None:
+    """Says that pickles at the start of a file may take memory that the file does not, or returns None."""
+    try:
+        for _ in range(_PICKLES_OF_OLD_FILES):
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name == "GLOBAL" and argument in _ALLOCATING:
+                    return "holds pickled code or objects (bytearray), expected tensors only; not loaded"
+    except Exception:  # pickletools raises errors of many classes; torch.load stops at the same place
+        pass
+    return None

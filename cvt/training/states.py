@@ -1,0 +1,107 @@
+"""Reading of ``last.pth``, from which a training goes on, with checks of all that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints import why_not_finite
+from ..config import CvTConfig, brief
+from ..reading import CheckpointError, load_pickle
+
+# The fields of the file, and their types.
+_FIELDS = {
+    "epoch": int,
+    "history": list,
+    "same": Mapping,
+    "model": Mapping,
+    "optimizer": Mapping,
+    "scaler": Mapping,
+    "ema": Mapping,
+}
+# What every row of the history has besides the score of its task.
+_COLUMNS = ("epoch", "lr", "train_loss", "val_loss", "images_per_second", "seconds")
+
+
+def read_state(path: Path, score: str) -> dict[str, Any]:
+    """Reads the state of a training.
+
+    Args:
+        path: That of ``last.pth``.
+        score: The column of the history by which epochs are compared.
+
+    Raises:
+        CheckpointError: The file is damaged, or is none of ``cvt train``.
+    """
+    state = load_pickle(path)
+    with naming(path):
+        if not isinstance(state, dict):
+            raise TypeError(f"got {brief(state)}, expected an object of fields")
+        for name, kind in _FIELDS.items():
+            if name not in state:
+                raise ValueError(f"has no {name}")
+            if not isinstance(state[name], kind) or isinstance(state[name], bool):
+                raise TypeError(f"{name}: got {brief(state[name])}, expected {kind.__name__}")
+        # An earlier version knew fewer fields.
+        config = CvTConfig.from_dict(state["same"].get("config"))
+        state["same"] = {**state["same"], "config": dataclasses.asdict(config)}
+        _check_history(state["history"], state["epoch"], score)
+        for name in ("model", "ema"):
+            reason = why_not_finite(state[name])
+            if reason is not None:
+                raise ValueError(f"{name}: {reason}")
+    return state
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Lets every error of the block say in one line that the state in a file is damaged.
+
+    Modules and optimizers of PyTorch raise errors of many classes for states that are not theirs.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"resume: {path} is damaged, or of another version: {reason:.500}") from error
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads what an optimizer of the same recipe has for each parameter; PyTorch does not look at the shapes.
+
+    The settings are those of ``optimizer``, whatever the state says.
+
+    Raises:
+        ValueError: It is one of other parameters, or has numbers that are none.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:
+        raise ValueError("optimizer: has groups of other parameters")
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        for name, shape in shapes.items():
+            if values[name].shape != shape:
+                raise ValueError(f"optimizer: got {name} {tuple(values[name].shape)} for {tuple(shape)}")
+        reason = why_not_finite(values)
+        if values["step"] < 1:
+            reason = f"step: got {values['step'].item():g}, expected at least 1"
+        if reason is not None:
+            raise ValueError(f"optimizer: {reason}")
+
+
+def _check_history(rows: list[Any], epochs: int, score: str) -> None:
+    if len(rows) != epochs:
+        raise ValueError(f"history: got {len(rows)} rows, expected one for each of {epochs} epochs")
+    for row in rows:
+        if not isinstance(row, dict):
+            raise TypeError(f"history: got {brief(row)}, expected a row of numbers")
+        for name in (*_COLUMNS, score, *row):
+            value = row.get(name)
+            if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"history: got {brief(value)} for {brief(name)}, expected a number")

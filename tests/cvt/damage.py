@@ -1,0 +1,332 @@
+"""Damaged and hostile checkpoints, made from valid ones: bytes, archives, cards, names and tensors.
+
+``python -m tests.cvt.damage COUNT [SEED]`` reads so many of them and prints the worst.
+"""
+
+import copy
+import dataclasses
+import json
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cvt import create_model, save_huggingface
+from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
+from tests.cvt.models import SMALL, quantized, small
+
+TINY = dataclasses.replace(SMALL, depths=(1, 1, 2))
+
+#: Values to stand in the place of any other.
+ODD = (
+    *(None, True, -1, 0, 1, 1.5, float("nan"), float("inf"), 10**8, 2**63, -(2**40), 10**400),
+    *("", "x", "\x1b[31mred\n", "\ud800", "x" * 10**6, "../../etc/passwd", "9" * 5000),
+    *(
+        [],
+        {},
+        [1],
+        [0] * 10**5,
+        [[]],
+        {"a": 1},
+        ["a", 1],
+        [None] * 3,
+        [10**8] * 3,
+        [True] * 3,
+        [-1.0, 2.0, 1e30],
+    ),
+)
+
+
+class Allocation:
+    """An object whose unpickling would take 3 GB."""
+
+    def __reduce__(self):
+        return bytearray, (3 * 10**9,)
+
+
+def write_valid(folder: Path) -> dict[str, Path]:
+    """Writes a checkpoint of each format; returns their places by name."""
+    model, segmenter = small(**vars(TINY)), small(**vars(TINY) | {"head": "segment"})
+    table = small(**vars(TINY) | {"position_bias": True, "position_bias_size": 32, "mixing": "hybrid"})
+    narrow = small(**vars(TINY) | {"head_dim": (8, 4, 4), "pool": "avg"})
+    paths = {name: folder / name for name in ("huggingface", "shards", "own")}
+    save_huggingface(small(activation="gelu"), paths["huggingface"], labels=[f"thing {i}" for i in range(10)])
+    config = json.loads((paths["huggingface"] / "config.json").read_text())
+    del config["cvt_config"]
+    (paths["huggingface"] / "config.json").write_text(json.dumps(config))
+    shutil.copytree(paths["huggingface"], paths["shards"])
+    tensors = load_file(paths["shards"] / "model.safetensors")
+    (paths["shards"] / "model.safetensors").unlink()
+    index = {}
+    for i, name in enumerate(tensors):
+        index[name] = f"model-{i % 2}.safetensors"
+    for file in set(index.values()):
+        save_file({name: tensors[name] for name in tensors if index[name] == file}, paths["shards"] / file)
+    (paths["shards"] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    table.save_pretrained(paths["own"], labels=[f"thing {i}" for i in range(10)], image_size=32)
+
+    def card(model):
+        names = [f"class {i}" for i in range(10)]
+        return ModelCard(model.config, names, 32, 0.9, [name.upper() for name in names])
+
+    def safetensors(name, model):
+        paths[name] = folder / f"{name}.safetensors"
+        save_safetensors(Checkpoint(name, model.state_dict(), card=card(model)), paths[name])
+
+    def pickle(name, content, **options):
+        paths[name] = folder / f"{name}.pth"
+        torch.save(content, paths[name], **options)
+
+    pickle("official", model.state_dict())
+    pickle("before torch 1.6", model.state_dict(), _use_new_zipfile_serialization=False)
+    for name, each in (("trained", model), ("segmenter", segmenter)):
+        content = {"card": card(each).to_dict(), "epoch": 1, "metrics": {"val_loss": 1.0}}
+        pickle(name, content | {"model": each.state_dict()})
+    safetensors("safetensors", model)
+    safetensors("pruned", narrow)
+    safetensors("quantized", quantized(small(**vars(TINY)), scheme="static"))
+    return paths
+
+
+def mutations(rng: random.Random, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields damaged checkpoints without end: what was done, and the place, which the next one reuses.
+
+    Args:
+        rng: Decides everything.
+        folder: An empty one.
+    """
+    (folder / "valid").mkdir()
+    valid = write_valid(folder / "valid")
+    while True:
+        name = rng.choice(list(valid))
+        scratch = folder / "damaged"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        place = scratch / valid[name].name
+        if valid[name].is_dir():
+            shutil.copytree(valid[name], place)
+            file = rng.choice(sorted(place.iterdir()))
+        else:
+            file = Path(shutil.copy(valid[name], place))
+        if rng.random() < 0.4:
+            what = _damage_bytes(rng, file)
+        elif file.suffix == ".json":
+            what = _damage_json(rng, file)
+        elif file.suffix == ".safetensors":
+            what = _damage_safetensors(rng, file)
+        else:
+            what = _damage_pickle(rng, file)
+        yield f"{name}: {file.name}: {what}", place
+
+
+def _damage_bytes(rng: random.Random, file: Path) -> str:
+    content = bytearray(file.read_bytes())
+    size = len(content)
+    what = rng.choice(["truncated", "bits", "block", "insertion", "swap", "head", "tail", "missing", "link"])
+    if what == "truncated":
+        kept = rng.choice([0, 1, 4, 8, 100, size // 2, size - 1, size - 22, rng.randrange(size)])
+        del content[kept:]
+    elif what in ("bits", "head", "tail"):
+        first = {"bits": 0, "head": 0, "tail": max(size - 300, 0)}[what]
+        last = min(size, 300) if what == "head" else size
+        for _ in range(rng.choice([1, 1, 3, 30])):
+            content[rng.randrange(first, last)] ^= 1 << rng.randrange(8)
+    elif what == "block":
+        start = rng.randrange(size)
+        end = min(size, start + rng.choice([1, 16, 1000]))
+        content[start:end] = rng.choice([bytes(end - start), rng.randbytes(end - start), b""])
+    elif what == "insertion":
+        start = rng.randrange(size)
+        content[start:start] = rng.choice([b"\0", b"x" * 1000, bytes(content[:100]), rng.randbytes(10)])
+    elif what == "swap":
+        a, b = (rng.randrange(size) for _ in range(2))
+        content[a], content[b] = content[b], content[a]
+        content[a : a + 64] = reversed(content[a : a + 64])
+    if what == "missing":
+        file.unlink()
+    elif what == "link":
+        file.unlink()
+        file.symlink_to(rng.choice(["/dev/zero", "nowhere", file.name, "/etc/passwd", "/"]))
+    else:
+        file.write_bytes(content)
+    return what
+
+
+def _damage_json(rng: random.Random, file: Path) -> str:
+    content, what = _damaged(rng, json.loads(file.read_text(encoding="utf-8")))
+    text = json.dumps(content)
+    if rng.random() < 0.05:
+        text, what = "[" * 10**5, "depth"
+    file.write_text(text, encoding="utf-8")
+    return what
+
+
+def _damaged(rng: random.Random, content: object) -> tuple[object, str]:
+    """Returns a copy of nested mappings and lists with one thing changed, and the words for it."""
+    content = copy.deepcopy(content)
+    parent, key, path = {"": content}, "", ""
+    while True:
+        value = parent[key]
+        is_inner = isinstance(value, dict | list) and len(value) > 0
+        if not is_inner or (path and rng.random() < 0.2):
+            break
+        parent, key = value, rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        path += f".{key}"
+    how = rng.random()
+    if how < 0.15 and path:
+        del parent[key]
+        return content, f"without {path}"
+    if how < 0.25 and isinstance(parent, dict) and path:
+        parent[rng.choice(["other", "", "x" * 10**5, "a\nb"])] = rng.choice(ODD)
+        return content, f"one more beside {path}"
+    odd = rng.choice(ODD)
+    parent[key] = odd if path else [odd]
+    return content, f"{path} = {odd!r:.40}"
+
+
+def _damage_safetensors(rng: random.Random, file: Path) -> str:
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    if "card" in (metadata or {}) and rng.random() < 0.6:
+        card, what = _damaged(rng, json.loads(metadata["card"]))
+        metadata = {"card": json.dumps(card)}
+    elif rng.random() < 0.3:
+        content = bytearray(file.read_bytes())
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        changed, what = _damaged(rng, header)
+        text = json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + len(json.dumps(header)) :])
+        return f"header: {what}"
+    else:
+        what = _damage_tensors(rng, tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if _can_be_saved(tensor)}
+    save_file(tensors, file, metadata)
+    return what
+
+
+def _can_be_saved(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() < 10**7
+
+
+def _damage_pickle(rng: random.Random, file: Path) -> str:
+    content = torch.load(file, weights_only=True)
+    tensors = content.get("model", content)
+    how = rng.random()
+    if how < 0.15:
+        return _repack(rng, file)
+    if how < 0.2:
+        content = {"card": Allocation(), **content}
+        what = "a pickled allocation"
+    elif "card" in content and how < 0.7:
+        content["card"], what = _damaged(rng, content["card"])
+    elif how < 0.75:
+        content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
+    else:
+        what = _damage_tensors(rng, tensors)
+    torch.save(content, file, _use_new_zipfile_serialization=rng.random() < 0.8)
+    return what
+
+
+def _damage_tensors(rng: random.Random, tensors: dict) -> str:
+    name = rng.choice(list(tensors))
+    tensor = tensors[name]
+    how = rng.choice(
+        ["missing", "extra", "name", "NaN", "infinite", "shape", "type", "repeated", "kind", "empty"]
+    )
+    if how == "missing":
+        del tensors[name]
+    elif how == "extra":
+        tensors[rng.choice(["other", "stage9.x", "head.other", "x" * 10**4, "a\x1b[31m\nb"])] = tensor.clone()
+    elif how == "name":
+        tensors[name.replace(".", "_", 1)] = tensors.pop(name)
+    elif how in ("NaN", "infinite") and tensor.is_floating_point():
+        tensors[name] = torch.full_like(tensor, float("nan" if how == "NaN" else "inf"))
+    elif how == "shape":
+        tensors[name] = rng.choice([tensor.flatten(), tensor[None], tensor.reshape(-1)[:1], tensor.sum()])
+    elif how == "type":
+        tensors[name] = tensor.to(
+            rng.choice([torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64])
+        )
+    elif how == "repeated":
+        tensors[name] = tensor.reshape(-1)[:1].expand(rng.choice([10**9, 10**15]))
+    elif how == "kind" and tensor.is_floating_point():
+        tensors[name] = rng.choice([tensor.to("meta"), tensor.to_sparse()])
+    elif how == "empty":
+        tensors[name] = torch.empty(rng.choice([(0,), (10**9, 0), (0, 10**9)]))
+    return f"{name}: {how}"
+
+
+def _repack(rng: random.Random, file: Path) -> str:
+    """Writes an archive again: compressed, with a member left out, doubled, or with zeros that stay small."""
+    if not zipfile.is_zipfile(file):
+        return _damage_bytes(rng, file)
+    with zipfile.ZipFile(file) as archive:
+        members = [(member.filename, archive.read(member)) for member in archive.infolist()]
+    how = rng.choice(["compressed", "left out", "doubled", "bomb", "prefix", "comment"])
+    i = rng.randrange(len(members))
+    if how == "left out":
+        del members[i]
+    elif how == "doubled":
+        members.append(members[i])
+    elif how == "bomb":
+        members[i] = (members[i][0], bytes(10**8))
+    packing = zipfile.ZIP_DEFLATED if how in ("compressed", "bomb") else zipfile.ZIP_STORED
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with zipfile.ZipFile(file, "w", packing) as archive:
+            for name, content in members:
+                archive.writestr(name, content)
+            archive.comment = b"PK" * 30 if how == "comment" else b""
+    if how == "prefix":
+        file.write_bytes(b"PK\3\4" + bytes(100) + file.read_bytes())
+    return f"an archive with a member {how}"
+
+
+def why_wrong(place: Path) -> str | None:
+    """Says how the reading of a damaged checkpoint went wrong, or returns None: it was read, or refused."""
+    start = time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            create_model(checkpoint=place)
+    except (ValueError, OSError) as error:
+        line = str(error)
+        if str(place) not in line or not line.isprintable() or len(line) > 1000 + 2 * len(str(place)):
+            return f"{type(error).__name__}: {line!r:.500}"
+    except BaseException:
+        return traceback.format_exc()
+    seconds = time.process_time() - start
+    return f"took {seconds:.1f} s" if seconds > 3 else None
+
+
+def main(count: int, seed: int) -> None:
+    """Reads damaged checkpoints and prints what went wrong, and the memory that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = longest = 0
+        for i, (what, place) in enumerate(mutations(random.Random(seed), Path(folder))):
+            if i == count:
+                break
+            memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+            reason = why_wrong(place)
+            longest = max(longest, time.process_time() - start)
+            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+            if reason is not None or (grown > 200 and i):
+                wrong += 1
+                print(f"{i} {what}: {reason or ''} {grown:.0f} MiB")
+        print(f"{count} read, {wrong} wrong, {longest:.1f} s at most, {memory / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

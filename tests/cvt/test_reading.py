@@ -1,0 +1,177 @@
+"""Files that anybody may have written: how much of them is read, and that nothing is taken for granted."""
+
+import json
+import os
+import re
+import resource
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cvt import CheckpointError, read_checkpoint
+from cvt.reading import load_pickle, read_json, why_larger
+from tests.cvt.damage import Allocation
+
+
+def mebibytes():
+    """Returns the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@pytest.fixture
+def weights(tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save({"a": torch.arange(1000.0), "b": torch.ones(3)}, path)
+    return path
+
+
+def repack(path, packing=zipfile.ZIP_STORED, comment=b"", **changes):
+    """Writes an archive again, with other contents of members of these endings."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(member.filename, archive.read(member)) for member in archive.infolist()]
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        for name, content in members:
+            archive.writestr(name, changes.get(name.rpartition("/")[2], content))
+        archive.comment = comment
+
+
+def test_archives_that_are_packed_again_are_read_if_nothing_is_compressed(weights):
+    repack(weights)
+    assert torch.equal(load_pickle(weights)["a"], torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("size", [0, 10**8])
+def test_a_compressed_archive_is_not_unpacked(weights, size):
+    if not size:
+        repack(weights, zipfile.ZIP_DEFLATED)
+    else:
+        with zipfile.ZipFile(weights, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("w/data/9", bytes(size))
+    before = mebibytes()
+    with pytest.raises(
+        CheckpointError, match=r"w.pth: is compressed \('w/data.*, which torch.save never does"
+    ):
+        load_pickle(weights)
+    assert mebibytes() - before < 50
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:700] + bytes([content[700] ^ 4]) + content[701:], "the checksum of .* is "),
+        (lambda content: b"PK\3\4" + content, "overlaps another or is not in its place"),
+        (lambda content: content[:-2] + b"\5\0extra", "has bytes after its end"),
+        (lambda content: content[:-30], "is not a file of torch.save, or damaged"),
+    ],
+)  # fmt: skip
+def test_damaged_archives(weights, damage, message):
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
+        load_pickle(weights)
+
+
+def test_members_that_overlap(weights):
+    content = bytearray(weights.read_bytes())
+    with zipfile.ZipFile(weights) as archive:
+        first, second = sorted(archive.infolist(), key=lambda member: member.header_offset)[:2]
+    entry = content.index(b"PK\1\2", content.index(b"PK\1\2") + 4)
+    assert int.from_bytes(content[entry + 42 : entry + 46], "little") == second.header_offset
+    content[entry + 42 : entry + 46] = (first.header_offset + 8).to_bytes(4, "little")
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="overlaps another"):
+        load_pickle(weights)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_pickle_takes_no_memory_that_its_file_does_not(tmp_path, new):
+    torch.save(
+        {"a": torch.ones(2), "b": Allocation()}, tmp_path / "w.pth", _use_new_zipfile_serialization=new
+    )
+    before = mebibytes()
+    with pytest.raises(CheckpointError, match=r"holds pickled code or objects \(bytearray\)"):
+        load_pickle(tmp_path / "w.pth")
+    assert mebibytes() - before < 50
+
+
+def test_tensors_are_no_larger_than_their_file(tmp_path):
+    shared = torch.ones(100)
+    torch.save({f"stage0.x{i}": shared.expand(100, 100) for i in range(3)}, tmp_path / "w.pth")
+    with pytest.raises(
+        CheckpointError, match=r"w.pth: has \d+ bytes, and its tensors have 120000; expected ev"
+    ):
+        read_checkpoint(tmp_path / "w.pth")
+    assert why_larger({"a": shared, "b": shared.to("meta").expand(10**6, 100)}, 400) is None
+    assert why_larger({"a": shared}, 399) is not None
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_more_tensors_than_any_model_has(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("cvt.reading.MOST_TENSORS", 3)
+    monkeypatch.setattr("cvt.checkpoints.MOST_TENSORS", 3)
+    tensors = {f"x{i}": torch.ones(1) for i in range(4)}
+    (torch.save if suffix == ".pth" else save_file)(tensors, tmp_path / f"w{suffix}")
+    with pytest.raises(CheckpointError, match=rf"w{suffix}: .*has 4 tensors, expected at most 3"):
+        read_checkpoint(tmp_path / f"w{suffix}")
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "config.json"])
+def test_pipes_and_devices_are_not_read(tmp_path, name):
+    path = tmp_path / name
+    os.mkfifo(path)
+    place = tmp_path if name == "config.json" else path
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
+            read_checkpoint(place)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+
+
+def test_links_to_files_are_read(weights, tmp_path):
+    (tmp_path / "link.pth").symlink_to(weights)
+    assert load_pickle(tmp_path / "link.pth").keys() == {"a", "b"}
+
+
+def test_json_of_absurd_sizes(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    monkeypatch.setattr("cvt.reading.MOST_JSON", 1000)
+    for text, message in (
+        (json.dumps({"a": "x" * 1000}), "has 1009 bytes, expected at most 1000"),
+        ("9" * 900, "got a JSON int, expected an object"),
+        ("[" * 1000, "is not JSON"),
+        ('{"a": "\xff"}', "is not JSON"),
+        ("", "is not JSON"),
+    ):
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(CheckpointError, match=rf"x.json: {message}") as caught:
+            read_json(path)
+        assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    path.write_text("[" * 10**5 + "9" * 10**4)
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "..", "a/b", "a\\b", "", 1, None, ["x"], "x" * 10**5, "C:x"]
+)
+def test_an_index_names_no_files_elsewhere(tmp_path, name):
+    (tmp_path / "config.json").write_text('{"model_type": "cvt"}')
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "fine.bin", "b": name}}))
+    with pytest.raises(
+        CheckpointError, match=r"names .*, expected a file of weights in the same folder"
+    ) as caught:
+        read_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 501, "\x1b[31m"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_names_of_tensors_that_no_model_has(tmp_path, name, suffix):
+    (torch.save if suffix == ".pth" else save_file)({name: torch.ones(1)}, tmp_path / f"w{suffix}")
+    with pytest.raises(CheckpointError, match=re.escape(f"w{suffix}: got a tensor named ")) as caught:
+        read_checkpoint(tmp_path / f"w{suffix}")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
