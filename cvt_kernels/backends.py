@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from . import machine
+from . import checks, machine
 
 #: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of
 #: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
@@ -43,6 +43,8 @@ Backend = Literal[
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
+#: Those that cannot be differentiated or vectorized by transforms: ours, and packed layers of oneDNN.
+_UNTRANSFORMED = (*OURS, "onednn")
 
 #: Every operator of the registry.
 OPERATORS = (
@@ -392,10 +394,19 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
 def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
     """Says why a backend cannot serve a call; None if it can."""
     reason = why_unavailable(operator, backend, x.device.type)
+    if reason is None and backend in _UNTRANSFORMED:
+        reason = _why_transformed()
     if reason is None:
         ask = implementations[operator][backend].why_unsupported
         reason = None if ask is None else ask(x, *args, **kwargs)
     return reason
+
+
+def _why_transformed() -> str | None:
+    """Says what goes on around a call that only PyTorch's own operators know; None if nothing does."""
+    if checks.forward_mode_enabled():
+        return "forward-mode differentiation is not supported"
+    return "function transforms (torch.func) are not supported" if checks.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:

@@ -25,7 +25,7 @@ from cvt_kernels.quantization import calibration
 
 missing._said = True
 if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
-    calibration.use_backend = lambda triton, *others: backends.use_backend(*others)
+    calibration.requesting = lambda triton, *others: backends.requesting(*others)
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
     from tests.interpreter import patch_once_per_launch
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
-from ..backends import Backend, requested_backends, use_backend
+from ..backends import Backend, requested_backends, requesting
 from ..checks import autocast_dtype, dtype_name
 from ..tables import aligned
 from . import accelerate, give_classes_back
@@ -333,7 +333,7 @@ class _Run:
         return outputs
 
     def _forward(self, model: nn.Module) -> Any:
-        with use_backend(*self.backends):
+        with requesting(*self.backends):
             if isinstance(self.inputs, Mapping):
                 return model(**self.inputs)
             return model(*self.inputs) if isinstance(self.inputs, tuple) else model(self.inputs)
