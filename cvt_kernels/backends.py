@@ -227,7 +227,7 @@ _requested = cast(
 )
 #: The statement that made it, as long as it may turn out to be the beginning of a block.
 _requested_by: use_backend | None = None
-#: What a compiled function has chosen. Dynamo cannot trace how a context changes; a global it can.
+#: What a compiled function has requested. Dynamo cannot trace how a context changes; a global it can.
 _requested_in_graph: _Names | None = None
 
 
@@ -271,14 +271,32 @@ def _close_block(owner: object) -> None:
     raise RuntimeError("use_backend: got the end of a block that did not begin in this thread or task")
 
 
+def _request_from_now_on(names: _Names, by: use_backend | None) -> None:
+    global _requested, _requested_by
+    *outer, last = _blocks.get(_OUTSIDE)
+    _open_blocks((*outer, last._replace(names=names)))
+    if not outer and threading.current_thread() is threading.main_thread():
+        _requested, _requested_by = names, by
+
+
+def _catch_up() -> None:
+    """Makes a statement within a compiled function one of this context."""
+    global _requested_in_graph
+    names, _requested_in_graph = _requested_in_graph, None
+    if names is not None:
+        _request_from_now_on(names, None)
+
+
 @contextlib.contextmanager
 def requesting(*names: Backend) -> Iterator[None]:
     """Requests backends within a block, as :class:`use_backend` does, which other threads never notice."""
+    _catch_up()
     owner = object()
     _open_blocks((*_blocks.get(_OUTSIDE), _Block(owner, names)))
     try:
         yield
     finally:
+        _catch_up()
         _close_block(owner)
 
 
@@ -306,27 +324,26 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         RuntimeError: A block ends in another thread or task than it began in.
     """
 
+    _after: tuple[_Block, ...] | None = None
+
     def __init__(self, *names: Backend):
-        global _requested, _requested_by, _requested_in_graph
+        global _requested_in_graph
         _check_backends(names, "backend")
         self._names, self._in_graph = names, _requested_in_graph
         if torch.compiler.is_compiling():
             _requested_in_graph = names
             return
-        _requested_in_graph = None
-        # Whether a block follows is not known yet.
-        *outer, last = self._before = _blocks.get(_OUTSIDE)
-        _open_blocks((*outer, last._replace(names=names)))
-        self._after, self._requested = _blocks.get(), _requested
-        if not outer and threading.current_thread() is threading.main_thread():
-            _requested, _requested_by = names, self
+        _catch_up()
+        self._before, self._requested = _blocks.get(_OUTSIDE), _requested
+        _request_from_now_on(names, self)  # whether a block follows is not known yet
+        self._after = _blocks.get()
 
     def __enter__(self) -> use_backend:
         global _requested, _requested_by, _requested_in_graph
         if torch.compiler.is_compiling():
             _requested_in_graph = self._names
             return self
-        _requested_in_graph = None
+        _catch_up()
         blocks = _blocks.get(_OUTSIDE)
         if blocks is self._after:  # it was the beginning of this block, and no statement
             blocks = self._before
@@ -340,7 +357,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         if torch.compiler.is_compiling():
             _requested_in_graph = self._in_graph
             return
-        _requested_in_graph = None
+        _catch_up()
         _close_block(self)
 
 
@@ -425,13 +442,12 @@ def why_unavailable(operator: str, backend: str, device_type: str) -> str | None
 
 
 def _machine_lacks(operator: str, backend: str, device_type: str) -> str | None:
-    return _ask_why_unavailable(operator, backend, device_type)
+    return _ask_why_unavailable(implementations[operator][backend], device_type)
 
 
 @functools.cache
-def _ask_why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
+def _ask_why_unavailable(implementation: Implementation, device_type: str) -> str | None:
     """Asks the machine, and imports the functions if it can run them."""
-    implementation = implementations[operator][backend]
     ask, devices = implementation.why_unavailable, implementation.devices
     reason = None if ask is None else ask(device_type)
     if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
@@ -444,7 +460,8 @@ def forget() -> None:
 
     What process groups agreed on stays: a process that asked the others again would wait for them in vain.
     """
-    choices.clear()
+    global choices
+    choices = {}  # another thread may be about to keep in the old table what it has chosen before
     _ask_why_unavailable.cache_clear()
 
 

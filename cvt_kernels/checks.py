@@ -97,6 +97,14 @@ def forward_mode_enabled() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def may_change(value: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether what is computed of all these may be put in the place of the first, of no further use.
+
+    Autograd may need it, and of a ``vmap`` over the others alone it cannot take the results.
+    """
+    return not (wants_gradient(value, *others) or is_transformed())
+
+
 def is_transformed() -> bool:
     """Returns whether a transform of ``torch.func`` is under way, such as ``vmap`` or ``grad``."""
     return torch._C._functorch.maybe_current_level() is not None  # there is no public way to ask
