@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import measure, use_backend
+from cvt_kernels import measure
+from cvt_kernels.backends import requesting
 
 from .config import CvTConfig
 from .extras import require
@@ -395,7 +396,7 @@ def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = 
         model = build(config).eval()
         image = torch.empty(1, config.in_chans, image_size, image_size)
     counter, tokens = FlopCounterMode(display=False), TokenCounter(model)
-    with use_backend("reference"), torch.no_grad(), counter, tokens:
+    with requesting("reference"), torch.no_grad(), counter, tokens:
         model(image)
     multiply_adds = counter.get_total_flops() // 2
     if computed is not None:

@@ -23,7 +23,7 @@ from cvt_kernels.acceleration.fused import (
 )
 from cvt_kernels.acceleration.matching import why_not_now
 from cvt_kernels.acceleration.ours import ENTRIES, attention_entry
-from cvt_kernels.checks import autocast_enabled
+from cvt_kernels.checks import autocast_enabled, is_transformed
 from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.conv_projection.modules import project
@@ -86,7 +86,9 @@ class ConvEmbed(nn.Module):
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        x = self.bn(self.proj(x.contiguous(memory_format=torch.channels_last)))
+        if not is_transformed():  # torch.func.vmap knows no such memory
+            x = x.contiguous(memory_format=torch.channels_last)
+        x = self.bn(self.proj(x))
         height, width = x.shape[2:]
         return apply_layer_norm(self.norm, x.permute(0, 2, 3, 1).flatten(1, 2)), (height, width)
 

@@ -7,17 +7,20 @@ path with :func:`register`; ``dispatch`` chooses the one that serves a call.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+import torch
 from torch import Tensor
 
-from . import machine
+from . import checks, machine
 
 #: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of
 #: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
@@ -40,6 +43,8 @@ Backend = Literal[
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
+#: Those that cannot be differentiated or vectorized by transforms: ours, and packed layers of oneDNN.
+_UNTRANSFORMED = (*OURS, "onednn")
 
 #: Every operator of the registry.
 OPERATORS = (
@@ -156,11 +161,6 @@ implementations: dict[str, dict[str, Implementation]] = {operator: {} for operat
 choices: dict[Any, Any] = {}
 #: The choices that process groups have agreed on; the table does not delay the end of a group.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-# As the environment has it; requested_backends() checks it.
-_requested = cast(
-    tuple[Backend, ...],
-    tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(",")),
-)
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
@@ -189,34 +189,129 @@ def registered(operator: str, backend: str) -> Implementation:
     return implementations[operator][backend]
 
 
+_replacing = threading.RLock()
+
+
 @contextlib.contextmanager
 def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> Iterator[None]:
     """Replaces every implementation by ``replace(operator, backend, implementation)`` within a block.
 
     Implementations that are registered within the block are forgotten at its end. Tools that count, label or
-    time calls need this; like the registry, it applies to the whole process.
+    time calls need this; like the registry, it applies to the whole process, so that a block of another
+    thread waits for this one.
     """
     global implementations
-    previous = implementations
-    implementations = {
-        operator: {backend: replace(operator, backend, each) for backend, each in known.items()}
-        for operator, known in previous.items()
-    }
-    forget()
+    with _replacing:
+        previous = implementations
+        implementations = {
+            operator: {backend: replace(operator, backend, each) for backend, each in known.items()}
+            for operator, known in previous.items()
+        }
+        forget()
+        try:
+            yield
+        finally:
+            implementations = previous
+            forget()
+
+
+# What is requested ----------------------------------------------------------------------------------------
+#
+# A thread or asyncio task has its choice in its context, and is left alone by the others. One that has made
+# none takes the process's.
+
+_Names = tuple[Backend, ...]
+#: The choice of the process: first as the environment has it, which requested_backends() checks.
+_requested = cast(
+    _Names, tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(","))
+)
+#: The statement that made it, as long as it may turn out to be the beginning of a block.
+_requested_by: use_backend | None = None
+#: What a compiled function has requested. Dynamo cannot trace how a context changes; a global it can.
+_requested_in_graph: _Names | None = None
+
+
+class _Block(NamedTuple):
+    """A block that is open in a context, and what is requested in it; None for the process's choice."""
+
+    owner: object
+    names: _Names | None
+
+
+_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("blocks")
+_names_here: contextvars.ContextVar[Any] = contextvars.ContextVar("names_here")
+
+
+class _Context:
+    """The choice of the context in which it is asked for.
+
+    ``torch.compile`` takes a property that is written in C for a plain attribute: it neither traces nor
+    forbids it, and its guards read it at every call. The variable returns its argument, which is this object,
+    where it has no value.
+    """
+
+    names = property(_names_here.get)
+
+
+_here = _Context()
+_OUTSIDE = (_Block(None, None),)
+
+
+def _open_blocks(blocks: tuple[_Block, ...]) -> None:
+    """Makes these the blocks of the context; the first stands for what is around all of them."""
+    _blocks.set(blocks)
+    _names_here.set(_here if blocks[-1].names is None else blocks[-1].names)
+
+
+def _close_block(owner: object) -> None:
+    blocks = _blocks.get(_OUTSIDE)
+    for i in reversed(range(1, len(blocks))):
+        if blocks[i].owner is owner:
+            return _open_blocks(blocks[:i] + blocks[i + 1 :])
+    raise RuntimeError("use_backend: got the end of a block that did not begin in this thread or task")
+
+
+def _request_from_now_on(names: _Names, by: use_backend | None) -> None:
+    global _requested, _requested_by
+    *outer, last = _blocks.get(_OUTSIDE)
+    _open_blocks((*outer, last._replace(names=names)))
+    if not outer and threading.current_thread() is threading.main_thread():
+        _requested, _requested_by = names, by
+
+
+def _catch_up() -> None:
+    """Makes a statement within a compiled function one of this context."""
+    global _requested_in_graph
+    names, _requested_in_graph = _requested_in_graph, None
+    if names is not None:
+        _request_from_now_on(names, None)
+
+
+@contextlib.contextmanager
+def requesting(*names: Backend) -> Iterator[None]:
+    """Requests backends within a block, as :class:`use_backend` does, which other threads never notice."""
+    _catch_up()
+    owner = object()
+    _open_blocks((*_blocks.get(_OUTSIDE), _Block(owner, names)))
     try:
         yield
     finally:
-        implementations = previous
-        forget()
+        _catch_up()
+        _close_block(owner)
 
 
 class use_backend:  # noqa: N801 (lower case as torch.no_grad)
-    """Chooses the backends of every later call in this process, in all threads.
+    """Chooses the backends of later calls in this thread or asyncio task.
 
     It takes effect at once; as a context manager it restores the previous choice on exit::
 
         use_backend("reference")                    # from now on
         with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
+
+    A block holds for its thread or task alone. A statement in the main thread, outside of such blocks, holds
+    for all threads that make no choice themselves too, those of PyTorch among them; one within a block holds
+    until the end of the block. Of blocks that end in another order than the reverse of their beginnings, the
+    last one to begin of those that are still open counts.
 
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
@@ -226,22 +321,51 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
 
     Raises:
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
+        RuntimeError: A block ends in another thread or task than it began in.
     """
 
+    _after: tuple[_Block, ...] | None = None
+
     def __init__(self, *names: Backend):
-        global _requested
+        global _requested_in_graph
         _check_backends(names, "backend")
-        self._names, self._previous = names, _requested
-        _requested = names
+        self._names, self._in_graph = names, _requested_in_graph
+        if torch.compiler.is_compiling():
+            _requested_in_graph = names
+            return
+        _catch_up()
+        self._before, self._requested = _blocks.get(_OUTSIDE), _requested
+        _request_from_now_on(names, self)  # whether a block follows is not known yet
+        self._after = _blocks.get()
 
     def __enter__(self) -> use_backend:
-        global _requested
-        _requested = self._names  # again, for an object that is entered more than once
+        global _requested, _requested_by, _requested_in_graph
+        if torch.compiler.is_compiling():
+            _requested_in_graph = self._names
+            return self
+        _catch_up()
+        blocks = _blocks.get(_OUTSIDE)
+        if blocks is self._after:  # it was the beginning of this block, and no statement
+            blocks = self._before
+        if _requested_by is self:
+            _requested, _requested_by = self._requested, None
+        _open_blocks((*blocks, _Block(self, self._names)))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        global _requested
-        _requested = self._previous
+        global _requested_in_graph
+        if torch.compiler.is_compiling():
+            _requested_in_graph = self._in_graph
+            return
+        _catch_up()
+        _close_block(self)
+
+
+def _names_requested() -> _Names:
+    if _requested_in_graph is not None:
+        return _requested_in_graph
+    names = _here.names
+    return _requested if names is _here else names
 
 
 def _check_backends(names: tuple[str, ...], argument: str) -> None:
@@ -257,7 +381,7 @@ def _check_backends(names: tuple[str, ...], argument: str) -> None:
 
 def is_auto() -> bool:
     """Says whether no backends are requested."""
-    return _requested == _AUTO
+    return _names_requested() == _AUTO
 
 
 def requested_backends() -> tuple[Backend, ...]:
@@ -266,8 +390,9 @@ def requested_backends() -> tuple[Backend, ...]:
     Raises:
         ValueError: The environment variable holds an unknown name.
     """
-    _check_backends(_requested, "CVT_KERNELS_BACKEND")
-    return _requested
+    names = _names_requested()
+    _check_backends(names, "CVT_KERNELS_BACKEND")
+    return names
 
 
 def fallbacks() -> dict[tuple[str, str], str]:
@@ -286,10 +411,19 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
 def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
     """Says why a backend cannot serve a call; None if it can."""
     reason = why_unavailable(operator, backend, x.device.type)
+    if reason is None and backend in _UNTRANSFORMED:
+        reason = _why_transformed()
     if reason is None:
         ask = implementations[operator][backend].why_unsupported
         reason = None if ask is None else ask(x, *args, **kwargs)
     return reason
+
+
+def _why_transformed() -> str | None:
+    """Says what goes on around a call that only PyTorch's own operators know; None if nothing does."""
+    if checks.forward_mode_enabled():
+        return "forward-mode differentiation is not supported"
+    return "function transforms (torch.func) are not supported" if checks.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
@@ -301,20 +435,19 @@ def why_unavailable(operator: str, backend: str, device_type: str) -> str | None
     if reason is not None:
         return reason
     # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
-    interpreted = machine.INTERPRETING and backend == "triton" in _requested and device_type == "cpu"
+    interpreted = machine.INTERPRETING and backend == "triton" in _names_requested() and device_type == "cpu"
     if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
         return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
     return None
 
 
 def _machine_lacks(operator: str, backend: str, device_type: str) -> str | None:
-    return _ask_why_unavailable(operator, backend, device_type)
+    return _ask_why_unavailable(implementations[operator][backend], device_type)
 
 
 @functools.cache
-def _ask_why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
+def _ask_why_unavailable(implementation: Implementation, device_type: str) -> str | None:
     """Asks the machine, and imports the functions if it can run them."""
-    implementation = implementations[operator][backend]
     ask, devices = implementation.why_unavailable, implementation.devices
     reason = None if ask is None else ask(device_type)
     if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
@@ -327,7 +460,8 @@ def forget() -> None:
 
     What process groups agreed on stays: a process that asked the others again would wait for them in vain.
     """
-    choices.clear()
+    global choices
+    choices = {}  # another thread may be about to keep in the old table what it has chosen before
     _ask_why_unavailable.cache_clear()
 
 

@@ -97,6 +97,19 @@ def forward_mode_enabled() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def may_change(value: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether what is computed of all these may be put in the place of the first, of no further use.
+
+    Autograd may need it, and of a ``vmap`` over the others alone it cannot take the results.
+    """
+    return not (wants_gradient(value, *others) or is_transformed())
+
+
+def is_transformed() -> bool:
+    """Returns whether a transform of ``torch.func`` is under way, such as ``vmap`` or ``grad``."""
+    return torch._C._functorch.maybe_current_level() is not None  # there is no public way to ask
+
+
 def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
     device_type = x.device.type
@@ -121,6 +134,8 @@ def is_exporting() -> bool:
 # backends.py.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Dynamo can trace none of this, but enters the transforms that it traces, and guards those around it.
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -4,7 +4,7 @@ An operator's public function ends in :func:`call`. Under ``auto`` the choice is
 measured on this machine at the first call of its kind (``proofs``), remembered on disk (``verdicts``), and
 kept in a table by the exact arguments, where later calls find it. That arguments are right and how they are
 launched is kept there too, for calls that are alike in all but numbers. The choice is plain Python over
-module globals, so that ``torch.compile(fullgraph=True)`` traces through it.
+module globals and the request of the context, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **
         if reason is None:
             return backends.implementations[operator][backend].function(x, *args, **kwargs)
         backends.note_fallback(operator, backend, reason)
-    raise BackendUnavailable(operator, backend, backends.fallbacks()[operator, backend])
+    raise BackendUnavailable(operator, backend, str(reason))
 
 
 # Calls that are like an earlier one -----------------------------------------------------------------------
@@ -261,8 +261,9 @@ def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> N
         hash(key)
     except TypeError:
         return
+    table = backends.choices
     if backends.is_auto():
-        choice: _Choice | None = backends.choices.get(_key_of_choice(operator, x, args, kwargs))
+        choice: _Choice | None = table.get(_key_of_choice(operator, x, args, kwargs))
         if choice is None:  # it does not hold for later calls
             return
         served = choice.eager.implementation if choice.in_graphs is choice.eager else None
@@ -272,7 +273,7 @@ def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> N
     if served is not None and not torch.is_grad_enabled():
         prepare = getattr(served.function, "prepare", None)
         run = None if prepare is None else prepare(x, *args, **kwargs)
-    _keep(key, Known(run))
+    _keep(table, key, Known(run))
 
 
 def _backend_requested(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -306,15 +307,15 @@ _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
 
 
 def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
-    key = _key_of_choice(operator, x, args, kwargs)
+    key, table = _key_of_choice(operator, x, args, kwargs), backends.choices
     try:
-        choice = backends.choices.get(key)
+        choice = table.get(key)
     except TypeError:  # symbolic sizes have no hash
         return _choose(operator, x, args, kwargs).choice
     if choice is None:
         choice, lasts = _choose(operator, x, args, kwargs)
         if lasts:
-            _keep(key, choice)
+            _keep(table, key, choice)
     return choice
 
 
@@ -335,10 +336,11 @@ def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
     )
 
 
-def _keep(key: Any, value: Any) -> None:
-    if len(backends.choices) >= _MOST_CHOICES:
-        backends.choices.clear()
-    backends.choices[key] = value
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps a value in the table in which it was missed, which may have been forgotten meanwhile."""
+    if len(table) >= _MOST_CHOICES:
+        table.clear()
+    table[key] = value
 
 
 class _Decision(NamedTuple):

@@ -893,5 +893,5 @@ def attended_keys(
         present = (rows >= class_tokens)[..., None, None]
         query = (q * present).sum(1, keepdim=True, dtype=dtype) / present.sum(1, keepdim=True).clamp_min(1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    products = (query * scale * k.to(dtype)).sum(-1)  # no product of matrices, which autocast would round
+    products = (query * scale * k.to(dtype)).sum(3)  # no product of matrices, which autocast would round
     return products.softmax(1).sum(2)

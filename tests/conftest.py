@@ -25,7 +25,7 @@ from cvt_kernels.quantization import calibration
 
 missing._said = True
 if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
-    calibration.use_backend = lambda triton, *others: backends.use_backend(*others)
+    calibration.requesting = lambda triton, *others: backends.requesting(*others)
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
     from tests.interpreter import patch_once_per_launch
 
@@ -64,7 +64,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """Gives every test the same random numbers and an empty cache, and undoes its choices of backends."""
     torch.manual_seed(0)
+    backends._open_blocks(backends._OUTSIDE)
     monkeypatch.setattr(backends, "_requested", ("auto",))
+    monkeypatch.setattr(backends, "_requested_in_graph", None)
     monkeypatch.setattr(backends, "_fallbacks", {})
     monkeypatch.setattr(backends, "choices", {})
     monkeypatch.setattr(backends, "agreements", {})

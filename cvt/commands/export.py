@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import use_backend
+from cvt_kernels.backends import requesting
 
 from ..extras import require
 from ..files import replacing
@@ -112,7 +112,7 @@ def export(
         expected = model(images)
         bar.update()
         try:
-            with use_backend("auto"), _quiet():  # requested kernels would become part of the file
+            with requesting("auto"), _quiet():  # requested kernels would become part of the file
                 _write(model, images[:2], scratch, format)
                 bar.update()
                 logits = _run(scratch, (images[:1], images[1:]), runtime)

@@ -55,7 +55,7 @@ def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
     rows, scale = x.flatten(0, -2), layer.input_scale
     by_row = scale is None
     if scale is None:
-        largest = rows.abs().amax(-1)
+        largest = rows.abs().amax(1)  # by -1 onnxruntime would not reduce an empty tensor
         scale = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
     else:
         rows = rows.clamp(min=-_LIMIT * scale)  # else ONNX takes -128, too

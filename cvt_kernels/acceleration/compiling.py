@@ -127,7 +127,7 @@ def try_to_trace_as_one(
     # An exported program may run anywhere, and so holds the model's own modules.
     if call is None or checks.is_exporting() or number is None or call[0].device.type != "cpu":
         return None
-    if torch_module._has_any_global_hook() or checks.autocast_enabled(call[0]):
+    if torch_module._has_any_global_hook() or checks.autocast_enabled(call[0]) or checks.is_transformed():
         return None
     if _why_not_freezable(number) is not None or (not stage.training and has_gradient(stage, call[0])):
         return None

@@ -111,12 +111,12 @@ def _through_both(
 
 def _can_multiply_into(total: Tensor, tokens: Tensor, part: Tensor) -> bool:
     same = total.dtype == tokens.dtype == part.dtype and not checks.autocast_enabled(total)
-    return same and total.is_contiguous() and not checks.wants_gradient(total, tokens, part)
+    return same and total.is_contiguous() and checks.may_change(total, tokens, part)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:
     # Of the first nobody else has a reference.
-    return total + tokens if checks.wants_gradient(total, tokens) else total.add_(tokens)
+    return total.add_(tokens) if checks.may_change(total, tokens) else total + tokens
 
 
 def _tokens_of(image: Tensor) -> Tensor:

@@ -380,7 +380,7 @@ def tokens_served(
     stage: nn.Module, entry: FrozenEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes the tokens of a frozen stage or layer and their grid; None where its own forward has to."""
-    if torch_module._has_any_global_hook() or checks.autocast_enabled(x):
+    if torch_module._has_any_global_hook() or checks.autocast_enabled(x) or checks.is_transformed():
         return None
     found = _frozen_or_why_not(stage, entry)
     if isinstance(found, str):

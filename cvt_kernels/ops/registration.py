@@ -30,7 +30,7 @@ def register_native(
     package: str,
     *,
     devices: tuple[str, ...] = ("cpu",),
-    why_unsupported: Callable[..., str | None] | str | None = None,
+    why_unsupported: Callable[..., str | None] | str | None = "why_unsupported",
     forward_only: bool = False,
 ) -> None:
     """Registers the function of the operator's name in ``package.native``.
@@ -39,14 +39,16 @@ def register_native(
         operator: Name of the operator.
         package: Name of its package.
         devices: Device types that it serves.
-        why_unsupported: See :class:`backends.Implementation`; None for that of ``package.native``.
+        why_unsupported: As of :class:`backends.Implementation`, or the name of one in ``package.native``.
         forward_only: See :class:`backends.Implementation`.
     """
+    if isinstance(why_unsupported, str):
+        why_unsupported = f"{package}.native:{why_unsupported}"
     implementation = backends.Implementation(
         function=f"{package}.native:{operator}",
         devices=devices,
         why_unavailable=machine.why_native_unavailable,
-        why_unsupported=why_unsupported or f"{package}.native:why_unsupported",
+        why_unsupported=why_unsupported,
         forward_only=forward_only,
     )
     backends.register(operator, "native", implementation)

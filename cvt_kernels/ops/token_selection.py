@@ -130,7 +130,7 @@ def select_tokens(
         budget, kept = _part(count, keep), max(1, math.ceil(keep * before - _ROUNDING))
     beyond = torch.arange(kept, device=scores.device) >= budget[:, None]
     chosen = ranked[:, :kept].masked_fill(beyond, tokens)
-    chosen = chosen.sort(1).values
+    chosen = _with_a_row(chosen).sort(1).values[:batch]
     chosen = torch.where(chosen == tokens, -1, chosen + int(class_token))
     return torch.cat([chosen.new_zeros(batch, 1), chosen], 1) if class_token else chosen
 
@@ -156,8 +156,13 @@ def _ranked(scores: Tensor, present: Tensor) -> Tensor:
     """
     tokens = scores.shape[1]
     factors = 1 - _PREFERENCE * torch.arange(tokens, device=scores.device) / tokens
-    scores = ((scores + _SMALLEST) * factors).masked_fill(~present, -1.0)
-    return scores.topk(tokens).indices  # ONNX has no stable sort
+    ranked = ((scores + _SMALLEST) * factors).masked_fill(~present, -1.0)
+    return _with_a_row(ranked).topk(tokens).indices[: scores.shape[0]]  # ONNX has no stable sort
+
+
+def _with_a_row(x: Tensor) -> Tensor:
+    """Returns x with a row more where it is exported: without rows, sorting ends onnxruntime by a signal."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])]) if checks.is_exporting() else x
 
 
 def _needs_known_shapes(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backends import use_backend
+from ..backends import requesting
 from ..ops.linear_int8.modules import QuantizedLayer
 from ..reference import LIMITS
 
@@ -119,7 +119,7 @@ class _Errors:
         self.signal = self.signal + _sum_of_squares(y)
         for i, scale in enumerate(self.scales):
             self.made.input_scale = scale
-            with use_backend("triton", "native", "reference"):  # others may not round what they multiply
+            with requesting("triton", "native", "reference"):  # others may not round what they multiply
                 out = self.made(x)
             self.noise[i] = self.noise[i] + _sum_of_squares(out - y)
 

@@ -25,6 +25,7 @@ from cvt.images import sample_photos
 from cvt.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import select_tokens, spread_keys
 from tests.checks import bad, python_blocks, run_blocks
+from tests.processes import run_python
 
 DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,
                  patch_sizes=(7, 3), patch_strides=(4, 2), patch_paddings=(2, 1), cls_token=(False, True),
@@ -398,6 +399,14 @@ def test_exported(tmp_path):
     model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
     with ck.use_backend("auto"):
         assert export(model, tmp_path / "model", "onnx", image_size=32) < 1e-4
+    # In a process of its own, since onnxruntime ends it by a signal where it cannot sort nothing.
+    code = f"""
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession({str(tmp_path / "model")!r}, providers=["CPUExecutionProvider"])
+print(session.run(None, {{"images": numpy.zeros((0, 3, 32, 32), numpy.float32)}})[0].shape)
+"""
+    result = run_python(code)
+    assert (result.stdout, result.returncode) == ("(0, 5)\n", 0), result.stderr
 
 
 @pytest.mark.parametrize("keep", ["entropy", 0.6, 1e-9])

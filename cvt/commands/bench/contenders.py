@@ -88,7 +88,7 @@ class Contender(NamedTuple):
 
     def step(self, images: Tensor) -> Tensor:
         """Runs a forward, in training mode a forward and a backward; returns the logits."""
-        with backends.use_backend(*self.backends), torch.set_grad_enabled(self.model.training):
+        with backends.requesting(*self.backends), torch.set_grad_enabled(self.model.training):
             if not self.model.training:
                 return logits_of(self.model(images))
             return training_step(self.model, images).logits
@@ -97,7 +97,7 @@ class Contender(NamedTuple):
         """Says why a contender that is to be replayed as a CUDA graph is not; None for others."""
         if self.key not in GRAPHED:
             return None
-        with backends.use_backend(*self.backends), torch.no_grad():
+        with backends.requesting(*self.backends), torch.no_grad():
             return graphs.why_not_graphed(self.model, images)
 
     def launched(self) -> Contender:

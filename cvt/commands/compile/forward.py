@@ -85,7 +85,7 @@ def forward_launches(
     with (
         torch.no_grad(),
         backends.replaced(recorder.serving_everywhere),
-        backends.use_backend(*_BACKENDS),
+        backends.requesting(*_BACKENDS),
         machine.intercepted_launches(recorder.take, chip),
     ):
         built(images)  # folds the weights

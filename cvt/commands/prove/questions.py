@@ -169,7 +169,7 @@ class _Collector:
             FakeTensorMode(allow_non_fake_inputs=True),
             backends.replaced(self._recording),
             # What is composed of other operators on a CPU depends on which of them have kernels here.
-            backends.use_backend(*COMPOSED_ON_CPU if device.type == "cpu" else ("native", "reference")),
+            backends.requesting(*COMPOSED_ON_CPU if device.type == "cpu" else ("native", "reference")),
             torch.set_grad_enabled(train),
             self._autocasting(device),
         ):

@@ -63,6 +63,8 @@ def _why_sdpa_unsupported(
         return "may give no zeros where the bias excludes every key"
     if checks.forward_mode_enabled():
         return "has no derivatives in forward mode"
+    if q.device.type == "cpu" and checks.is_transformed():
+        return "computes one call of a vmap after the other on a CPU"
     return "draws other random numbers than the reference" if dropout_p > 0 else None
 
 

@@ -136,6 +136,6 @@ def _sample(factor: int, x: Tensor, *args: Any, **settings: Any) -> tuple[Any, d
 
 
 register_triton("depthwise_conv_gelu", __name__)
-register_native("depthwise_conv_gelu", __name__)
+register_native("depthwise_conv_gelu", __name__, why_unsupported=None)
 register_reference("depthwise_conv_gelu")
 backends.describe("depthwise_conv_gelu", backends.Operator(_signature, _shape_class, _sample))

@@ -67,13 +67,6 @@ def _(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(x: Tensor, *args: object, **settings: object) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
-    if checks.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
-    return None
-
-
 def _prepare(
     x: Tensor,
     grid: tuple[int, int],

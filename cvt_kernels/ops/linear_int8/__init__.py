@@ -423,7 +423,7 @@ def _unrounded(
 
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
     register_triton(_operator, __name__, "why_rows_unsupported")
-    register_native(_operator, __name__, why_unsupported=f"{__name__}.native:why_rows_unsupported")
+    register_native(_operator, __name__, why_unsupported="why_rows_unsupported")
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
 register_triton("linear_int8", __name__, "why_linear_unsupported")

@@ -104,9 +104,7 @@ def _compose(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: 
     else:
         hidden = depthwise_conv_gelu(linear(y, *block.fc1), grid, *block.conv, approximate=block.approximate)
     # Of the stream nobody else has a reference.
-    return linear_add(
-        hidden, *block.fc2, stream, inplace=not checks.wants_gradient(hidden, stream, *block.fc2)
-    )
+    return linear_add(hidden, *block.fc2, stream, inplace=checks.may_change(stream, hidden, *block.fc2))
 
 
 def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:

@@ -213,6 +213,6 @@ def _check_unique(rows: Tensor | None, tokens: int) -> None:
 
 for _operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):
     register_triton(_operator, __name__)
-    register_native(_operator, __name__)
+    register_native(_operator, __name__, why_unsupported=None)
     register_reference(_operator)
     backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))

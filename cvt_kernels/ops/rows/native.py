@@ -11,19 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import machine
 from ..layer_norm_gelu import native as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
 from . import autograd
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
-
-
-def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings: object) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
-    if checks.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
-    return None
 
 
 # Shapes for torch.compile, which traces through the functions of autograd ----------------------------------

@@ -187,7 +187,7 @@ def _compose(
 def _finish(y: Tensor, x: Tensor, block: TransformerBlock, inplace: bool) -> Tensor:
     """Returns x after the block, from the result of attention."""
     stream, y = _add_and_hide(y, x, block, inplace)
-    return _add(y, block.fc2, stream, inplace=not checks.wants_gradient(y, stream, *block.fc2))
+    return _add(y, block.fc2, stream, inplace=checks.may_change(stream, y, *block.fc2))
 
 
 def _project(

@@ -139,6 +139,7 @@ def test_onnx_of_a_quantized_model(tmp_path):
     for batch in (1, 3):
         (logits,) = session.run(None, {"images": IMAGES[:batch].numpy()})
         assert_near(torch.from_numpy(logits), model, IMAGES[:batch])
+    assert session.run(None, {"images": IMAGES[:0].numpy()})[0].shape == (0, 5)
 
 
 ROWS = torch.stack([torch.zeros(8), torch.full((8,), 1e-38), 1e30 * torch.arange(8), torch.arange(8) - 4.2])

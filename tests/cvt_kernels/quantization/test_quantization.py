@@ -300,7 +300,7 @@ def test_tritons_kernels_calibrate_as_the_others(monkeypatch, scheme):
     with machine.intercepted_launches(take):
         reports = [ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme)]
         assert bool(launched) == torch.cuda.is_available()
-        monkeypatch.setattr(calibration, "use_backend", backends.use_backend)
+        monkeypatch.setattr(calibration, "requesting", backends.requesting)
         reports.append(ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme))
         assert launched
     for native, triton in zip(*reports, strict=True):

@@ -109,8 +109,6 @@ def why_unsupported(
         return "float64 is computed in Triton's interpreter only"
     if x.shape[1] * x.shape[2] >= 2**31:
         return "one image has 2³¹ elements or more"
-    if checks.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
     return None
 
 

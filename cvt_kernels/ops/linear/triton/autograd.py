@@ -187,8 +187,6 @@ def why_unsupported(
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     if eps is not None and weight.shape[0] > MAX_NORMALIZED:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
-    if checks.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
     if residual is not None and checks.wants_gradient(
         x, weight, bias, residual, norm_weight, norm_bias, shift
     ):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .... import checks
 from .. import autograd
 from .backward import layer_norm_backward
 from .common import MAX_CHANNELS
@@ -160,8 +159,6 @@ def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings
         return f"tokens have {x.shape[2]} channels, more than {MAX_CHANNELS}"
     if max(x.stride(1) * x.shape[1], rows.shape[1] * x.shape[2]) >= 2**31 or rows.numel() >= 2**31 - 2**13:
         return "the tokens of one image have 2³¹ elements or more, or there are as many rows"
-    if checks.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
     return None
 
 

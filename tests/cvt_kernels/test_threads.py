@@ -1,0 +1,209 @@
+"""Requests of backends in threads, asyncio tasks and compiled functions."""
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt import create_model, evaluation
+from cvt_kernels import backends
+from cvt_kernels.backends import requested_backends, requesting
+from tests.checks import add_marked_backend
+from tests.upstream import ONE_STAGE
+
+AUTO, NATIVE, REFERENCE = ("auto",), ("native",), ("reference",)
+
+
+def in_thread(function):
+    """Returns what a function returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=60)
+
+
+def test_a_block_holds_for_its_thread():
+    with ck.use_backend("native"):
+        assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, AUTO)
+
+        def other():
+            with ck.use_backend("reference"):
+                return requested_backends()
+
+        assert (in_thread(other), requested_backends()) == (REFERENCE, NATIVE)
+    assert requested_backends() == AUTO
+
+
+def test_a_statement_of_the_main_thread_holds_for_those_that_make_none():
+    def other():
+        before = requested_backends()
+        ck.use_backend("reference")
+        return before, requested_backends()
+
+    ck.use_backend("native")
+    assert in_thread(other) == (NATIVE, REFERENCE)
+    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+    with ck.use_backend("sdpa"):
+        assert in_thread(requested_backends) == NATIVE
+        ck.use_backend("reference")  # until the end of the block
+        assert (requested_backends(), in_thread(requested_backends)) == (REFERENCE, NATIVE)
+    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+
+
+def test_the_librarys_own_requests_are_never_the_processs(monkeypatch):
+    seen = []
+    with requesting("native"):
+        seen += [requested_backends(), in_thread(requested_backends)]
+    assert (seen, requested_backends()) == ([NATIVE, AUTO], AUTO)
+    with monkeypatch.context() as patch:
+        patch.setattr(ck.use_backend, "__init__", lambda *_: pytest.fail("requests for the whole process"))
+        evaluation.cost(ONE_STAGE, 32)
+
+
+def test_blocks_that_end_in_another_order():
+    first, second = ck.use_backend("native").__enter__(), ck.use_backend("reference").__enter__()
+    first.__exit__()
+    assert requested_backends() == REFERENCE
+    second.__exit__()
+    assert requested_backends() == AUTO
+    with pytest.raises(RuntimeError, match="did not begin in this thread or task"):
+        second.__exit__()
+
+
+def test_one_object_nested_and_in_several_threads():
+    block = ck.use_backend("native")
+    with block:
+        with block, ck.use_backend("sdpa"), block:
+            assert requested_backends() == NATIVE
+        assert requested_backends() == NATIVE
+
+        def other():
+            before = requested_backends()
+            with block:
+                return before, requested_backends()
+
+        assert in_thread(other) == (AUTO, NATIVE)
+        with pytest.raises(RuntimeError, match="did not begin in this thread"):
+            in_thread(lambda: block.__exit__())
+    assert (requested_backends(), in_thread(requested_backends)) == (AUTO, AUTO)
+
+
+def test_tasks_of_one_thread():
+    async def task(names):
+        with ck.use_backend(*names):
+            for _ in range(5):
+                await asyncio.sleep(0)
+                assert requested_backends() == names
+            return await asyncio.to_thread(requested_backends)
+
+    async def together():
+        return await asyncio.gather(*map(task, (NATIVE, REFERENCE, AUTO)))
+
+    assert asyncio.run(together()) == [NATIVE, REFERENCE, AUTO]
+    assert requested_backends() == AUTO
+
+
+def test_compiled_functions_follow_the_context():
+    add_marked_backend("native", 10.0)
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def gelu(x):
+        with ck.use_backend("native"):
+            inner = ck.gelu(x)
+        return ck.gelu(x), inner
+
+    x = torch.zeros(3)
+    context = contextvars.copy_context()
+    context.run(ck.use_backend, "native")
+    ck.use_backend("reference")
+    for _ in range(2):
+        for run, outer in ((context.run, 10), (lambda f, *args: f(*args), 0)):
+            assert [float(out[0]) for out in run(gelu, x)] == [outer, 10]
+    assert len(traced) == 2
+    assert requested_backends() == REFERENCE
+
+
+def test_a_statement_within_a_compiled_function():
+    @torch.compile(backend="eager", fullgraph=True)
+    def request(x):
+        ck.use_backend("native")
+        return x + 1
+
+    request(torch.zeros(1))
+    assert requested_backends() == NATIVE
+    with requesting("reference"):
+        assert requested_backends() == REFERENCE
+    assert requested_backends() == NATIVE
+    with ck.use_backend("reference"):
+        request(torch.zeros(1))
+        assert requested_backends() == NATIVE
+    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+    ck.use_backend("reference")
+    assert requested_backends() == REFERENCE
+
+
+@pytest.mark.filterwarnings("ignore:cvt_kernels")
+def test_threads_at_once():
+    """Each sees its own choice all the time, and nothing of it is left."""
+    model, images, start = create_model(ONE_STAGE), torch.rand(1, 3, 32, 32), threading.Barrier(4)
+
+    def cost():
+        evaluation.cost(ONE_STAGE, 32)
+
+    def verify():
+        ck.verify(model, images, rounds=1, progress=False)
+
+    def work(names, task):
+        start.wait(timeout=60)
+        with ck.use_backend(*names):
+            for _ in range(2):
+                task()
+                assert requested_backends() == names
+        return requested_backends()
+
+    tasks = (
+        (NATIVE, cost),
+        (REFERENCE, cost),
+        (("sdpa", "reference"), verify),
+        (REFERENCE, requested_backends),
+    )
+    with ThreadPoolExecutor(4) as pool:
+        left = list(pool.map(lambda each: work(*each), tasks))
+    assert left == [AUTO] * 4
+    assert (requested_backends(), backends._requested) == (AUTO, AUTO)
+
+
+def test_replacements_wait_for_each_other():
+    before, inside, go_on = backends.implementations, threading.Event(), threading.Event()
+
+    def first():
+        with backends.replaced(lambda operator, backend, implementation: implementation):
+            inside.set()
+            assert go_on.wait(60)
+
+    def second():
+        with backends.replaced(lambda operator, backend, implementation: implementation):
+            pass
+
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(first)]
+        assert inside.wait(60)
+        tasks.append(pool.submit(second))
+        go_on.set()
+        for task in tasks:
+            task.result(timeout=60)
+    assert backends.implementations is before
+
+
+def test_what_is_forgotten_while_a_call_is_decided_is_not_kept():
+    """As another thread does when it registers or replaces an implementation."""
+    add_marked_backend("native", 10.0, why_unsupported=lambda x, **settings: backends.forget())
+    ck.gelu(torch.zeros(3))
+    assert backends.choices == {}
