@@ -51,7 +51,13 @@ Simplify = Callable[[str], Iterable[str]]
 
 
 def search(
-    subject: str, lines: Iterator[str], ask: Ask, simplify: Simplify, *, cases: int | None, seconds: float | None
+    subject: str,
+    lines: Iterator[str],
+    ask: Ask,
+    simplify: Simplify,
+    *,
+    cases: int | None,
+    seconds: float | None,
 ) -> Figures:
     """Tries cases until there were so many, or so long.
 
@@ -65,7 +71,9 @@ def search(
     """
     figures, kinds = Figures(subject), dict[str, int]()
     for line in lines:
-        if (cases is not None and figures.cases >= cases) or (seconds is not None and figures.seconds >= seconds):
+        if (cases is not None and figures.cases >= cases) or (
+            seconds is not None and figures.seconds >= seconds
+        ):
             break
         started = time.perf_counter()
         answer = ask(line)

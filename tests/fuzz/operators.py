@@ -87,7 +87,7 @@ class _Maker:
 
     def norm(self, channels: int) -> Norm:
         if channels == 1:  # its result does not depend on x: whatever gradient there is, is rounding
-            self.eps = max(self.eps, 1e-5)
+            self.eps = 1.0
         return Norm(self.optional(channels, scale=0.25, shift=1.0), self.optional(channels), self.eps)
 
     def conv(self, channels: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> ConvBatchNorm:
@@ -110,10 +110,15 @@ class _Maker:
             self.eps,
         )
 
-    def index(self, batch: int, tokens: int, count: int, *, ascending: bool = False, first: bool = False) -> Tensor:
+    def index(
+        self, batch: int, tokens: int, count: int, *, ascending: bool = False, first: bool = False
+    ) -> Tensor:
         """Returns ``count`` tokens of each image, with -1 among them, and with token 0 if ``first``."""
         rows = torch.stack([torch.randperm(tokens, generator=self._generator)[:count] for _ in range(batch)])
-        absent = torch.rand(rows.shape, generator=self._generator) < {"none": 0.0, "some": 0.3, "all": 1.0}[self.absent]
+        absent = (
+            torch.rand(rows.shape, generator=self._generator)
+            < {"none": 0.0, "some": 0.3, "all": 1.0}[self.absent]
+        )
         rows[absent] = -1
         if ascending:
             rows = torch.where(rows < 0, tokens, rows).sort(1).values
@@ -124,7 +129,9 @@ class _Maker:
             rows[rows == tokens] = -1
         return rows
 
-    def quantized(self, outputs: int, inputs: int, dtype: torch.dtype, scale: Tensor | None) -> QuantizedLinear:
+    def quantized(
+        self, outputs: int, inputs: int, dtype: torch.dtype, scale: Tensor | None
+    ) -> QuantizedLinear:
         weight = self._randn(outputs, inputs).float() * inputs**-0.5
         values, scales = reference.quantize_rows(weight, dtype=dtype)
         return QuantizedLinear(values, scales.flatten(), self.optional(outputs), scale)
@@ -244,6 +251,8 @@ _PROJECTION = _GRID | _CONV | {
 }  # fmt: skip
 _QUANTIZED = _FORWARD | _LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "1e-6")}
 _BLOCK = _FORWARD | _GRID | _NORM | {
+    # Large ones would make chance of what 16 bits round between its parts.
+    "parameters": ("normal", "zeros", "tiny"),
     "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": _WIDE, "heads": (1, 2, 3, 4),
     "head_dim": (*_SIZES, 64, 65, 128), "hidden": _WIDEST, "scale": (None, 0.1, 0.0, -1.0),
     "approximate": _VARIANTS, "inplace": _BOTH,
@@ -275,7 +284,9 @@ def _attention(m: Any) -> Any:
         sizes = m.height + m.stride * (m.key_height - 1), m.width + m.stride * (m.key_width - 1)
         rows = None
         if m.position == "rows":
-            rows = m.index(m.batch, tokens, queries) if m.batch else torch.zeros(0, queries, dtype=torch.int64)
+            rows = (
+                m.index(m.batch, tokens, queries) if m.batch else torch.zeros(0, queries, dtype=torch.int64)
+            )
             m.ignored = rows < 0
         table = m.parameter(m.heads, *sizes)
         position = PositionBias(table, (m.height, m.width), (m.key_height, m.key_width), m.stride, rows)
@@ -284,8 +295,8 @@ def _attention(m: Any) -> Any:
     bias = None
     if m.bias != "none":
         shape = {
-            "full": (m.batch, m.heads, queries, keys), "matrix": (queries, keys), "keys": (m.batch, 1, 1, keys),
-            "heads": (m.heads, 1, 1), "queries": (1, m.heads, queries, 1),
+            "full": (m.batch, m.heads, queries, keys), "matrix": (queries, keys), "heads": (m.heads, 1, 1),
+            "keys": (m.batch, 1, 1, keys), "queries": (1, m.heads, queries, 1),
         }[m.bias]  # fmt: skip
         bias = m.parameter(*shape).detach()
         least = {"none": math.inf, "some": 0.5, "most": -1.5, "all": -math.inf, "block": math.inf}[m.excluded]
@@ -376,7 +387,9 @@ def _layer_norm_mlp(m: Any) -> Any:
 def _conv_embedding(m: Any) -> Any:
     image = m.activation(m.batch, m.inputs, m.height, m.width)
     if m.channels_last:
-        image = image.detach().contiguous(memory_format=torch.channels_last).requires_grad_(image.requires_grad)
+        image = (
+            image.detach().contiguous(memory_format=torch.channels_last).requires_grad_(image.requires_grad)
+        )
     weight = m.parameter(m.channels, m.inputs, m.kernel, m.kernel, scale=(m.inputs * m.kernel**2) ** -0.5)
     token = m.parameter(m.channels) if m.class_token else None
     padding = max(m.padding, -((min(m.height, m.width) - m.kernel) // 2))  # so that there is an output
@@ -392,7 +405,9 @@ def _depthwise_conv_gelu(m: Any) -> Any:
 
 def _index(m: Any, **options: Any) -> Tensor:
     count = min(m.count, m.tokens)
-    return m.index(m.batch, m.tokens, count, **options) if m.batch else torch.zeros(0, count, dtype=torch.int64)
+    return (
+        m.index(m.batch, m.tokens, count, **options) if m.batch else torch.zeros(0, count, dtype=torch.int64)
+    )
 
 
 def _gather_rows(m: Any) -> Any:
@@ -459,7 +474,16 @@ def _transformer_block(m: Any) -> Any:
     convs = tuple(m.conv(c, k, stride, k // 2) for stride in (1, m.stride, m.stride))
     norms, fc1 = (m.norm(c), m.norm(c)), layers[4]
     block = TransformerBlock(
-        norms[0], convs, tuple(layers[:3]), m.heads, m.scale, layers[3], norms[1], fc1, m.approximate, layers[5]
+        norms[0],
+        convs,
+        tuple(layers[:3]),
+        m.heads,
+        m.scale,
+        layers[3],
+        norms[1],
+        fc1,
+        m.approximate,
+        layers[5],
     )
     for tensor in block.tensors():
         if tensor is not None and m.gradient == "none":
@@ -485,7 +509,11 @@ def _pyramid_block(m: Any) -> Any:
         ratio = min(m.ratio, m.height, m.width)
         weight = m.parameter(c, c, ratio, ratio, scale=c**-0.5 / ratio)
         reduction = Reduction(weight, m.optional(c), m.norm(c))
-    conv = DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden)) if m.convolves else None
+    conv = (
+        DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden))
+        if m.convolves
+        else None
+    )
     norms = m.norm(c), m.norm(c)
     linears = (m.linear(width, c), m.linear(width, c), m.linear(width, c))
     proj, fc1, fc2 = m.linear(c, width), m.linear(m.hidden, c), m.linear(c, m.hidden)
@@ -510,7 +538,8 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "bias": ("none", "full", "matrix", "keys", "heads", "queries"),
         "excluded": ("none", "some", "most", "block", "all"),
         "position": ("none", "table", "rows"), "height": (1, 2, 3, 4, 5, 7), "width": (1, 2, 3, 4, 5, 8),
-        "key_height": (1, 2, 3, 4), "key_width": (1, 2, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, **_ABSENT,
+        "key_height": (1, 2, 3, 4), "key_width": (1, 2, 3, 5), "stride": (1, 2, 3),
+        "class_token": _BOTH, **_ABSENT,
     },
     "layer_norm": _COMMON | _LEADING | _NORM | _SHIFTED | _RESULT,
     "add_layer_norm": _COMMON | _LEADING | _NORM | _RESULT,
@@ -524,8 +553,8 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "layer_norm_mlp": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _APPROXIMATE,
     "conv_linear": _COMMON | _PROJECTION | _OUTPUTS,
     "conv_embedding": _COMMON | _GRID | _NORM | {
-        "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": _WIDE, "kernel": (1, 2, 3, 4, 7), "stride": (1, 2, 3, 4),
-        "padding": (0, 1, 2, 3), "class_token": _BOTH, "channels_last": _BOTH,
+        "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": _WIDE, "kernel": (1, 2, 3, 4, 7),
+        "stride": (1, 2, 3, 4), "padding": (0, 1, 2, 3), "class_token": _BOTH, "channels_last": _BOTH,
     },
     "transformer_block": _BLOCK | {
         "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, "mixed": _BOTH, **_ABSENT,
@@ -544,6 +573,4 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gather_add_layer_norm": _COMMON | _TOKENS | _ABSENT | {"count": (*_SIZES, 0)} | _NORM | _RESULT,
     "scatter_rows": _COMMON | _TOKENS | _ABSENT | {"count": (*_SIZES, 0), "bare": _BOTH} | _INPLACE,
 }  # fmt: skip
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
-    name: globals()[f"_{name}"] for name in CHOICES
-}
+_BUILDERS: dict[str, Callable[[Any], Any]] = {name: globals()[f"_{name}"] for name in CHOICES}

@@ -37,8 +37,8 @@ Ask = Callable[[str], Answer]
 class Worker:
     """A child process that answers lines; one that ends is a flaw, and another takes its place."""
 
-    def __init__(self, *arguments: str):
-        self._arguments = arguments
+    def __init__(self, *arguments: str, command: tuple[str, ...] = ("-m", "tests.fuzz", "--worker")):
+        self._command = [sys.executable, *command, *arguments]
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Worker:
@@ -50,7 +50,8 @@ class Worker:
     def ask(self, line: str) -> Answer:
         """Lets the process try a case."""
         process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line + "\n")
             process.stdin.flush()
@@ -68,10 +69,8 @@ class Worker:
         return Answer([f"ends the process by {ended}"])
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.fuzz", "--worker", *self._arguments]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(self._command, text=True, cwd=Path(__file__).parents[2], **pipes)
         return self._process
 
     def _end(self) -> None:
