@@ -65,6 +65,8 @@ class _Maker:
         self._generator = torch.Generator().manual_seed(case.seed)
         if case.settings.get("inplace"):
             self.gradient, self.layout = "none", "contiguous"
+        if case.subject in _NORMALIZING and 1 in (self.channels, case.settings.get("outputs")):
+            self.gradient = "none"  # a LayerNorm of one channel does not depend on it: all would be rounding
 
     def activation(self, *shape: int) -> Tensor:
         """Returns numbers of the kind and in the layout that the case names."""
@@ -86,8 +88,6 @@ class _Maker:
         return Linear(self.matrix(outputs, inputs), self.optional(outputs))
 
     def norm(self, channels: int) -> Norm:
-        if channels == 1:  # its result does not depend on x: whatever gradient there is, is rounding
-            self.eps = 1.0
         return Norm(self.optional(channels, scale=0.25, shift=1.0), self.optional(channels), self.eps)
 
     def conv(self, channels: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> ConvBatchNorm:
@@ -216,6 +216,13 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
         place = torch.full(size, math.nan, dtype=numbers.dtype)[places]
         return place.view(numbers.shape).copy_(numbers) if layout == "offset" else place.copy_(numbers)
     return numbers.contiguous()
+
+
+#: The operators that have a LayerNorm.
+_NORMALIZING = (
+    "layer_norm", "add_layer_norm", "layer_norm_gelu", "linear_add_layer_norm", "layer_norm_mlp",
+    "gather_add_layer_norm", "conv_embedding", "transformer_block", "pyramid_block",
+)  # fmt: skip
 
 
 # Operators ------------------------------------------------------------------------------------------------

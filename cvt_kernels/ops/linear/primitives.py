@@ -30,11 +30,7 @@ def by_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def why_convolution_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Says why :func:`by_convolution` cannot serve a call; None if it can."""
-    if x.dtype == torch.float64:
-        return "has no advantage in float64"
-    if weight.shape[1] == 1 and (x.dtype.itemsize == 2 or checks.autocast_enabled(x)):
-        return "lets a NaN spread to other rows where there is one input of 16 bits (seen in torch 2.13)"
-    return None
+    return "has no advantage in float64" if x.dtype == torch.float64 else None
 
 
 def why_float32_unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
