@@ -41,6 +41,8 @@ def test_cases_of_operators(operator):
 FOUND = (
     "conv_projection values=infinite gradient=all seed=0",
     "conv_linear values=infinite gradient=all seed=0",
+    "transformer_block layout=transposed channels=2 class_token=True quantized_layers=4 seed=0",
+    "transformer_block values=infinite batch=2 gradient=all channels=2 seed=0",
     "linear_int8 rows=0 seed=0",
     "linear_int8 leading=tokens rows=0 seed=0",
     "linear_int8 to=float8_e4m3fn rounded=True seed=0",
