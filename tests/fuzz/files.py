@@ -124,7 +124,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {"file": tuple(_FILES), "damage": tuple(_D
 def judge(case: Case) -> Answer:
     """Runs the command that reads the file of a case, which is damaged before."""
     source, name = random.Random(case.seed), case.settings["file"]
-    with world.copied(world.template()) as place:
+    folder = world.template_with_run() if name.startswith("run/") else world.template()
+    with world.copied(folder) as place:
         path = next(Path(place).glob(name))
         for _ in range(case.settings["again"]):
             path.write_bytes(_DAMAGES[case.settings["damage"]](path.read_bytes(), source))

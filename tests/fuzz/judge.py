@@ -230,6 +230,8 @@ def _compare(
     floor = 16 * torch.finfo(torch.float64).eps * max(map(_largest, (*made.call.tensors(), *douts)))
     others = max((_largest(t) for t in (*standard.exact.gradients, *douts)), default=0.0)
     is_pytorchs = name not in (*backends.OURS, "composed")
+    if is_pytorchs and case.settings["values"] in ("huge", "largest"):
+        return None, 0.0  # SDPA's backward rounds scores by more than 1 then
     is_odd_judged = case.settings["values"] != "largest" and not is_pytorchs
     slack = _SLACK_OF_PYTORCHS if is_pytorchs else 1.0
     rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, False, False, None)

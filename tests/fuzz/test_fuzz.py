@@ -30,11 +30,11 @@ def _as_in_a_run():
 
 @pytest.mark.parametrize("operator", backends.OPERATORS)
 def test_cases_of_operators(operator):
-    lines = [f"{operator}:{seed}" for seed in range(16)]
+    lines = [f"{operator}:{seed}" for seed in range(12)]
     answers = {line: ask(line) for line in lines}
     assert {line: answer.flaws for line, answer in answers.items() if answer.flaws} == {}
     if not not_built():
-        assert sum(answer.served > 0 for answer in answers.values()) >= 6
+        assert sum(answer.served > 0 for answer in answers.values()) >= 4
 
 
 #: Cases that failed once, as the fuzzer has shrunk them.

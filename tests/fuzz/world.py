@@ -68,13 +68,23 @@ def template() -> Path:
         for line in (
             "quantize --checkpoint model.pth --calibrate data --output quantized.safetensors --images 2",
             "prune --checkpoint model.pth --mlp 0.5 --output pruned.safetensors",
-            f"{TRAIN} --epochs 1",
         ):
             answer = run(place, line.split())
             assert not answer.flaws, answer
         with _bounded(place):
             remember_verdict("reference", "gelu", torch.zeros(2), approximate="none")
         shutil.copytree(place, folder, dirs_exist_ok=True)
+    return folder
+
+
+@functools.cache
+def template_with_run() -> Path:
+    """Makes the same folder with ``run``, of a training of one epoch; returns its path."""
+    folder = template().parent / "with_run" / "world"
+    with copied(template()) as place:
+        answer = run(place, f"{TRAIN} --epochs 1".split())
+        assert not answer.flaws, answer
+        shutil.copytree(place, folder)
     return folder
 
 
