@@ -44,7 +44,7 @@ class _Standards(NamedTuple):
 
     same: _Run
     exact: _Run
-    nudged: Callable[[], _Run]
+    nudged: Callable[[bool], _Run]
 
 
 def judge(case: Case, *, triton: bool = False) -> Answer:
@@ -136,14 +136,36 @@ def _standard(oracle: Any, made: Made, same: _Run, douts: list[Tensor]) -> _Stan
     wide = [dout.double() for dout in douts]
 
     def run(change: Callable[[Tensor], Tensor]) -> _Run:
+        call = made.call.map(change)
         with torch.autocast("cpu", enabled=False):
-            return _run(oracle, made.call.map(change), wide)[0]
+            return _run(oracle, call, wide)[0]
 
-    def nudged() -> _Run:
+    @functools.cache
+    def nudged(coarsely: bool) -> _Run:
         generator = torch.Generator().manual_seed(2)
-        return run(lambda tensor: proofs._nudged(tensor, generator))
+        return run(lambda tensor: _nudged(tensor, generator, coarsely))
 
-    return _Standards(same, run(proofs._in_float64), functools.cache(nudged))
+    return _Standards(same, run(proofs._in_float64), nudged)
+
+
+def _nudged(tensor: Tensor, generator: torch.Generator, coarsely: bool) -> Tensor:
+    """Returns a tensor in float64 that is off by roundings: of each number, and of all by one factor.
+
+    They are a few of float32; coarsely, one of the dtype or of autocast, to which compositions round between
+    their parts.
+    """
+    exact = proofs._in_float64(tensor)
+    if proofs._is_fine(tensor):
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        most = 4 * torch.finfo(dtype).eps
+        if coarsely:
+            most = max(most, torch.finfo(tensor.dtype).eps)
+        if coarsely and torch.is_autocast_enabled("cpu") and dtype == torch.float32:
+            most = torch.finfo(torch.bfloat16).eps
+        for shape in (tensor.shape, ()):
+            noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+            exact.data.mul_(1 + most * (2 * noise - 1))
+    return exact
 
 
 def _judge_backend(
@@ -199,7 +221,7 @@ def _changed(made: Made, mine: _Run, same: _Run) -> str | None:
 
 
 class _Rule(NamedTuple):
-    """What the rule for one result depends on beside the numbers.
+    """The facts on which the rule for one result depends, beside the numbers.
 
     Attributes:
         floor: The error that the roundings of float64 may make.
@@ -230,8 +252,9 @@ def _compare(
     floor = 16 * torch.finfo(torch.float64).eps * max(map(_largest, (*made.call.tensors(), *douts)))
     others = max((_largest(t) for t in (*standard.exact.gradients, *douts)), default=0.0)
     is_pytorchs = name not in (*backends.OURS, "composed")
-    if is_pytorchs and case.settings["values"] in ("huge", "largest"):
-        return None, 0.0  # SDPA's backward rounds scores by more than 1 then
+    is_ours = name in backends.OURS
+    if is_pytorchs and case.settings["values"] in ("large", "huge", "largest"):
+        return None, 0.0  # SDPA's backward computes probabilities from scores again
     is_odd_judged = case.settings["values"] != "largest" and not is_pytorchs
     slack = _SLACK_OF_PYTORCHS if is_pytorchs else 1.0
     rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, False, False, None)
@@ -254,7 +277,9 @@ def _compare(
                 result, same, exact = (
                     t.masked_fill(made.ignored[..., None, None], 0) for t in (result, same, exact)
                 )
-            nudged = functools.partial(lambda kind, i: getattr(standard.nudged(), kind)[i], kind, i)
+            nudged = functools.partial(
+                lambda kind, i: getattr(standard.nudged(not is_ours), kind)[i], kind, i
+            )
             flaw, ratio = _judge_tensor(rules, result, same, exact, nudged)
             if flaw is not None:
                 return f"{kind} {i} {flaw}", 0.0

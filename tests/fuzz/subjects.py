@@ -1,4 +1,4 @@
-"""What tries the cases of each subject."""
+"""The trial of a case, of whichever subject."""
 
 from __future__ import annotations
 

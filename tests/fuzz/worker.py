@@ -17,7 +17,7 @@ _SECONDS = 120.0  # the longest that a case may take
 
 
 class Answer(NamedTuple):
-    """What is known of a case once it was tried.
+    """The result of a trial of a case.
 
     Attributes:
         flaws: What is wrong, a sentence each.
