@@ -258,7 +258,7 @@ def _compare(
     is_odd_judged = case.settings["values"] != "largest" and not is_pytorchs
     slack = _SLACK_OF_PYTORCHS if is_pytorchs else 1.0
     rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, False, False, None)
-    gradients = rule._replace(others=others, may_be_finite="conv" in case.subject)
+    gradients = rule._replace(others=others, may_be_finite="conv" in case.subject or "block" in case.subject)
     for kind, rules in (
         ("outputs", rule),
         ("gradients", gradients),

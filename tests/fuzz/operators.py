@@ -256,7 +256,7 @@ _PROJECTION = _GRID | _CONV | {
     "channels": _WIDE, "class_token": _BOTH, "branches": (1, 2, 3), "summands": (1, 2, 3), "mixed": _BOTH,
     "statistics": ("running", "none", "averaged"), **_NORM,
 }  # fmt: skip
-_QUANTIZED = _FORWARD | _LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "1e-6")}
+_QUANTIZED = _FORWARD | _LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
 _BLOCK = _FORWARD | _GRID | _NORM | {
     # Large ones would make chance of what 16 bits round between its parts.
     "parameters": ("normal", "zeros", "tiny"),
@@ -497,6 +497,8 @@ def _transformer_block(m: Any) -> Any:
             tensor.requires_grad_(False)
     settings: dict[str, Any] = {"inplace": m.inplace}
     scores = None if m.scores == "none" or (m.scores == "cls" and not m.class_token) else m.scores
+    if m.dtype == torch.bfloat16 or m.autocast:
+        scores = None  # they are made of a single query that is rounded: chance would decide
     if m.count:
         count = min(m.count, tokens)
         settings["rows"] = (

@@ -45,7 +45,7 @@ class Worker:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        self._end(10.0)
 
     def ask(self, line: str) -> Answer:
         """Lets the process try a case."""
@@ -73,11 +73,16 @@ class Worker:
         self._process = subprocess.Popen(self._command, text=True, cwd=Path(__file__).parents[2], **pipes)
         return self._process
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+    def _end(self, seconds: float = 0.0) -> None:
+        """Lets the process end by itself, since it has folders to delete, and kills it after some time."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 def answer_lines(ask: Ask) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -10,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -46,6 +48,7 @@ _RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 def template() -> Path:
     """Makes the folder that every run gets a copy of; returns its path."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / "world"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     for split in ("train", "val"):
@@ -152,11 +155,12 @@ def _bounded(place: Path) -> Iterator[None]:
     previous = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGPROF)}
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, limits[1]))
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, limits[1]))
     try:
         with warnings.catch_warnings():
             yield
