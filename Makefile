@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test matrix docs bench gpu results lint wheel clean
+.PHONY: demo test fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -24,6 +24,13 @@ WORKERS := $(shell nproc 2>/dev/null || echo 2)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) benchmarks --benchmark-disable -q
+
+# Random calls of the operators, command lines and damaged files, other ones with another SEED: see docs/fuzz.md.
+# make fuzz MINUTES=60 ONLY="attention linear"
+MINUTES ?= 10
+SEED ?= 0
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
 # A part of the tests on other versions of torch and Python, where these can be had: make matrix ONLY="3.11-2.11 3.13-2.13".
 # PyPI's torch brings CUDA along, 5 GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has smaller ones.

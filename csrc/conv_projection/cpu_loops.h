@@ -66,7 +66,8 @@ KERNEL_INLINE int64_t packed_size(const Projection& call, const Branch& branch) 
 }
 
 // The gradient of a branch. Its vectors are accumulators (channels): with n = (convolution − mean) / sqrt(variance + eps),
-// the gradient of the convolution is (dout − mean_dout − n · mean_product) · factor.
+// the gradient of the convolution is (dout − mean_dout − n · mean_product) · factor. The means are null where BatchNorm has
+// constants: with zeros in their place, an n that is not finite would make NaN of it.
 struct BranchGradient {
   const void* dout;  // as Branch::out
   const void* mean_dout;

@@ -302,15 +302,15 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
     const double* sum = &sums[2 * b * channels];
     A* mean = &vectors[3 * b * channels];
     const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x), ": expected an accumulator");
-    const double share = constant[b] ? 0 : 1 / static_cast<double>(call.batch * branch.height * branch.width);
+    const double share = 1 / static_cast<double>(call.batch * branch.height * branch.width);
     for (int64_t c = 0; c < channels; c++) {
       mean[c] = static_cast<A>(sum[c] * share);
       mean[channels + c] = static_cast<A>(sum[channels + c] * share);
       mean[2 * channels + c] = (scale == nullptr ? 1 : static_cast<const A*>(scale)[c]) /
                                std::sqrt(static_cast<const A*>(branch.variance)[c] + static_cast<A>(branch.eps));
     }
-    gradients[b].mean_dout = mean;
-    gradients[b].mean_product = mean + channels;
+    gradients[b].mean_dout = constant[b] ? nullptr : mean;
+    gradients[b].mean_product = constant[b] ? nullptr : mean + channels;
     gradients[b].factor = mean + 2 * channels;
     const auto gradient = [&](int64_t quantity) {
       return tensor_of({channels}, accumulator_of(x), x, [&](int64_t c) { return sum[quantity * channels + c]; });

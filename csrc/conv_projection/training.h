@@ -309,13 +309,15 @@ void gradients_of(const Unit<T, A>& unit) {
     convolve_row<T>(unit, b, packed, to, rows);
     rows_under<T, A*>(call, branch, to, unit.dring, nullptr, drows);
     const auto vector = [&](const void* values) { return static_cast<const A*>(values) + unit.first; };
-    const A* mean = vector(gradient.mean_dout);
-    const A* product = vector(gradient.mean_product);
+    const bool is_constant = gradient.mean_dout == nullptr;
+    const A* mean = is_constant ? nullptr : vector(gradient.mean_dout);
+    const A* product = is_constant ? nullptr : vector(gradient.mean_product);
     const A* factor = vector(gradient.factor);
     for (int64_t column = 0; column < branch.width; column++, dout += pitch) {
       A* row = unit.row + column * padded;
       for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
-        const auto d = load(dout + c, lanes) - load(mean + c, lanes) - load(row + c, Whole{}) * load(product + c, lanes);
+        auto d = load(dout + c, lanes);
+        if (!is_constant) d = d - load(mean + c, lanes) - load(row + c, Whole{}) * load(product + c, lanes);
         store(row + c, d * load(factor + c, lanes), Whole{});
       });
     }

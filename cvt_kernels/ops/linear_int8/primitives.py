@@ -114,7 +114,7 @@ def _finished(
     """Returns what follows a product, which is no longer needed."""
     y = product if bias is None else product.add_(bias)
     y = y if approximate is None else _by_another("gelu", y, approximate=approximate)
-    y = y.view(*x.shape[:-1], -1)
+    y = y.view(*x.shape[:-1], product.shape[-1])
     return (y if residual is None else y.add_(residual)).to(dtype)
 
 
@@ -251,7 +251,7 @@ def by_dequantized(
 
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
     # A row with an infinity is one of NaN, as if it had been rounded.
-    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x * x_scales
+    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x.to(x_scales.dtype) * x_scales
     if input_scale is not None and x_scales is None:  # which also limits what is not rounded
         limit = LIMITS[weight.dtype] * input_scale
         rows = torch.minimum(torch.maximum(rows, -limit), limit)

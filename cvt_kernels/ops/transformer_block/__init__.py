@@ -187,7 +187,9 @@ def _compose(
 def _finish(y: Tensor, x: Tensor, block: TransformerBlock, inplace: bool) -> Tensor:
     """Returns x after the block, from the result of attention."""
     stream, y = _add_and_hide(y, x, block, inplace)
-    return _add(y, block.fc2, stream, inplace=checks.may_change(stream, y, *block.fc2))
+    # PyTorch lays out a sum as its first summand.
+    may_replace = stream.is_contiguous() and checks.may_change(stream, y, *block.fc2)
+    return _add(y, block.fc2, stream, inplace=may_replace)
 
 
 def _project(

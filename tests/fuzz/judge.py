@@ -1,0 +1,357 @@
+"""The judge of a case: every backend that serves it against float64 and PyTorch, in guarded memory.
+
+The rule is that of ``cvt_kernels.accuracy`` where all numbers are finite. Elsewhere a number is right if it
+is what PyTorch's operators give in the same dtype, or the exact one in that dtype; see docs/fuzz.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import cvt_kernels
+from cvt_kernels import accuracy, backends, proofs, reference
+from cvt_kernels.reference import QuantizedRows
+
+from .cases import Case
+from .operators import Made, make
+from .worker import Answer
+
+#: What serves the parts of operators that are made of others.
+_PARTS = ("native", "reference")
+_UNITS_OF_FLOAT64 = 1000.0  # where PyTorch has no error, being the measure itself
+_UNITS_OF_OTHERS = 16.0  # allowed to gradients besides, in units of the largest other one, as of proofs
+_SLACK_OF_PYTORCHS = 8.0  # more than that of ours, since their faults are not ours to mend
+_CANCELS = 1e-6  # times other numbers: what a gradient is at most that is zero but for rounding
+
+
+class _Run(NamedTuple):
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+    arguments: list[Tensor]
+
+    def results(self) -> list[Tensor]:
+        return [*self.outputs, *self.gradients]
+
+
+class _Standards(NamedTuple):
+    """Results to compare with: PyTorch's of the same dtype, exact ones, and those of nudged arguments."""
+
+    same: _Run
+    exact: _Run
+    nudged: Callable[[bool], _Run]
+
+
+def judge(case: Case, *, triton: bool = False) -> Answer:
+    """Runs a case on every backend that can serve it, and compares what they return."""
+    made = make(case)
+    with _settings(case):
+        public = functools.partial(_call_public, case.subject)
+        try:
+            with backends.use_backend("reference"):
+                same, douts = _run(public, made.call.map(proofs._copied), made.douts)
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ):  # the last is PyTorch's, as of half precision under autocast
+            return Answer([], 0)
+        names = _able(case.subject, made.call, triton)
+        standards = list(_standards(case, made, same, douts))
+        flaws, worst = [], 0.0
+        for name in names:
+            flaw, ratio = _judge_backend(case, made, name, douts, standards)
+            flaws += [f"{name} {flaw}"] if flaw else []
+            worst = max(worst, 0.0 if flaw else ratio)
+    return Answer(flaws, len(names), worst)
+
+
+@contextlib.contextmanager
+def _settings(case: Case) -> Iterator[None]:
+    """Lets the block run in the modes of a case."""
+    threads = torch.get_num_threads()
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.settings["autocast"]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _able(operator: str, call: proofs.Call, triton: bool) -> list[str]:
+    registered = backends.implementations[operator]
+    names = [name for name in registered if name != "reference"]
+    requested = [name for name in names if triton or name != "triton"]
+    with torch.set_grad_enabled(call.gradient), backends.use_backend(*requested or ["reference"]):
+        able = [
+            name
+            for name in requested
+            if backends.why_unsupported(operator, name, *call.args, **call.kwargs) is None
+        ]
+    # On a CPU the public functions of some operators call others without a choice.
+    return [*able, "composed"] if "composed" in registered and "native" not in registered else able
+
+
+def _call_public(operator: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls the public function of an operator with the arguments of its implementations."""
+    if operator == "linear_int8" and kwargs.get("x_scales") is not None:
+        args = (QuantizedRows(args[0], kwargs["x_scales"]), *args[1:])
+    if operator == "linear_int8":
+        kwargs = {name: value for name, value in kwargs.items() if name != "x_scales"}
+    if operator == "attention" and kwargs["position"] is None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "position"}
+    return getattr(cvt_kernels, operator)(*args, **kwargs)
+
+
+def _run(function: Any, call: proofs.Call, douts: Any) -> tuple[_Run, list[Tensor]]:
+    """Runs a function and its backward; returns the results and the gradients of the outputs.
+
+    Args:
+        function: Takes the arguments of the call.
+        call: The call, which the function may change.
+        douts: The gradients of the outputs, or what makes the one of each.
+    """
+    with torch.set_grad_enabled(call.gradient):
+        outputs = proofs._flat(function(*call.args, **call.kwargs))
+    made = [douts(out) for out in outputs] if callable(douts) else douts
+    gradients = proofs._gradients(call, outputs, made) if call.gradient else []
+    return _Run([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()]), made
+
+
+def _standards(case: Case, made: Made, same: _Run, douts: list[Tensor]) -> Iterator[_Standards]:
+    """Yields what results may be compared with: one, or two where some backends do not round."""
+    described = backends.operators[case.subject]
+    plain = getattr(reference, case.subject)
+    yield _standard(described.exact or plain, made, same, douts)
+    if described.unrounded is not None:
+        unrounded, _ = _run(described.unrounded, made.call.map(proofs._copied), douts)
+        yield _standard(described.unrounded, made, unrounded, douts)
+
+
+def _standard(oracle: Any, made: Made, same: _Run, douts: list[Tensor]) -> _Standards:
+    wide = [dout.double() for dout in douts]
+
+    def run(change: Callable[[Tensor], Tensor]) -> _Run:
+        call = made.call.map(change)
+        with torch.autocast("cpu", enabled=False):
+            return _run(oracle, call, wide)[0]
+
+    @functools.cache
+    def nudged(coarsely: bool) -> _Run:
+        generator = torch.Generator().manual_seed(2)
+        return run(lambda tensor: _nudged(tensor, generator, coarsely))
+
+    return _Standards(same, run(proofs._in_float64), nudged)
+
+
+def _nudged(tensor: Tensor, generator: torch.Generator, coarsely: bool) -> Tensor:
+    """Returns a tensor in float64 that is off by roundings: of each number, and of all by one factor.
+
+    They are a few of float32; coarsely, one of the dtype or of autocast, to which compositions round between
+    their parts.
+    """
+    exact = proofs._in_float64(tensor)
+    if proofs._is_fine(tensor):
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        most = 4 * torch.finfo(dtype).eps
+        if coarsely:
+            most = max(most, torch.finfo(tensor.dtype).eps)
+        if coarsely and torch.is_autocast_enabled("cpu") and dtype == torch.float32:
+            most = torch.finfo(torch.bfloat16).eps
+        for shape in (tensor.shape, ()):
+            noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+            exact.data.mul_(1 + most * (2 * noise - 1))
+    return exact
+
+
+def _judge_backend(
+    case: Case, made: Made, name: str, douts: list[Tensor], standards: list[_Standards]
+) -> tuple[str | None, float]:
+    """Returns what is wrong with a backend, and its largest error as a part of what is allowed."""
+    public = functools.partial(_call_public, case.subject)
+    threads = case.settings["threads"]
+    try:
+        with backends.use_backend(name, *_PARTS):
+            torch.set_num_threads(1)
+            with proofs.guarded_memory() as memory:
+                mine, _ = _run(public, made.call.map(memory.copy), douts)
+            if memory.is_overwritten():
+                return "writes outside of its tensors", 0.0
+            if (flaw := _changed(made, mine, standards[0].same)) is not None:
+                return flaw, 0.0
+            found = [_compare(case, made, name, mine, douts, standard) for standard in standards]
+            flaw, ratio = next((each for each in found if each[0] is None), found[0])
+            if (
+                flaw is None and name in backends.OURS
+            ):  # PyTorch's products may depend on threads and addresses
+                torch.set_num_threads(threads)
+                again, _ = _run(public, made.call.map(_in_other_memory), douts)
+                if not all(map(_same_bits, mine.results(), again.results())):
+                    return f"gives other bits with {threads} threads than with 1 elsewhere in memory", 0.0
+    except Exception as error:
+        return f"fails: {proofs.describe_error(error)}", 0.0
+    return flaw, ratio
+
+
+def _in_other_memory(tensor: Tensor) -> Tensor:
+    """Returns a copy with the strides of a tensor, and with what lies between its numbers."""
+    flat = tensor.detach().as_strided((proofs._extent(tensor),), (1,)).clone()
+    return flat.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
+
+
+def _changed(made: Made, mine: _Run, same: _Run) -> str | None:
+    """Says which argument was changed that the operator leaves as it is; None if there is none."""
+    triples = zip(made.call.tensors(), mine.arguments, same.arguments, strict=True)
+    for i, (given, after, expected) in enumerate(triples):
+        if _same_bits(given.detach(), expected) and not _same_bits(given.detach(), after):
+            return f"changes tensor {i} of its arguments"
+    return None
+
+
+# The rule -------------------------------------------------------------------------------------------------
+
+
+class _Rule(NamedTuple):
+    """The facts on which the rule for one result depends, beside the numbers.
+
+    Attributes:
+        floor: The error that the roundings of float64 may make.
+        autocast: Whether autocast was on.
+        is_odd_judged: Whether numbers that are not finite are judged: not where sums of squares overflow, and
+            not of PyTorch's own backends, as SDPA, which has 0 for NaN, or oneDNN, of which NaN spreads.
+        slack: By what all that is allowed is multiplied: SDPA's exponential has 20 bits.
+        is_argument: Whether the result is a running statistic, of which NaN is as good as an infinity.
+        may_be_finite: Whether a number may be finite where PyTorch has NaN: gradients of convolutions need
+            not multiply zeros of the padding.
+        others: The size of other gradients and of those of the outputs, for a gradient; None for results.
+    """
+
+    floor: float
+    autocast: bool
+    is_odd_judged: bool
+    slack: float
+    is_argument: bool
+    may_be_finite: bool
+    others: float | None
+
+
+def _compare(
+    case: Case, made: Made, name: str, mine: _Run, douts: list[Tensor], standard: _Standards
+) -> tuple[str | None, float]:
+    """Returns the first result that is wrong, or None; and the largest error as a part of what is allowed."""
+    worst = 0.0
+    floor = 16 * torch.finfo(torch.float64).eps * max(map(_largest, (*made.call.tensors(), *douts)))
+    others = max((_largest(t) for t in (*standard.exact.gradients, *douts)), default=0.0)
+    is_pytorchs = name not in (*backends.OURS, "composed")
+    is_ours = name in backends.OURS
+    if is_pytorchs and case.settings["values"] in ("large", "huge", "largest"):
+        return None, 0.0  # SDPA's backward computes probabilities from scores again
+    is_odd_judged = case.settings["values"] != "largest" and not is_pytorchs
+    slack = _SLACK_OF_PYTORCHS if is_pytorchs else 1.0
+    rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, False, False, None)
+    gradients = rule._replace(others=others, may_be_finite="conv" in case.subject or "block" in case.subject)
+    for kind, rules in (
+        ("outputs", rule),
+        ("gradients", gradients),
+        ("arguments", rule._replace(is_argument=True)),
+    ):
+        for i, result in enumerate(getattr(mine, kind)):
+            same, exact = getattr(standard.same, kind)[i], getattr(standard.exact, kind)[i]
+            if kind == "arguments" and _same_bits(result, same):
+                continue
+            if rule.autocast and result.dtype == torch.bfloat16:
+                same = same.bfloat16()  # PyTorch's einsum is wider where a size is 1
+            if result.dtype != same.dtype or result.shape != same.shape:
+                got, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (result, same))
+                return f"returns {got} as {kind} {i}, expected {expected}", 0.0
+            if kind == "outputs" and made.ignored is not None:
+                result, same, exact = (
+                    t.masked_fill(made.ignored[..., None, None], 0) for t in (result, same, exact)
+                )
+            nudged = functools.partial(
+                lambda kind, i: getattr(standard.nudged(not is_ours), kind)[i], kind, i
+            )
+            flaw, ratio = _judge_tensor(rules, result, same, exact, nudged)
+            if flaw is not None:
+                return f"{kind} {i} {flaw}", 0.0
+            worst = max(worst, ratio)
+    return None, worst
+
+
+def _judge_tensor(
+    rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, nudged: Callable[[], Tensor]
+) -> tuple[str | None, float]:
+    """Returns what is wrong with one result, and its error as a part of what is allowed.
+
+    Args:
+        rule: What the rule depends on.
+        mine: The result.
+        same: PyTorch's in the same dtype.
+        exact: The one in float64.
+        nudged: Computes ``exact`` for arguments that are off by roundings.
+    """
+    if not mine.is_floating_point() and mine.dtype != torch.int8:
+        return (None, 0.0) if torch.equal(mine, same) else ("is another number than PyTorch's", 0.0)
+    if not mine.numel():
+        return None, 0.0
+    finite = mine.isfinite() & same.isfinite() & exact.isfinite()
+    error = _error(rule, mine, same, exact, finite)
+    if not error.passed:
+        nudge = nudged()
+        other = _error(rule, mine, accuracy.rounded(nudge, mine.dtype), exact, finite & nudge.isfinite())
+        error = max(error, other, key=lambda each: each.allowed)
+    if not error.passed:
+        return f"is off by {error.ours:.2e}, allowed {error.allowed:.2e}, PyTorch's {error.pytorchs:.2e}", 0.0
+    if rule.is_odd_judged and not bool(finite.all()):
+        wrong = ~finite & ~_is_right(rule, mine, same, exact, error.allowed)
+        if bool(wrong.any()):
+            values = [t[wrong][0].item() for t in (mine, same, exact)]
+            return "is {} where PyTorch has {} and float64 {}".format(*values), 0.0
+    return None, error.ours / error.allowed if error.allowed else 0.0
+
+
+def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tensor) -> accuracy.Error:
+    """Returns the error of the numbers that are all finite."""
+    dtype = mine.dtype
+    units = _UNITS_OF_FLOAT64 if dtype == torch.float64 else accuracy.usual_units(mine.numel())
+    factor = accuracy.VALUE_FACTOR if rule.others is None else accuracy.GRADIENT_FACTOR
+    narrow = torch.bfloat16 if rule.autocast and dtype == torch.float32 else None
+    if not bool(finite.all()):
+        mine, same, exact = (torch.where(finite, t, t.new_zeros(())) for t in (mine, same, exact))
+    error = accuracy.compare(mine, same, exact, factor=factor, units=units, dtype=narrow)
+    allowed = error.allowed + rule.floor
+    if dtype not in accuracy.OF_8_BITS:
+        allowed += 4 * torch.finfo(dtype).tiny  # smaller numbers may be zeros
+    if rule.others is not None:
+        rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        cancels = _largest(exact) <= _CANCELS * rule.others
+        allowed += (rounding**0.5 if cancels else _UNITS_OF_OTHERS * rounding) * rule.others
+    return error._replace(allowed=allowed * rule.slack)
+
+
+def _is_right(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, allowed: float) -> Tensor:
+    """Says of each number whether it is PyTorch's of the same dtype, or the exact one in that dtype."""
+    rounded = exact.to(mine.dtype)
+    right = (mine == same) | (mine == rounded) | (mine.isnan() & (same.isnan() | exact.isnan()))
+    right |= (mine.double() - exact).abs() <= allowed
+    if rule.is_argument:
+        right |= ~same.isfinite() & ~mine.isfinite()
+    if rule.may_be_finite:
+        right |= ~same.isfinite() & mine.isfinite()
+    return right
+
+
+def _largest(tensor: Tensor) -> float:
+    """Returns the largest finite absolute value; 0 if there is none."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    return tensor.detach().double().abs().nan_to_num_(0.0, 0.0, 0.0).max().item()

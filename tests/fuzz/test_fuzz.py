@@ -1,0 +1,243 @@
+"""The fuzzer: a slice of its cases passes, and faults that are planted are found and shrunk."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt_kernels import backends, reference
+from tests.checks import not_built
+from tests.fuzz import campaign, cases, commands, files, subjects, world
+from tests.fuzz.worker import Answer, Worker
+
+ask = subjects.asking()
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_run():
+    """Lets threads and gradients be as the fuzzer has them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# A slice of a run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", backends.OPERATORS)
+def test_cases_of_operators(operator):
+    lines = [f"{operator}:{seed}" for seed in range(12)]
+    answers = {line: ask(line) for line in lines}
+    assert {line: answer.flaws for line, answer in answers.items() if answer.flaws} == {}
+    if not not_built():
+        assert sum(answer.served > 0 for answer in answers.values()) >= 4
+
+
+#: Cases that failed once, as the fuzzer has shrunk them.
+FOUND = (
+    "conv_projection values=infinite gradient=all seed=0",
+    "conv_linear values=infinite gradient=all seed=0",
+    "transformer_block layout=transposed channels=2 class_token=True quantized_layers=4 seed=0",
+    "transformer_block values=infinite batch=2 gradient=all channels=2 seed=0",
+    "linear_int8 rows=0 seed=0",
+    "linear_int8 leading=tokens rows=0 seed=0",
+    "linear_int8 to=float8_e4m3fn rounded=True seed=0",
+)
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_cases_that_failed_once(line):
+    assert str(cases.parsed(line)) == line
+    assert ask(line).flaws == []
+
+
+def test_every_operator_has_cases():
+    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files"}
+
+
+def test_commands_and_files():
+    for case in (
+        "commands command=classify seed=1",
+        "commands command=bench first=absurd second=drop seed=2",
+    ):
+        assert ask(case).flaws == []
+    for name, damage in (("photo.png", "cut"), ("labels.json", "json"), ("model/config.json", "other")):
+        assert ask(f"files file={name} damage={damage} seed=1").flaws == []
+
+
+# Lines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_names_a_case():
+    case = cases.parsed("attention:12")
+    assert case == cases.parsed("attention:12") == cases.parsed(str(case))
+    assert case != cases.parsed("attention:13")
+    assert str(cases.parsed("gelu")) == "gelu seed=0"
+    assert list(cases.simpler("gelu seed=0")) == []
+    assert list(cases.simpler("gelu rows=3 seed=5")) == [
+        "gelu seed=5",
+        "gelu rows=2 seed=5",
+        "gelu rows=3 seed=0",
+    ]
+
+
+@pytest.mark.parametrize("line", ["gemm:1", "gelu rows=3000", "gelu columns=3"])
+def test_lines_that_name_none(line):
+    with pytest.raises(ValueError, match="case: got"):
+        cases.parsed(line)
+
+
+# Planted faults -------------------------------------------------------------------------------------------
+
+
+_GUARDED = 4096  # where tensors in guarded memory begin, at least
+
+
+def found(operator, fault, *, trials=60):
+    """Returns what a search finds where the kernels of an operator have a fault."""
+    function = getattr(reference, operator)
+    backends.register(
+        operator, "native", backends.Implementation(lambda *args, **kwargs: fault(function, *args, **kwargs))
+    )
+    lines = (f"{operator}:{seed}" for seed in itertools.count())
+    figures = campaign.search(operator, lines, ask, cases.simpler, cases=trials, seconds=None)
+    assert figures.cases == trials
+    assert 0 < figures.failed < trials
+    return figures.failures
+
+
+def test_an_error_of_4_units_is_found():
+    def fault(function, x, **settings):
+        out = function(x, **settings)
+        numbers = out.detach()[out.detach().isfinite()]
+        return out + 4 * torch.finfo(out.dtype).eps * (numbers.abs().max() if numbers.numel() else 0)
+
+    failures = found("gelu", fault)
+    assert all("is off by" in failure.flaw for failure in failures)
+    shrunk = [cases.parsed(failure.shrunk).settings for failure in failures]
+    # Of fewer than 1000 values more is allowed.
+    assert any(each["rows"] * each["channels"] >= 500 and each["layout"] == "contiguous" for each in shrunk)
+
+
+def test_a_read_out_of_bounds_is_found():
+    def fault(function, x, *others, **settings):
+        if x.shape[0] == 3 and x.is_contiguous() and x.storage_offset() > _GUARDED:
+            x = x.as_strided(x.shape, x.stride(), x.storage_offset() + 1)
+        return function(x, *others, **settings)
+
+    failures = {failure.shrunk: failure.flaw for failure in found("layer_norm", fault, trials=40)}
+    assert "is nan where PyTorch has" in failures["layer_norm rows=3 seed=0"]
+
+
+def test_a_write_out_of_bounds_is_found():
+    def fault(function, x, **settings):
+        if x.shape[0] > 64 and x.storage_offset() > _GUARDED:
+            x.detach().as_strided((1,), (1,), x.storage_offset() - 1).fill_(1)
+        return function(x, **settings)
+
+    failures = {failure.shrunk: failure.flaw for failure in found("gelu", fault)}
+    assert failures["gelu rows=65 seed=0"] == "native writes outside of its tensors"
+
+
+def test_a_row_that_is_left_out_is_found():
+    def fault(function, x, **settings):
+        out = function(x, **settings)
+        return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if out.shape[0] > 64 else out
+
+    assert "gelu rows=65 seed=0" in [failure.shrunk for failure in found("gelu", fault)]
+
+
+def test_other_faults_are_found():
+    def changes(function, x, **settings):
+        x.detach().add_(1)
+        return function(x, **settings)
+
+    def raises(function, x, **settings):
+        raise RuntimeError("no reason")
+
+    def widens(function, x, **settings):
+        return function(x, **settings).double()
+
+    count = itertools.count()
+
+    def varies(function, x, **settings):
+        return function(x, **settings) * (1 + (next(count) % 2) * torch.finfo(x.dtype).eps)
+
+    said = []
+    for fault in (changes, raises, widens, varies):
+        implementation = backends.Implementation(
+            lambda *args, fault=fault, **kwargs: fault(reference.gelu, *args, **kwargs)
+        )
+        backends.register("gelu", "native", implementation)
+        said += ask("gelu rows=3 seed=1").flaws
+    assert said == [
+        "native changes tensor 0 of its arguments",
+        "native fails: RuntimeError: no reason",
+        "native returns torch.float64 (3, 1) as outputs 0, expected torch.float32 (3, 1)",
+        "native gives other bits with 1 threads than with 1 elsewhere in memory",
+    ]
+
+
+def test_a_process_that_ends_or_has_an_answer():
+    answer = "os.abort() if 'x' in line else print('[[], 2, 0.5]', flush=True)"
+    echo = f"import os, sys\nfor line in sys.stdin: {answer}"
+    with Worker(command=("-c", echo)) as worker:
+        assert worker.ask("a") == Answer([], 2, 0.5)
+        assert worker.ask("x") == Answer(["ends the process by SIGABRT"])
+        assert worker.ask("a") == Answer([], 2, 0.5)
+
+
+def _leave_a_file(argv):
+    Path("left").write_text("")
+    print("error: a reason", file=sys.stderr)
+    return 2
+
+
+@pytest.mark.parametrize(
+    ("command", "flaw"),
+    [
+        (lambda argv: 1 / 0, "raises ZeroDivisionError: division by zero"),
+        (lambda argv: 3, "ends with exit code 3: ''"),
+        (lambda argv: 2, "ends with exit code 2 and 0 lines that say why: ''"),
+        (_leave_a_file, "has failed, but changed world/left"),
+    ],
+    ids=["exception", "code", "silence", "file"],
+)  # fmt: skip
+def test_faults_of_commands_are_found(command, flaw, monkeypatch, tmp_path):
+    monkeypatch.setattr(world, "main", command)
+    (tmp_path / "folder").mkdir()
+    with world.copied(tmp_path / "folder") as place:
+        assert world.run(place, ["classify"]).flaws == [flaw]
+
+
+# Figures --------------------------------------------------------------------------------------------------
+
+
+def test_figures():
+    def odd(line):
+        number = int(line.split(":")[1])
+        return Answer([f"is off by {number}"] if number % 2 else [], served=number % 3, ratio=number / 100)
+
+    lines = (f"gelu:{i}" for i in itertools.count())
+    figures = campaign.search("gelu", lines, odd, lambda line: (), cases=10, seconds=None)
+    assert (figures.cases, figures.refused, figures.failed, figures.worst_ratio) == (10, 4, 5, 0.09)
+    assert [failure.case for failure in figures.failures] == ["gelu:1", "gelu:3"]
+    table = campaign.table([figures])
+    assert len(table) == 2
+    assert table[1].split()[:3] == ["gelu", "10", "4"]
+    assert campaign.search("gelu", lines, odd, lambda line: (), cases=None, seconds=0.0).cases == 0
+
+
+def test_command_lines_are_mutated_and_files_damaged():
+    lines = [str(commands.argv_of(cases.parsed(f"commands:{seed}"))) for seed in range(50)]
+    assert len({*lines}) > 30
+    assert commands.argv_of(cases.parsed("commands")) == ["doctor"]
+    source = random.Random(0)
+    data = b'{"a": [1, 2]}'
+    for damage in files._DAMAGES.values():
+        assert isinstance(damage(data, source), bytes)
+        assert isinstance(damage(b"", source), bytes)
