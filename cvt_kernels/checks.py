@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -215,6 +216,12 @@ def as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         return tuple(value)
     except TypeError as error:
         raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}") from error
+
+
+def check_path(name: str, value: Any, expected: str = "a path") -> None:
+    """Raises TypeError unless ``value`` is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
 
 
 def check_pair(name: str, value: Any, least: int) -> None:

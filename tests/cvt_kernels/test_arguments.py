@@ -472,20 +472,6 @@ def test_numbers_of_every_kind_are_taken(kind, backend):
     assert torch.equal(*outputs)
 
 
-def test_sizes_that_torch_compile_leaves_open_are_taken():
-    def call(x, convs, stride):
-        (y,) = ck.conv_projection(x, (x.shape[1] // W, W), convs, training=False)
-        y = ck.layer_norm(y, eps=1.0 / x.shape[1])
-        q = y.unflatten(2, (HEADS, -1))
-        return ck.attention(q, q, q, scale=1.0 / x.shape[1]) + stride
-
-    convs = [conv()]
-    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
-    for rows in (3, 4, 6):
-        x = randn(B, rows * W, C)
-        torch.testing.assert_close(compiled(x, convs, rows), call(x, convs, rows))
-
-
 def test_a_padding_is_bounded_by_the_map_and_the_kernel():
     x, one = randn(1, T, C), conv()
     (y,) = ck.conv_projection(x, GRID, [one._replace(padding=W + 2)], training=False)
