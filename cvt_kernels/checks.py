@@ -126,7 +126,7 @@ def check_kind(name: str, part: object, *kinds: type) -> None:
     """Raises TypeError unless ``part`` is of one of some types."""
     if not isinstance(part, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{name}: got {shown(part)}, expected {expected}")
+        raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -232,10 +232,10 @@ def check_pair(name: str, value: Any, least: int) -> None:
         check_int(name, each, least)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str], also: str = "") -> None:
-    """Raises ValueError unless ``value`` is one of some names; ``also`` says what else is allowed."""
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of some names."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}{also}")
+        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}")
 
 
 #: The largest stride, padding and dilation of a convolution: kernels count with 32 bits.

@@ -283,7 +283,8 @@ def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
 
 
 def _check_scores(scores: object, class_tokens: int) -> None:
-    checks.check_choice("scores", scores, get_args(Pool), " or None")
+    if not isinstance(scores, str) or scores not in get_args(Pool):
+        raise ValueError(f"scores: got {checks.shown(scores)}, expected 'cls', 'avg' or None")
     if scores == "cls" and not class_tokens:
         raise ValueError("scores: got 'cls' for tokens without a class token, expected 'avg'")
 
@@ -293,7 +294,8 @@ def _check_parts(block: TransformerBlock) -> None:
     checks.check_kind("block", block, TransformerBlock)
     for name, kinds in (("convs", (ConvBatchNorm,)), ("linears", _LAYERS)):
         parts = getattr(block, name)
-        checks.check_kind(f"block.{name}", parts, tuple)
+        if not isinstance(parts, tuple):
+            raise TypeError(f"block.{name}: got {type(parts).__name__}, expected a tuple")
         if len(parts) != 3:
             raise ValueError(f"block.{name}: got {len(parts)}, expected those of Q, of K and of V")
         for i, part in enumerate(parts):
