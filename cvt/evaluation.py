@@ -24,7 +24,7 @@ from cvt_kernels import checks, measure, use_backend
 from .config import CvTConfig
 from .extras import require
 from .model import Block, Stage, Stages
-from .segmentation import IGNORED, CvTSegmenter, build, pixel_loss
+from .segmentation import IGNORED, build, pixel_loss
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
 
@@ -359,8 +359,9 @@ def evaluate_pixels(
         ValueError: There is no labeled pixel, a batch is not images with a label of each pixel, a label is
             out of range, or logits are not finite.
     """
-    checks.check_kind("model", model, CvTSegmenter)
     batches = _checked(model, batches, autocast)
+    if not hasattr(getattr(model, "config", None), "num_classes"):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvTSegmenter")
     device = next(model.parameters()).device
     timed = _Timed(model, device)
     if device.type == "cuda":

@@ -123,6 +123,15 @@ CALLS = {
         {"model": of_values("a", 3, nn.Linear), "batches": BATCHES, "autocast": AUTOCAST},
         evaluation.evaluate,
     ),
+    "evaluate_pixels": Call(
+        lambda: {"model": model(head="segment"), "batches": batches(), "autocast": None},
+        {
+            "model": MODEL,
+            "batches": of_values(3, "a"),
+            "autocast": AUTOCAST,
+        },  # before torchmetrics is imported
+        evaluation.evaluate_pixels,
+    ),
     "explain": Call(
         lambda: {"model": model(), "images": images()},
         {"model": MODEL, "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
