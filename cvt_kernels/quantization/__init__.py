@@ -97,17 +97,16 @@ def _check_settings(scheme: object, calibration: object, keep_float: object) -> 
     checks.check_choice("scheme", scheme, get_args(Scheme))
     if scheme == "static" and calibration is None:
         raise ValueError('calibration: got None, expected images, from which scheme="static" has its scales')
-    _check_names("keep_float", keep_float)
-    if calibration is not None and not isinstance(calibration, Iterable):
-        raise TypeError(f"calibration: got {checks.shown(calibration)}, expected images or batches of them")
+    _check_names("keep_float", keep_float, "a sequence of names")
 
 
-def _check_names(argument: str, names: object) -> None:
+def _check_names(argument: str, names: object, expected: str) -> None:
     if isinstance(names, str) or not isinstance(names, Collection):
-        raise TypeError(f"{argument}: got {checks.shown(names)}, expected a sequence of names")
+        got = f"the string {names!r}" if isinstance(names, str) else checks.shown(names)
+        raise TypeError(f"{argument}: got {got}, expected {expected}")
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{argument}: got {checks.shown(name)} among the names, expected strings")
+            raise TypeError(f"{argument}: got {checks.shown(name)} among others, expected {expected}")
 
 
 def _check_state(model: nn.Module) -> None:
@@ -160,7 +159,7 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
     """
     checks.check_kind("model", model, nn.Module)
     paths = paths if isinstance(paths, str) else checks.as_tuple("paths", paths, "names of layers")
-    _check_names("paths", paths)
+    _check_names("paths", paths, "names of layers")
     layers = dict(model.named_modules(remove_duplicate=False))
     for path in paths:
         layer = layers.get(path)

@@ -69,7 +69,7 @@ class QuantizedLayer(nn.Module):
             ValueError: The scale is not positive or not finite.
         """
         if scale is not None:
-            checks.check_positive("input_scale", scale)
+            checks.check_number("input_scale", scale, "a positive number of float32")
         made = None if scale is None else torch.tensor(float(scale), dtype=torch.float32)
         if made is not None and not 0 < made < float("inf"):
             raise ValueError(f"input_scale: got {scale}, expected a positive number of float32")
