@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from cvt_kernels.checks import check_path
 from cvt_kernels.reference import LIMITS, resize_table
 
 from . import hub
@@ -336,6 +337,7 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
     """
     if isinstance(path, Checkpoint):
         return path
+    check_path("path", path, "a path, a name on the Hub or a Checkpoint")
     path, model = _locate(path, **download)
     hf_config, hf_preprocessor, card = None, None, None
     if (path / BEST).is_file():

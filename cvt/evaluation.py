@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import measure
+from cvt_kernels import checks, measure
 from cvt_kernels.backends import requesting
 
 from .config import CvTConfig
@@ -200,9 +201,11 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
         autocast: ``torch.bfloat16`` or ``torch.float16`` for mixed precision; the loss is in float32 always.
 
     Raises:
+        TypeError: An argument of the wrong type, or a batch that is no pair of tensors.
         ValueError: There is no image, a batch is not images with a label each, a label is out of range, or
             logits are not finite.
     """
+    batches = _checked(model, batches, autocast)
     device = next(model.parameters()).device
     observer = _Observer(model, device)
     if device.type == "cuda":
@@ -353,9 +356,13 @@ def evaluate_pixels(
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.
+        TypeError: As of :func:`evaluate`, or the model is no segmenter.
         ValueError: There is no labeled pixel, a batch is not images with a label of each pixel, a label is
             out of range, or logits are not finite.
     """
+    batches = _checked(model, batches, autocast)
+    if not hasattr(getattr(model, "config", None), "num_classes"):
+        raise TypeError(f"model: got {type(model).__name__}, expected a CvTSegmenter")
     device = next(model.parameters()).device
     timed = _Timed(model, device)
     if device.type == "cuda":
@@ -458,6 +465,26 @@ class TokenCounter:
             of_products = 2 * keys * attention.proj_q.out_features
             saved += (mean - fewer) * (of_products + sum(layer.weight.numel() for layer in layers))
         return saved
+
+
+def _checked(model: nn.Module, batches: LabeledImages, autocast: torch.dtype | None) -> LabeledImages:
+    """Returns the batches, each of which is checked when its turn comes; raises for other wrong arguments."""
+    checks.check_kind("model", model, nn.Module)
+    if autocast is not None:
+        checks.check_float_dtype("autocast", autocast)
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")
+    return map(_pair, itertools.count(), batches)
+
+
+def _pair(number: int, batch: Any) -> tuple[Tensor, Tensor]:
+    name = f"batches[{number}]"
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"{name}: got a {type(batch).__name__}, expected images with their labels")
+    images, labels = batch
+    checks.check_tensor(name, images, "of images first")
+    checks.check_tensor(name, labels, "of labels behind the images")
+    return images, labels
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 import cvt_kernels as ck
+from cvt_kernels import checks
 from cvt_kernels.ops.rows import scatter_rows
 from cvt_kernels.ops.token_selection import interpolation, spread_keys
 
@@ -253,7 +254,18 @@ def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int
         heat: (H, W), on every ``stride``-th token of the last stage.
         config: Of the model.
         stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A map or an image without pixels, or a stride that is not positive.
     """
+    checks.check_pair("size", size, least=1)
+    checks.check_float_tensor("heat", heat, "(H, W)")
+    checks.check_rank("heat", heat, 2, "(H, W)")
+    if not heat.numel():
+        raise ValueError(f"heat: got shape {tuple(heat.shape)}, expected some places")
+    checks.check_kind("config", config, CvTConfig)
+    checks.check_int("stride", stride, 1, max(size))
     center, step = _first_token(config)
     heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
     down, across = (

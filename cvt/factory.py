@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from cvt_kernels import checks
 from cvt_kernels.missing import warn_of_missing_kernels
 
 from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
@@ -93,6 +94,10 @@ def create_model(
         FileNotFoundError: There is no such checkpoint.
         CheckpointError: A file that is not a checkpoint of this model, or one that cannot be fetched.
     """
+    checks.check_flag("pretrained", pretrained)
+    checks.check_flag("features_only", features_only)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        checks.check_path("checkpoint", checkpoint, "a path, a name on the Hub or a Checkpoint")
     if out_indices is not None and not features_only:
         raise ValueError("out_indices: is for features_only=True")
     warn_of_missing_kernels()
@@ -132,7 +137,12 @@ def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # 
     Args:
         filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
         pretrained: Only models with published weights.
+
+    Raises:
+        TypeError: An argument of the wrong type.
     """
+    checks.check_kind("filter", filter, str)
+    checks.check_flag("pretrained", pretrained)
     names = sorted(PRETRAINED if pretrained else PRESETS)
     return fnmatch.filter(names, filter) if filter else names
 
@@ -142,7 +152,13 @@ def randomize(model: nn.Module, seed: int = SEED) -> None:
 
     A freshly initialized model has biases of 0, norms of 1 and logits that hardly depend on the image, which
     would hide errors.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A negative seed.
     """
+    checks.check_kind("model", model, nn.Module)
+    checks.check_int("seed", seed, 0)
     generator = torch.Generator().manual_seed(seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():

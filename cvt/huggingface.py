@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import save_file
 from torch import nn
 
-from cvt_kernels.checks import dtype_name
+from cvt_kernels.checks import check_path, dtype_name
 from cvt_kernels.reference import LIMITS
 
 from .card import check_names
@@ -134,6 +134,7 @@ def save_huggingface(
             out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
         OSError: The directory cannot be written.
     """
+    check_path("directory", directory)
     if not isinstance(getattr(model, "head", None), nn.Linear):
         raise TypeError(f"model: got {type(model).__name__}, expected a CvT with a classification head")
     config = _config_of(model)

@@ -23,7 +23,7 @@ from cvt_kernels.acceleration.fused import (
 )
 from cvt_kernels.acceleration.matching import why_not_now
 from cvt_kernels.acceleration.ours import ENTRIES, attention_entry
-from cvt_kernels.checks import autocast_enabled, is_transformed
+from cvt_kernels.checks import autocast_enabled, check_kind, check_tensor, is_transformed
 from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.conv_projection.modules import project
@@ -358,10 +358,7 @@ class Stages(nn.Module):
     def _check_images(self, images: Tensor) -> None:
         if torch.jit.is_tracing():  # sizes are tensors then, and what is compared becomes part of the record
             return
-        if not isinstance(images, Tensor):
-            raise TypeError(
-                f"images: got {type(images).__name__}, expected a tensor (batch, channels, height, width)"
-            )
+        check_tensor("images", images, "(batch, channels, height, width)")
         if images.ndim != 4 or images.shape[1] != self.config.in_chans:
             raise ValueError(
                 f"images: got shape {tuple(images.shape)}, "
@@ -427,6 +424,7 @@ class CvT(Stages, PretrainedModel):
     """
 
     def __init__(self, config: CvTConfig):
+        check_kind("config", config, CvTConfig)
         if config.head != "classify":
             raise ValueError(f"config: has head={config.head!r}, expected 'classify' for a classifier")
         super().__init__(config, count=len(config.embed_dims))
@@ -459,7 +457,8 @@ class CvT(Stages, PretrainedModel):
             TypeError: ``num_classes`` is not an integer.
             ValueError: A value out of range; the model is left as it was.
         """
-        self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool or self.config.pool)
+        pool = self.config.pool if pool is None else pool
+        self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool)
         self.head = self._build_head(num_classes).to(next(self.parameters()))
         self.head.apply(init_weights)
         self.labels = None
@@ -507,14 +506,16 @@ class CvTFeatures(Stages):
         feature_info: Channels and reduction of each returned map, as in timm.
 
     Raises:
-        TypeError: ``out_indices`` is no tuple or list of integers.
+        TypeError: No configuration, or ``out_indices`` is no tuple or list of integers.
         ValueError: An index is out of range, or there is none.
     """
 
     def __init__(self, config: CvTConfig, out_indices: Sequence[int] | None = None):
+        check_kind("config", config, CvTConfig)
         stages = len(config.embed_dims)
         chosen = tuple(range(stages)) if out_indices is None else out_indices
-        if not isinstance(chosen, tuple | list) or not all(isinstance(i, int) for i in chosen):
+        integers = isinstance(chosen, tuple | list) and all(type(i) is int for i in chosen)
+        if not integers:
             raise TypeError(f"out_indices: got {chosen!r}, expected a tuple of integers")
         if not chosen or any(not -stages <= i < stages for i in chosen):
             raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")

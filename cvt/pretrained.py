@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cvt_kernels import checks
+
 from .checkpoints import build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
 from .extras import require
 from .huggingface import Preprocessing, write_model
@@ -53,11 +55,20 @@ class PretrainedModel(nn.Module):
             **overrides: Fields of ``CvTConfig`` to change, such as ``num_classes=10``.
 
         Raises:
-            TypeError: An override that is not a field, or of the wrong type.
+            TypeError: An argument of the wrong type, or an override that is not a field.
             ValueError: An override out of range.
             FileNotFoundError: There is no such checkpoint.
             CheckpointError: It is not one of a CvT, or cannot be fetched.
         """
+        checks.check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
+        if revision is not None:
+            checks.check_kind("revision", revision, str)
+        if token is not None:
+            checks.check_kind("token", token, str, bool)
+        if cache_dir is not None:
+            checks.check_path("cache_dir", cache_dir)
+        checks.check_flag("force_download", force_download)
+        checks.check_flag("local_files_only", local_files_only)
         state = read_checkpoint(
             pretrained_model_name_or_path,
             revision=revision,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cvt_kernels.acceleration.fused import apply_layer_norm, apply_linear
+from cvt_kernels.checks import check_kind
 
 from .config import MOST_LABELS, CvTConfig
 from .model import CvT, Stages, init_weights
@@ -73,10 +74,12 @@ class CvTSegmenter(Stages, PretrainedModel):
         Input (B, in_chans, H, W), of the sizes that :class:`CvT` takes; output logits (B, num_classes, H, W).
 
     Raises:
+        TypeError: No configuration.
         ValueError: A configuration with another head.
     """
 
     def __init__(self, config: CvTConfig):
+        check_kind("config", config, CvTConfig)
         if config.head != "segment":
             raise ValueError(
                 f"config: has head={config.head!r}, expected 'segment' for a class of every pixel"

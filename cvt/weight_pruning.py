@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cvt_kernels import checks
+
 from .config import CvTConfig, check_number
 from .factory import create_model
 from .model import Attention, Block, Mlp
@@ -71,9 +73,11 @@ def prune_weights(
     if why_not is not None:
         raise ValueError(f"model: {why_not}")
     config = pruned_config(whole_config, mlp=mlp, heads=heads)
+    if saliency is not None:
+        checks.check_choice("saliency", saliency, get_args(Saliency))
+    if batches is not None and not isinstance(batches, Iterable):
+        raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")
     chosen = saliency or ("magnitude" if batches is None else "taylor")
-    if chosen not in get_args(Saliency):
-        raise ValueError(f"saliency: got {saliency!r}, expected one of {', '.join(get_args(Saliency))}")
     whole = _copy_of(model, whole_config)
     if chosen == "magnitude":
         saliencies = {path: _magnitudes(block) for path, block in _blocks(whole).items()}
@@ -246,6 +250,8 @@ def _labeled(name: str, batch: Any, device: torch.device) -> tuple[Tensor, Tenso
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"{name}: got a {type(batch).__name__}, expected images with their labels")
     images, labels = batch
+    for each in batch:
+        checks.check_tensor(name, each, "of images and one of labels")
     return images.to(device), labels.to(device)
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
+import os
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,21 +23,59 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_DENSE = torch.strided
 _FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))
 
 
-def check_float_tensor(name: str, value: object, shape: str) -> None:
-    """Raises TypeError unless ``value`` is a tensor of a floating dtype; ``shape`` is for the message."""
+def shown(value: object) -> str:
+    """Returns an argument as a message has it: small plain values as they are, others by their type."""
+    plain = value is None or isinstance(value, bool | int | float | complex | str | np.generic | torch.dtype)
+    text = repr(value) if plain or isinstance(value, tuple | list) else type(value).__name__
+    return text if len(text) <= 80 else type(value).__name__
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Says whether a tensor is neither sparse nor nested, nor in a layout of oneDNN's."""
+    return tensor.layout is _DENSE and not tensor.is_nested
+
+
+def check_tensor(name: str, value: Any, shape: str) -> None:
+    """Raises TypeError unless ``value`` is a dense tensor; ``shape`` is for the message."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {shape}")
-    if value.dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {_FLOAT_NAMES}")
+    if not is_dense(value):
+        kind = "a nested tensor" if value.is_nested else f"a tensor of {value.layout}"
+        raise TypeError(f"{name}: got {kind}, expected a dense one {shape}")
+
+
+def check_float_tensor(name: str, value: Any, shape: str) -> None:
+    """Raises TypeError unless ``value`` is a dense tensor of a floating dtype.
+
+    Args:
+        name: The argument, for the message, as in all functions here.
+        value: What came.
+        shape: What was expected, for the message.
+    """
+    # As in check_tensor, without another call: small operators are called with many tensors.
+    is_float = isinstance(value, Tensor) and value.dtype in _FLOAT_DTYPES
+    if is_float and value.layout is _DENSE and not value.is_nested:
+        return
+    check_tensor(name, value, shape)
+    raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {_FLOAT_NAMES}")
+
+
+def check_dtype(name: str, value: Any, shape: str, *dtypes: torch.dtype) -> None:
+    """Raises TypeError unless ``value`` is a dense tensor of one of some dtypes."""
+    check_tensor(name, value, shape)
+    if value.dtype not in dtypes:
+        expected = " or ".join(map(dtype_name, dtypes))
+        raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected {expected}")
 
 
 def check_float_dtype(name: str, dtype: object) -> None:
     """Raises TypeError unless ``dtype`` is a floating dtype."""
     if dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{name}: got {dtype!r}, expected one of {_FLOAT_NAMES}")
+        raise TypeError(f"{name}: got {shown(dtype)}, expected one of {_FLOAT_NAMES}")
 
 
 def check_rank(name: str, tensor: Tensor, rank: int, shape: str) -> None:
@@ -47,6 +90,12 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: s
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(expected)} {meaning}")
 
 
+def check_device(name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    """Raises ValueError unless ``tensor`` is on the device of ``x``."""
+    if tensor.device != x.device:
+        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
+
+
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
     """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
 
@@ -57,7 +106,7 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         TypeError: Another dtype.
     """
     if tensor.device != x.device:
-        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as {x_name}")
+        check_device(name, tensor, x_name, x)
     if tensor.dtype == x.dtype or tensor.dtype in also:
         return
     if torch.float64 in (tensor.dtype, x.dtype) or not autocast_enabled(x):
@@ -78,6 +127,156 @@ def check_kind(name: str, part: object, *kinds: type) -> None:
     if not isinstance(part, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is True or False."""
+    if value is not True and value is not False and not isinstance(value, torch.SymBool):
+        raise TypeError(f"{name}: got {shown(value)}, expected True or False")
+
+
+def check_number(name: str, value: Any, expected: str = "a finite number") -> None:
+    """Raises unless ``value`` is a finite real number: of Python, of NumPy, symbolic, or a scalar tensor.
+
+    Raises:
+        TypeError: It is no number; neither is a bool, nor a tensor that wants a gradient.
+        ValueError: It is NaN or infinite.
+    """
+    if type(value) is not float and not _is_number(value):
+        raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
+    if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
+        raise ValueError(f"{name}: got {value}, expected {expected}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises as :func:`check_number`, and ValueError unless the number is above 0."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return
+    check_number(name, value, "a positive number")
+    if not value > 0:
+        raise ValueError(f"{name}: got {value!r}, expected a positive number")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        real = not value.is_complex() and value.dtype != torch.bool
+        return value.ndim == 0 and real and not value.requires_grad
+    numbers = int | float | torch.SymInt | torch.SymFloat | np.integer | np.floating
+    return isinstance(value, numbers) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises TypeError unless ``value`` is an integer, and ValueError unless it is within its bounds."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {shown(value)}, expected an integer of at least {least}")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected an integer of at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: got {value}, expected an integer of at most {most}")
+
+
+def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
+    """Raises TypeError unless ``grid`` is a pair of integers; how large they may be is asked elsewhere."""
+    if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_index(n) for n in grid):
+        raise TypeError(f"{name}: got {shown(grid)}, expected a tuple (H, W) of integers")
+
+
+def _is_index(value: object) -> bool:
+    """Says whether a value is an integer: of Python, of NumPy, symbolic, or a scalar tensor."""
+    if isinstance(value, int | torch.SymInt):
+        return not isinstance(value, bool)
+    return isinstance(value, np.integer | Tensor) and _as_index(value) is not None
+
+
+def _as_index(value: Any) -> int | None:
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def indices(name: str, value: Any) -> list[int]:
+    """Returns an integer or several as a list.
+
+    Raises:
+        TypeError: It is neither, or they are not integers.
+    """
+    expected = "an integer or a sequence of them"
+    each = (value,) if _is_index(value) else as_tuple(name, value, expected)
+    if not all(_is_index(index) for index in each):
+        raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
+    return [operator.index(index) for index in each]
+
+
+def as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    """Returns what can be iterated over as a tuple; raises TypeError for anything else."""
+    try:
+        return tuple(value)
+    except TypeError as error:
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}") from error
+
+
+def check_path(name: str, value: Any, expected: str = "a path") -> None:
+    """Raises TypeError unless ``value`` is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
+
+
+def check_pair(name: str, value: Any, least: int) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a pair of integers of at least ``least``."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{name}: got {shown(value)}, expected a tuple of two integers")
+    for each in value:
+        check_int(name, each, least)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of some names."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}")
+
+
+#: The largest stride, padding and dilation of a convolution: kernels count with 32 bits.
+_MOST_STEPS = 2**20
+_MOST_PIXELS = 2**31 - 1
+
+
+def check_geometry(
+    prefix: str, kernel: int, sizes: Sequence[int], stride: Any, padding: Any, dilation: Any = 1
+) -> tuple[int, ...]:
+    """Returns the sizes of the output of a convolution; raises for settings that no convolution has.
+
+    A padding beyond the map and the kernel would only add zeros, without limit.
+
+    Args:
+        prefix: Stands before the names in messages.
+        kernel: Rows and columns of the kernel.
+        sizes: Height and width of the map.
+        stride: The setting.
+        padding: The setting.
+        dilation: The setting.
+
+    Raises:
+        TypeError: A setting that is no integer.
+        ValueError: One out of range, or an output of too many pixels. Below 1, a size means that it is empty.
+    """
+    for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
+    reach = dilation * (kernel - 1)
+    most = max(sizes) + reach
+    if padding > most:
+        raise ValueError(
+            f"{prefix}padding: got {padding}, expected at most {most}, the map of {sizes[0]}×{sizes[1]} "
+            "and the kernel together"
+        )
+    height, width = ((n + 2 * padding - reach - 1) // stride + 1 for n in sizes)
+    if height > 0 and width > 0 and height * width > _MOST_PIXELS:
+        raise ValueError(
+            f"{prefix}padding: got {padding}, which makes {height}×{width} pixels, expected fewer than 2**31"
+        )
+    return height, width
 
 
 def wants_gradient(*values: object) -> bool:
@@ -184,6 +383,8 @@ def check_row_values(
         class_token: Whether the first has to be 0.
     """
     if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
+        return
+    if rows.dtype != torch.int64 or rows.ndim != 2 or not is_dense(rows):  # which is refused elsewhere
         return
     if rows.numel() == 0 or torch._C._functorch.maybe_current_level() is not None:
         return

@@ -222,7 +222,10 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
     if _level_of_transforms() is not None or checks.forward_mode_enabled():
         return None
     try:
-        facts = [None if t is None else (type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+        facts = [
+            None if t is None else (type(t), t.dtype, t.layout, t.device, t.shape, t.stride())
+            for t in tensors
+        ]
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         return None
     x = tensors[0]

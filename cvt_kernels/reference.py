@@ -64,9 +64,12 @@ class ConvBatchNorm(NamedTuple):
         """Collects the tensors and settings of two live modules; nothing is copied.
 
         Raises:
+            TypeError: If they are other modules.
             ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
                 in the two directions.
         """
+        checks.check_kind("conv", conv, nn.Conv2d)
+        checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
         bias, *tensors = _tensors_of(conv, bn)
         weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked = tensors
         if bias is not None:

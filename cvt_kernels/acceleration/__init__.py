@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .. import checks
 from ..graphs import cached, change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
@@ -74,10 +75,11 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
         The same object.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``freeze`` neither True nor False.
         ValueError: It has no supported block, or with ``freeze`` it has no stage or layer that can be frozen,
             or is in training mode; it is left as it was.
     """
+    checks.check_flag("freeze", freeze)
     blocks = find_blocks(model)
     supported = [(block, entry) for _, block, entry in blocks if why_mismatched(block, entry) is None]
     if not supported:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
-from ..checks import autocast_dtype, dtype_name
+from ..checks import autocast_dtype, check_flag, check_int, dtype_name
 from ..tables import aligned
 from . import accelerate, give_classes_back
 from .compiling import is_frozen
@@ -184,13 +184,13 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
         A :class:`Verification`: print it, or ask for ``passed``.
 
     Raises:
-        TypeError: ``model`` is not a module, or there is no tensor of floating point in ``inputs``.
+        TypeError: An argument of the wrong type, or there is no tensor of floating point in ``inputs``.
         ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
     """
     from tqdm import tqdm  # not needed where nothing is verified
 
-    if rounds < 1:
-        raise ValueError(f"rounds: got {rounds}, expected at least 1")
+    check_int("rounds", rounds, 1)
+    check_flag("progress", progress)
     coverage(model)  # raises unless there is something to verify
     if not list(_tensors(inputs)):
         raise TypeError(

@@ -7,13 +7,15 @@ on those before it: ``report`` (what was done to which layer), ``layers`` (which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from .. import checks
+from ..ops.linear_int8 import check_dtype
 from ..ops.linear_int8.modules import QuantizedLayer, put_back, replace
 from .calibration import Choice, calibrate
 from .layers import Layer, find_layers, quantized
@@ -68,6 +70,9 @@ def quantize(
             it was.
     """
     _check_settings(scheme, calibration, keep_float)
+    check_dtype(dtype)
+    checks.check_flag("embeddings", embeddings)
+    checks.check_flag("progress", progress)
     layers = find_layers(model, embeddings=embeddings)
     _check_state(model)
     layers = _without(layers, keep_float)
@@ -89,12 +94,19 @@ def quantize(
 
 
 def _check_settings(scheme: object, calibration: object, keep_float: object) -> None:
-    if scheme not in get_args(Scheme):
-        raise ValueError(f"scheme: got {scheme!r}, expected one of {', '.join(get_args(Scheme))}")
+    checks.check_choice("scheme", scheme, get_args(Scheme))
     if scheme == "static" and calibration is None:
         raise ValueError('calibration: got None, expected images, from which scheme="static" has its scales')
-    if isinstance(keep_float, str):
-        raise TypeError(f"keep_float: got the string {keep_float!r}, expected a sequence of names")
+    _check_names("keep_float", keep_float, "a sequence of names")
+
+
+def _check_names(argument: str, names: object, expected: str) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        got = f"the string {names!r}" if isinstance(names, str) else checks.shown(names)
+        raise TypeError(f"{argument}: got {got}, expected {expected}")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: got {checks.shown(name)} among others, expected {expected}")
 
 
 def _check_state(model: nn.Module) -> None:
@@ -141,14 +153,14 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
         The same object.
 
     Raises:
-        TypeError: ``paths`` is a string.
+        TypeError: ``model`` is no module, or ``paths`` are no names, or a single one.
         ValueError: A name is not that of a quantized layer, or of one that was loaded as it is; the model is
             left as it was.
     """
-    if isinstance(paths, str):
-        raise TypeError(f"paths: got the string {paths!r}, expected names of layers")
+    checks.check_kind("model", model, nn.Module)
+    paths = paths if isinstance(paths, str) else checks.as_tuple("paths", paths, "names of layers")
+    _check_names("paths", paths, "names of layers")
     layers = dict(model.named_modules(remove_duplicate=False))
-    paths = list(paths)
     for path in paths:
         layer = layers.get(path)
         if not isinstance(layer, QuantizedLayer):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,21 +191,23 @@ def attention(
     options: dict[str, Any] = {"scale": scale, "bias": bias, "dropout_p": dropout_p}
     table = rows = places = None
     if position is not None:
-        if not isinstance(position, PositionBias):
-            raise TypeError(f"position: got {type(position).__name__}, expected a PositionBias")
+        checks.check_kind("position", position, PositionBias)
         options["position"] = position
-        table, *places, rows = position
+        table, rows, places = position.table, position.rows, _places_of(position)
     if torch.jit.is_tracing():
         return dispatch.call_recorded("attention", q, k, v, **options)
-    if position is not None and type(rows) is Tensor and k.ndim == 4:
-        # Their values are no part of what is remembered of a call.
-        checks.check_row_values("position.rows", rows, _tokens_of(position, k.shape[1]))
-    settings = scale, type(scale), dropout_p, type(dropout_p), places and tuple(places)
+    settings = scale, type(scale), dropout_p, type(dropout_p), places
     key = dispatch.key_of("attention", settings, q, k, v, bias, table, rows)
     known = dispatch.known(key)
     if known is None:
-        check_attention(q, k, v, scale, bias, dropout_p, position)
-    elif known.run is not None:
+        _check_tokens(q, k, ("v", v))
+        check_scale("scale", scale)
+        _check_scores(q, k, bias, position)
+        _check_probability(dropout_p)
+    if position is not None and rows is not None:
+        # Their values are no part of what is remembered of a call.
+        checks.check_row_values("position.rows", rows, _tokens_of(position, k.shape[1]))
+    if known is not None and known.run is not None:
         return known.run(q, k, v)
     out = dispatch.call("attention", q, k, v, **options)
     if known is None:
@@ -214,17 +215,21 @@ def attention(
     return out
 
 
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
+def check_attention_map(
+    q: Tensor, k: Tensor, scale: float | None, bias: Tensor | None, position: PositionBias | None
 ) -> None:
-    """Raises the errors that :func:`attention` documents; ``v`` is None for an attention map."""
-    named = [("q", q), ("k", k), ("v", v)] if v is not None else [("q", q), ("k", k)]
+    """Raises the errors that :func:`attention` documents, for its arguments without the values."""
+    _check_tokens(q, k)
+    check_scale("scale", scale)
+    if position is not None:
+        checks.check_kind("position", position, PositionBias)
+    _check_scores(q, k, bias, position)
+    if position is not None and position.rows is not None:
+        checks.check_row_values("position.rows", position.rows, _tokens_of(position, k.shape[1]))
+
+
+def _check_tokens(q: Tensor, k: Tensor, *values: tuple[str, Tensor]) -> None:
+    named = (("q", q), ("k", k), *values)
     for name, tensor in named:
         checks.check_float_tensor(name, tensor, _SHAPE)
         checks.check_rank(name, tensor, 4, _SHAPE)
@@ -237,27 +242,54 @@ def check_attention(
         raise ValueError(f"q: got shape {tuple(q.shape)}, expected at least one head and one channel of it")
     for name, tensor in named[1:]:
         checks.check_shape(name, tensor, (batch, keys, heads, head_dim), _SHAPE)
-    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
-        raise ValueError(f"scale: got {scale}, expected a finite number or None")
+
+
+def check_scale(name: str, scale: float | None) -> None:
+    """Raises TypeError or ValueError unless a factor on scores is a finite number or None."""
+    if scale is not None:
+        checks.check_number(name, scale, "a finite number or None")
+
+
+def _check_probability(dropout_p: float) -> None:
+    checks.check_number("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")
+
+
+def _check_scores(q: Tensor, k: Tensor, bias: Tensor | None, position: PositionBias | None) -> None:
+    """Checks what is added to the scores of queries and keys that are right themselves."""
     if bias is not None:
         checks.check_float_tensor("bias", bias, "that broadcasts to (batch, heads, queries, keys)")
         checks.check_like("bias", bias, "q", q)
-        _check_broadcasts("bias", bias, (batch, heads, queries, keys))
+        _check_broadcasts("bias", bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if position is not None:
-        _check_position(position, q, keys)
+        _check_places(position)
+        _check_position(position, q, k.shape[1])
+
+
+def _places_of(position: PositionBias) -> tuple[Any, ...]:
+    """Returns grids and stride as part of a key, with their types: 2.0 is equal to 2."""
+    _, query_grid, key_grid, stride, _ = position
+    try:
+        kinds = [*map(type, (*query_grid, *key_grid, stride))]  # a list, for torch.compile of torch 2.11
+    except TypeError:  # one is no grid; no call with it has been served
+        kinds = []
+    return query_grid, key_grid, stride, *kinds
+
+
+def _check_places(position: PositionBias) -> None:
+    """Raises TypeError or ValueError unless grids and stride are positive integers."""
+    for name in ("query_grid", "key_grid"):
+        grid = getattr(position, name)
+        checks.check_grid(f"position.{name}", grid, tuple | list)
+        if grid[0] < 1 or grid[1] < 1:
+            raise ValueError(f"position.{name}: got {grid}, expected integers of at least 1")
+    checks.check_int("position.stride", position.stride, 1)
 
 
 def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     batch, queries, heads, _ = q.shape
     table, (height, width), (key_height, key_width), stride, rows = position
-    for name, size in (("query_grid", height), ("query_grid", width), ("key_grid", key_height),
-                       ("key_grid", key_width), ("stride", stride)):  # fmt: skip
-        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"position.{name}: got {getattr(position, name)}, expected integers of at least 1"
-            )
     class_tokens = keys - key_height * key_width
     if class_tokens < 0 or class_tokens > 1:
         raise ValueError(
@@ -276,9 +308,7 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     checks.check_shape("position.table", table, sizes, meaning)
     if rows is None:
         return
-    if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
-        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise TypeError(f"position.rows: got {got}, expected an int64 tensor (batch, queries)")
+    checks.check_dtype("position.rows", rows, "(batch, queries)", torch.int64)
     if rows.device != q.device:
         raise ValueError(f"position.rows: is on {rows.device}, expected {q.device} as q")
     checks.check_rank("position.rows", rows, 2, "(batch, queries)")

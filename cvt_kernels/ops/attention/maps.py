@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import checks
 from ...reference import PositionBias, position_bias
-from . import check_attention
+from . import check_attention_map
 
 
 class AttentionMap(NamedTuple):
@@ -71,9 +71,10 @@ def attention_map(
         ValueError: A wrong shape or device, a row that does not exist, a bias that does not broadcast, a
             scale that is not finite, a grid that does not fit the tokens.
     """
-    check_attention(q, k, None, scale, bias, 0.0, position)
+    check_attention_map(q, k, scale, bias, position)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
+    query_grid = _check_grids(grid, query_grid, queries, keys)
     index = torch.tensor(_check_rows(rows, queries), device=q.device)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if scale is None:
@@ -89,40 +90,50 @@ def attention_map(
     probabilities = scores.softmax(-1)
     probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
     entropy = torch.special.entr(probabilities).sum(-1)
-    if grid is None:
+    if grid is None or query_grid is None:
         return AttentionMap(probabilities, entropy, None)
-    offsets = _offsets(index, queries, keys, grid, query_grid).to(dtype)
+    offsets = _offsets(index, queries, grid, query_grid).to(dtype)
     spatial = probabilities[..., keys - grid[0] * grid[1] :]
     return AttentionMap(probabilities, entropy, (spatial * offsets).sum(-1) / spatial.sum(-1))
 
 
 def _check_rows(rows: int | Sequence[int], queries: int) -> list[int]:
-    indices = [rows] if isinstance(rows, int) else [int(row) for row in rows]
+    indices = checks.indices("rows", rows)
     if not indices or any(not -queries <= row < queries for row in indices):
         raise ValueError(f"rows: got {indices}, expected at least one index into {queries} queries")
     return [row % queries for row in indices]
 
 
-def _offsets(
-    index: Tensor, queries: int, keys: int, grid: tuple[int, int], query_grid: tuple[int, int] | None
-) -> Tensor:
-    """Returns the distances (R, H·W) from the queries to the keys of the grid; NaN for a class token."""
-    height, width = grid
+def _check_grids(
+    grid: tuple[int, int] | None, query_grid: tuple[int, int] | None, queries: int, keys: int
+) -> tuple[int, int] | None:
+    """Returns the grid of the queries; None without one of the keys. Raises for grids that do not fit."""
+    if query_grid is not None:
+        _check_grid("query_grid", query_grid, queries, "queries")
+    if grid is None:
+        return None
     _check_grid("grid", grid, keys, "keys")
-    if query_grid is None:
-        stride = max(math.isqrt(queries // (height * width)), 1)
-        query_grid = height * stride, width * stride
-    query_height, query_width = query_grid
+    if query_grid is not None:
+        return query_grid
+    stride = max(math.isqrt(queries // (grid[0] * grid[1])), 1)
+    query_grid = grid[0] * stride, grid[1] * stride
     _check_grid("query_grid", query_grid, queries, "queries")
+    return query_grid
+
+
+def _check_grid(name: str, grid: tuple[int, int], tokens: int, meaning: str) -> None:
+    checks.check_grid(name, grid, tuple | list)
+    if min(grid) < 1 or tokens - grid[0] * grid[1] not in (0, 1):
+        raise ValueError(
+            f"{name}: got {grid[0]}×{grid[1]} for {tokens} {meaning}, expected {meaning} = H·W or H·W + 1"
+        )
+
+
+def _offsets(index: Tensor, queries: int, grid: tuple[int, int], query_grid: tuple[int, int]) -> Tensor:
+    """Returns the distances (R, H·W) from the queries to the keys of the grid; NaN for a class token."""
+    (height, width), (query_height, query_width) = grid, query_grid
     place = (index - (queries - query_height * query_width)).double()
     key = torch.arange(height * width, device=index.device)
     down = (place // query_width / -(-query_height // height))[:, None] - key // width
     across = (place % query_width / -(-query_width // width))[:, None] - key % width
     return torch.hypot(down, across).masked_fill((place < 0)[:, None], torch.nan)
-
-
-def _check_grid(name: str, grid: tuple[int, int], tokens: int, meaning: str) -> None:
-    if min(grid) < 1 or tokens - grid[0] * grid[1] not in (0, 1):
-        raise ValueError(
-            f"{name}: got {grid[0]}×{grid[1]} for {tokens} {meaning}, expected {meaning} = H·W or H·W + 1"
-        )

@@ -116,12 +116,8 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     checks.check_like("weight", weight, "image", image)
     if weight.numel() == 0:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
-    for name, value, least in (("stride", stride, 1), ("padding", padding, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
-    if not eps > 0:
-        raise ValueError(f"eps: got {eps!r}, expected a positive number")
-    if min(image.shape[2:]) + 2 * padding < kernel_size:
+    checks.check_positive("eps", eps)
+    if min(checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)) < 1:
         raise ValueError(
             f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
         )

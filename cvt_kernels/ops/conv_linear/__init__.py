@@ -43,7 +43,8 @@ def conv_linear(
         ValueError: A wrong shape or device, an invalid setting, or not as many linear layers as branches.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    convs, linears = tuple(convs), tuple(linears)
+    convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
+    linears = checks.as_tuple("linears", linears, "a sequence of pairs (weight, bias)")
     if torch.jit.is_tracing():
         return dispatch.call_recorded("conv_linear", x, grid, convs, linears)
     check_arguments(x, grid, convs, training=False)
@@ -63,8 +64,11 @@ def _compose(
 def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
     if len(linears) != len(convs):
         raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
-    for i, (weight, bias) in enumerate(linears):
+    for i, pair in enumerate(linears):
         name = f"linears[{i}]"
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"{name}: got {checks.shown(pair)}, expected a pair (weight, bias)")
+        weight, bias = pair
         checks.check_float_tensor(name, weight, "(outputs, channels)")
         checks.check_rank(name, weight, 2, "(outputs, channels)")
         checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")

@@ -13,8 +13,9 @@ from ... import backends, checks, dispatch
 from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..registration import images_within, register_native, register_reference, register_triton, size_class
 
-_SHAPE = "(batch, tokens, channels)"
+_SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 
+_COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SAMPLE = 2**18  # elements
 
 
@@ -120,7 +121,8 @@ def conv_projection(
             of different grids, or training with a single value per channel. Nothing has been updated then.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    convs = tuple(convs)
+    if type(convs) is not tuple:
+        convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
     if torch.jit.is_tracing():
         return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
     key = _key_of(x, grid, convs, training)
@@ -151,7 +153,7 @@ def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], trainin
     if type(grid) is not tuple:
         return None
     tensors: list[Tensor | None] = [x]
-    settings: list[Any] = [training, *grid, *map(type, grid)]
+    settings: list[Any] = [training, type(training), *grid, *map(type, grid)]
     if any(type(branch) is not ConvBatchNorm for branch in convs):
         if not all(type(branch) in (tuple, ConvBatchNorm) for branch in convs):
             return None
@@ -178,8 +180,8 @@ def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], t
 def _check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
-    if not isinstance(grid, tuple) or len(grid) != 2 or any(isinstance(n, float) for n in grid):
-        raise TypeError(f"grid: got {grid!r}, expected a tuple (H, W) of integers")
+    checks.check_flag("training", training)
+    checks.check_grid("grid", grid)
     height, width = grid
     if height < 1 or width < 1 or x.shape[1] - height * width not in (0, 1):
         raise ValueError(
@@ -205,9 +207,24 @@ def _check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], 
                 )
 
 
+def check_settings(name: str, conv: ConvBatchNorm) -> None:
+    """Raises TypeError or ValueError for a convolution that is wrong whatever the tokens."""
+    checks.check_kind(name, conv, ConvBatchNorm)
+    checks.check_float_tensor(f"{name}.weight", conv.weight, _WEIGHT)
+    checks.check_rank(f"{name}.weight", conv.weight, 4, _WEIGHT)
+    channels, _, _, kernel = conv.weight.shape
+    _check_conv(name, conv, conv.weight.new_empty(0, 0, channels))
+    checks.check_geometry(f"{name}.", kernel, (kernel, kernel), conv.stride, conv.padding, conv.dilation)
+
+
 def _check_branch(name: str, conv: ConvBatchNorm, x: Tensor, grid: tuple[int, int], training: bool) -> None:
     _check_conv(name, conv, x)
-    out_height, out_width = conv.output_grid(grid)
+    if training:
+        _check_training(name, conv, x)
+    kernel = conv.weight.shape[3]
+    out_height, out_width = checks.check_geometry(
+        f"{name}.", kernel, grid, conv.stride, conv.padding, conv.dilation
+    )
     if out_height < 1 or out_width < 1:
         raise ValueError(f"{name}: output of the {grid[0]}×{grid[1]} grid is empty")
     synchronizes = training and conv.process_group is not None
@@ -219,12 +236,11 @@ def _check_branch(name: str, conv: ConvBatchNorm, x: Tensor, grid: tuple[int, in
 
 
 def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
-    if not isinstance(conv, ConvBatchNorm):
-        raise TypeError(f"{name}: got {type(conv).__name__}, expected ConvBatchNorm")
+    checks.check_kind(name, conv, ConvBatchNorm)
     channels = x.shape[2]
     weight = conv.weight
-    checks.check_float_tensor(f"{name}.weight", weight, "(channels, 1, k, k)")
-    checks.check_rank(f"{name}.weight", weight, 4, "(channels, 1, k, k)")
+    checks.check_float_tensor(f"{name}.weight", weight, _WEIGHT)
+    checks.check_rank(f"{name}.weight", weight, 4, _WEIGHT)
     k = weight.shape[3]
     checks.check_shape(f"{name}.weight", weight, (channels, 1, k, k), "(depthwise, square)")
     checks.check_like(f"{name}.weight", weight, "x", x)
@@ -233,12 +249,7 @@ def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
     _check_batch_norm(name, conv, x)
     if (conv.running_mean is None) != (conv.running_var is None):
         raise ValueError(f"{name}: running_mean and running_var must both be given or both be None")
-    for field, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        value = getattr(conv, field)
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}.{field}: got {value!r}, expected an integer of at least {least}")
-    if not conv.eps > 0:
-        raise ValueError(f"{name}.eps: got {conv.eps!r}, expected a positive number")
+    checks.check_positive(f"{name}.eps", conv.eps)
 
 
 def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
@@ -252,12 +263,26 @@ def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
         checks.check_like(field, tensor, "x", x, also=(torch.float32,) if half else ())
         if tensor.dtype != tensors[0][1].dtype:
             raise TypeError(f"{field}: has dtype {tensor.dtype}, {tensors[0][0]} {tensors[0][1].dtype}")
-    tracked = conv.num_batches_tracked
-    if tracked is not None and (tracked.numel() != 1 or tracked.is_floating_point()):
-        raise TypeError(f"{name}.num_batches_tracked: got {tracked!r}, expected an integer scalar")
-    group = conv.process_group
+    if conv.momentum is not None:
+        checks.check_number(f"{name}.momentum", conv.momentum, "a number in [0, 1] or None")
+        if not 0 <= conv.momentum <= 1:
+            raise ValueError(f"{name}.momentum: got {conv.momentum}, expected a number in [0, 1] or None")
+
+
+def _check_training(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
+    """Raises TypeError or ValueError for a wrong process group or count, which training alone reads.
+
+    The count of batches may be on the CPU beside an x elsewhere.
+    """
+    group, count = conv.process_group, conv.num_batches_tracked
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{name}.process_group: got {type(group).__name__}, expected a ProcessGroup or None")
-    momentum = conv.momentum
-    if momentum is not None and not (isinstance(momentum, float | int) and 0 <= momentum <= 1):
-        raise ValueError(f"{name}.momentum: got {momentum!r}, expected a number in [0, 1] or None")
+    if count is None:
+        return
+    name = f"{name}.num_batches_tracked"
+    checks.check_tensor(name, count, "with one integer")
+    if count.numel() != 1 or count.dtype not in _COUNTS:
+        got = f"{checks.dtype_name(count.dtype)} of shape {tuple(count.shape)}"
+        raise TypeError(f"{name}: got {got}, expected an integer scalar")
+    if count.device.type not in ("cpu", x.device.type):
+        raise ValueError(f"{name}: is on {count.device}, expected {x.device} as x")

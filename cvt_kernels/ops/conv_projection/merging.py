@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import checks
 from ...reference import ConvBatchNorm
+from . import check_settings
 
+_LARGEST = 1024  # rows of a kernel
 _HALF = 0.5  # as variance and as eps it makes a deviation of exactly 1 in every dtype
 
 
@@ -29,11 +32,13 @@ def merge_convolutions(convs: Sequence[ConvBatchNorm]) -> ConvBatchNorm:
         TypeError: One is no ConvBatchNorm.
         ValueError: There is none, one has no running statistics, or they differ in channels, stride or grid.
     """
-    convs = tuple(convs)
+    convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
     _check(convs)
     first, channels = convs[0], convs[0].weight.shape[0]
     padding = max(conv.padding for conv in convs)
     size = padding + 1 + max(conv.dilation * (conv.weight.shape[3] - 1) - conv.padding for conv in convs)
+    if size > _LARGEST:
+        raise ValueError(f"convs: need a kernel of {size}×{size} together, expected {_LARGEST} rows at most")
     weight = first.weight.new_zeros(channels, 1, size, size, dtype=torch.float64)
     shift = weight.new_zeros(channels)
     for conv in convs:
@@ -63,8 +68,7 @@ def _check(convs: Sequence[ConvBatchNorm]) -> None:
     if not convs:
         raise ValueError("convs: got none, expected at least one convolution")
     for i, conv in enumerate(convs):
-        if not isinstance(conv, ConvBatchNorm):
-            raise TypeError(f"convs[{i}]: got {type(conv).__name__}, expected ConvBatchNorm")
+        check_settings(f"convs[{i}]", conv)
         if conv.running_mean is None or conv.running_var is None:
             raise ValueError(f"convs[{i}]: has no running statistics, so that it is no constant convolution")
         if conv.weight.shape[0] != convs[0].weight.shape[0]:

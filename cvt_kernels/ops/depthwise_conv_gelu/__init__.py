@@ -84,9 +84,7 @@ def _check(
 
 def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
     """Raises TypeError or ValueError unless the tokens are those of the grid, without a class token."""
-    if not isinstance(grid, tuple) or len(grid) != 2 or any(not isinstance(n, int) for n in grid):
-        got = repr(grid) if isinstance(grid, tuple | list | int) else type(grid).__name__
-        raise TypeError(f"grid: got {got}, expected a tuple (H, W) of integers")
+    checks.check_grid("grid", grid)
     height, width = grid
     if height < 1 or width < 1 or x.shape[1] != height * width:
         raise ValueError(f"grid: got {height}×{width} for {x.shape[1]} tokens, expected tokens = H·W")

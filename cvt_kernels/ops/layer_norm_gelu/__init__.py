@@ -250,15 +250,19 @@ def layer_norm_gelu(
 
 
 def check_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None = None,
+    prefix: str = "",
 ) -> None:
-    """Raises TypeError or ValueError for wrong arguments of a LayerNorm."""
+    """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` is for the message."""
     _check_last_dim(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            _check_vector(name, tensor, x)
-    if not eps > 0:
-        raise ValueError(f"eps: got {eps!r}, expected a positive number")
+            _check_vector(prefix + name, tensor, x)
+    checks.check_positive("eps", eps)
     if shift is not None:
         _check_vector("shift", shift, x, also=(torch.float32,))
 
@@ -269,8 +273,7 @@ def check_norm(name: str, norm: Norm, x: Tensor) -> None:
         vector = getattr(norm, field)
         if vector is not None:
             checks.check_tensor_like(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
-    if not norm.eps > 0:
-        raise ValueError(f"{name}.eps: got {norm.eps!r}, expected a positive number")
+    checks.check_positive(f"{name}.eps", norm.eps)
 
 
 def _check_last_dim(x: Tensor) -> None:
@@ -288,4 +291,4 @@ def _check_vector(name: str, tensor: Tensor, x: Tensor, also: tuple[torch.dtype,
 def check_approximate(approximate: str) -> None:
     """Raises ValueError unless ``approximate`` names a GELU."""
     if approximate not in GELU_VARIANTS:
-        raise ValueError(f"approximate: got {approximate!r}, expected one of {', '.join(GELU_VARIANTS)}")
+        checks.check_choice("approximate", approximate, GELU_VARIANTS)

@@ -52,25 +52,44 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``(..., outputs)``.
 
     Raises:
-        RuntimeError: Shapes or dtypes that ``F.linear`` does not take.
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     if torch.jit.is_tracing():
         return dispatch.call_recorded("linear", x, weight, bias)
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
     if _has_choice(x, weight, bias):
         return dispatch.call("linear", x, weight, bias)
-    return F.linear(x, weight, bias)
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and type(tensor) in _PLAIN:
+            checks.check_tensor(name, tensor, "as of F.linear")
+            if type(x) in _PLAIN:
+                checks.check_device(name, tensor, "x", x)
+    try:
+        return F.linear(x, weight, bias)
+    except (RuntimeError, TypeError):
+        check_linear(x, weight, bias)  # whose messages have the names of this function
+        raise
 
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or x.is_cuda or x.ndim == 0:
-        return False
     # Subclasses, as of quantized weights, know themselves what a product is; so does F.linear what is wrong.
-    if type(x) is not Tensor or type(weight) not in _PLAIN or weight.dtype != x.dtype or weight.ndim != 2:
+    if type(x) is not Tensor or x.is_cuda or not checks.is_dense(x) or x.ndim == 0:
         return False
-    if weight.shape[1] != x.shape[-1] or not x.is_floating_point() or x.numel() == 0:
+    dtype, device, layout = x.dtype, x.device, x.layout
+    if type(weight) not in _PLAIN or weight.dtype != dtype or weight.layout is not layout or weight.ndim != 2:
         return False
-    return bias is None or (type(bias) in _PLAIN and bias.dtype == x.dtype and bias.shape == weight.shape[:1])
+    if weight.device != device or weight.is_nested or weight.shape[1] != x.shape[-1]:
+        return False
+    if not dtype.is_floating_point or x.numel() == 0:
+        return False
+    if bias is None:
+        return True
+    if type(bias) not in _PLAIN or bias.dtype != dtype or bias.layout is not layout or bias.is_nested:
+        return False
+    return bias.device == device and bias.shape == weight.shape[:1]
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -173,7 +192,7 @@ def linear_add_layer_norm(
         return dispatch.call_recorded("linear_add_layer_norm", *args, **settings)
     check_linear(x, weight, bias)
     _check_residual(x, weight, bias, residual, inplace)
-    check_layer_norm(residual, norm_weight, norm_bias, eps, shift)
+    check_layer_norm(residual, norm_weight, norm_bias, eps, shift, prefix="norm_")
     if x.is_cuda or dispatch.may_be_ours("linear_add_layer_norm", x.device.type):
         return dispatch.call("linear_add_layer_norm", *args, **settings)
     return _compose_add_layer_norm(*args, **settings)
@@ -246,6 +265,7 @@ def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     checks.check_float_tensor("residual", residual, "(..., outputs)")
     checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
     checks.check_like("residual", residual, "x", x)
+    checks.check_flag("inplace", inplace)
     if not inplace:
         return
     if checks.wants_gradient(x, weight, bias, residual):

@@ -162,6 +162,9 @@ def linear_int8(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
+    if isinstance(x, QuantizedRows):
+        checks.check_tensor("values of x", values, "(..., inputs)")
+        checks.check_tensor("scales of x", x_scales, "(..., 1)")
     checks.check_float_dtype("dtype", torch.float32 if dtype is None else dtype)
     dtype = _dtype_of(values, x_scales, residual) if dtype is None else dtype
     args = values, weight, weight_scale, bias
@@ -199,9 +202,14 @@ def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
     checks.check_float_tensor("x", x, "(..., channels)")
     if x.ndim == 0 or not x.shape[-1]:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
-    if dtype not in LIMITS:
-        raise TypeError(f"dtype: got {dtype!r}, expected torch.int8 or torch.float8_e4m3fn")
+    check_dtype(dtype)
     check_scale("scale", scale, x)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises TypeError unless ``dtype`` is one of 8-bit numbers."""
+    if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
+        raise TypeError(f"dtype: got {checks.shown(dtype)}, expected torch.int8 or torch.float8_e4m3fn")
 
 
 def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
@@ -219,10 +227,7 @@ def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
 
 
 def _check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    if not isinstance(scales, Tensor):
-        raise TypeError(f"{name}: got {type(scales).__name__}, expected a tensor {meaning}")
-    if scales.dtype != torch.float32:
-        raise TypeError(f"{name}: got dtype {checks.dtype_name(scales.dtype)}, expected float32")
+    checks.check_dtype(name, scales, meaning, torch.float32)
     checks.check_shape(name, scales, shape, meaning)
     if scales.device != x.device:
         raise ValueError(f"{name}: is on {scales.device}, expected {x.device} as x")
@@ -256,11 +261,7 @@ def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
 
 def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:
     """Raises TypeError or ValueError unless a weight of 8-bit numbers and its scales fit an input."""
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name}: got {type(weight).__name__}, expected a tensor (outputs, inputs)")
-    if weight.dtype not in LIMITS:
-        got = checks.dtype_name(weight.dtype)
-        raise TypeError(f"{name}: got dtype {got}, expected int8 or float8_e4m3fn")
+    checks.check_dtype(name, weight, "(outputs, inputs)", *LIMITS)
     checks.check_rank(name, weight, 2, "(outputs, inputs)")
     checks.check_shape(name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     if weight.shape[1] > MOST_INPUTS:

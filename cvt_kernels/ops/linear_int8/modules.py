@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...reference import LIMITS, GeluVariant, QuantizedLinear, QuantizedRows
-from . import linear_int8
+from ...reference import GeluVariant, QuantizedLinear, QuantizedRows
+from . import MOST_INPUTS, check_dtype, linear_int8
+
+_MOST_OUTPUTS = 2**24
 
 
 class QuantizedLayer(nn.Module):
@@ -32,8 +34,9 @@ class QuantizedLayer(nn.Module):
     input_scale: Tensor | None
 
     def __init__(self, outputs: int, inputs: int, bias: bool, static: bool, dtype: torch.dtype):
-        if dtype not in LIMITS:
-            raise TypeError(f"dtype: got {dtype!r}, expected torch.int8 or torch.float8_e4m3fn")
+        check_dtype(dtype)
+        checks.check_flag("bias", bias)
+        checks.check_flag("static", static)
         super().__init__()
         self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=dtype))
         self.register_buffer("weight_scale", torch.zeros(outputs))
@@ -62,9 +65,12 @@ class QuantizedLayer(nn.Module):
         """Gives all inputs one scale, which is positive; with None, each row its own.
 
         Raises:
+            TypeError: The scale is no number.
             ValueError: The scale is not positive or not finite.
         """
-        made = None if scale is None else torch.tensor(scale, dtype=torch.float32)
+        if scale is not None:
+            checks.check_number("input_scale", scale, "a positive number of float32")
+        made = None if scale is None else torch.tensor(float(scale), dtype=torch.float32)
         if made is not None and not 0 < made < float("inf"):
             raise ValueError(f"input_scale: got {scale}, expected a positive number of float32")
         self.input_scale = None if made is None else made.to(self.weight.device)
@@ -167,6 +173,8 @@ class LinearInt8(QuantizedLayer):
         static: bool = False,
         dtype: torch.dtype = torch.int8,
     ):
+        checks.check_int("in_features", in_features, 0, MOST_INPUTS)
+        checks.check_int("out_features", out_features, 0, _MOST_OUTPUTS)
         super().__init__(out_features, in_features, bias, static, dtype)
         self.in_features, self.out_features = in_features, out_features
 
@@ -183,9 +191,10 @@ class LinearInt8(QuantizedLayer):
             dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
 
         Raises:
-            TypeError: Another dtype.
+            TypeError: No linear layer, or another dtype.
             ValueError: The weight has NaN or infinities, or the scale is not positive.
         """
+        checks.check_kind("linear", linear, nn.Linear)
         made = cls(0, 0, bias=False, dtype=dtype)
         made.in_features, made.out_features = linear.in_features, linear.out_features
         made._take(linear, input_scale)
@@ -231,6 +240,11 @@ class ConvInt8(QuantizedLayer):
         static: bool = False,
         dtype: torch.dtype = torch.int8,
     ):
+        checks.check_int("in_channels", in_channels, 0)
+        checks.check_int("out_channels", out_channels, 0)
+        pairs = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        for name, pair in pairs.items():
+            checks.check_pair(name, pair, least=0 if name == "padding" else 1)
         inputs = in_channels * kernel_size[0] * kernel_size[1]
         super().__init__(out_channels, inputs, bias, static, dtype)
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -245,8 +259,10 @@ class ConvInt8(QuantizedLayer):
         """Quantizes a dense convolution padded by zeros, as :meth:`LinearInt8.from_float` a linear layer.
 
         Raises:
+            TypeError: No convolution, or another dtype.
             ValueError: It is another convolution, or as of :meth:`LinearInt8.from_float`.
         """
+        checks.check_kind("conv", conv, nn.Conv2d)
         if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ValueError(f"conv: got {conv}, expected a dense one padded by a number of zeros")
         settings: dict[str, Any] = {

@@ -56,7 +56,7 @@ def layer_norm_mlp(
     settings: dict[str, Any] = {"eps": eps, "approximate": approximate, "shift": shift}
     if torch.jit.is_tracing():
         return dispatch.call_recorded("layer_norm_mlp", *args, **settings)
-    check_layer_norm(x, norm_weight, norm_bias, eps, shift)
+    check_layer_norm(x, norm_weight, norm_bias, eps, shift, prefix="norm_")
     check_linear(x, fc1_weight, fc1_bias, name="fc1")
     _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
     check_approximate(approximate)

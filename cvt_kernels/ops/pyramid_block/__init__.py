@@ -6,7 +6,6 @@ package one after the other, each by its own verdict.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ... import backends, checks, dispatch
 from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
-from ..attention import attention
+from ..attention import attention, check_scale
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
 from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
@@ -75,7 +74,8 @@ def _key_of(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool
         tensors = block.tensors()
     except (AttributeError, TypeError):
         return None
-    settings = *numbers, *map(type, numbers), block.approximate, inplace, block.conv is None
+    numbers.append(inplace)
+    settings = *numbers, *map(type, numbers), block.approximate, block.conv is None
     return dispatch.key_of("pyramid_block", settings, x, *tensors)
 
 
@@ -124,12 +124,15 @@ def _check(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool)
     _check_parts(block)
     if block.reduction is not None or block.conv is not None:
         check_whole_grid(grid, x)
+    else:
+        checks.check_grid("grid", grid)
     check_approximate(block.approximate)
     channels = x.shape[2]
     check_norm("block.norm1", block.norm1, x)
     check_norm("block.norm2", block.norm2, x)
     _check_reduction(x, grid, block.reduction)
     _check_layers(x, block, channels)
+    checks.check_flag("inplace", inplace)
     if inplace and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if inplace and not x.is_contiguous():
@@ -183,10 +186,10 @@ def _check_layers(x: Tensor, block: PyramidBlock, channels: int) -> None:
     width, heads, scale = first.shape[0], block.num_heads, block.scale
     for i, layer in enumerate(block.linears):
         _check_linear(f"block.linears[{i}]", layer, (width, channels), x)
-    if not isinstance(heads, int) or heads < 1 or width < 1 or width % heads:
+    checks.check_int("block.num_heads", heads, 1)
+    if width < 1 or width % heads:
         raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {width} channels")
-    if scale is not None and not (isinstance(scale, float | int) and -math.inf < scale < math.inf):
-        raise ValueError(f"block.scale: got {scale!r}, expected a finite number or None")
+    check_scale("block.scale", scale)
     _check_linear("block.proj", block.proj, (channels, width), x)
     checks.check_float_tensor("block.fc1.weight", block.fc1.weight, _WEIGHT)
     checks.check_rank("block.fc1.weight", block.fc1.weight, 2, _WEIGHT)

@@ -111,6 +111,7 @@ def scatter_rows(
     _check_rows("values", values, x, rows)
     if branch is not None:
         _check_rows("branch", branch, x, rows)
+    checks.check_flag("inplace", inplace)
     if inplace:
         _check_inplace(x, values, branch)
     return dispatch.call("scatter_rows", *args, inplace=inplace)
@@ -124,10 +125,7 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
     checks.check_rank("x", x, 3, _TOKENS)
     if x.shape[1] == 0 or x.shape[2] == 0:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected tokens and channels")
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"rows: got {type(rows).__name__}, expected a tensor {_INDEX}")
-    if rows.dtype != torch.int64:
-        raise TypeError(f"rows: got dtype {checks.dtype_name(rows.dtype)}, expected int64")
+    checks.check_dtype("rows", rows, _INDEX, torch.int64)
     checks.check_rank("rows", rows, 2, _INDEX)
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")

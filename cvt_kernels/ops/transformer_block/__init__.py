@@ -6,7 +6,6 @@ package one after the other, each by its own verdict.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
@@ -25,7 +24,7 @@ from ...reference import (
     TransformerBlock,
     attended_keys,
 )
-from ..attention import attention
+from ..attention import attention, check_scale
 from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, conv_projection, geometry_of
 from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
@@ -136,11 +135,11 @@ def _key_of(
     if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not TransformerBlock:
         return None
     try:
-        numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps, *grid]
+        numbers: list[Any] = [inplace, block.num_heads, block.scale, block.norm1.eps, block.norm2.eps, *grid]
         for conv in block.convs:
             numbers += conv[6:11]
         kinds = tuple(map(type, (*numbers, *block.layers())))
-        settings = tuple(numbers), kinds, block.approximate, scores, inplace
+        settings = tuple(numbers), kinds, block.approximate, scores
         return dispatch.key_of("transformer_block", settings, x, *block.tensors(), rows)
     except (AttributeError, TypeError, ValueError):  # a part of the block is not what it should be
         return None
@@ -257,6 +256,7 @@ def _check(
         _check_rows(rows, x)
     if scores is not None:
         _check_scores(scores, x.shape[1] - grid[0] * grid[1])
+    checks.check_flag("inplace", inplace)
     if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
     if inplace and checks.wants_gradient(x, *block.tensors()):
@@ -265,13 +265,10 @@ def _check(
         raise ValueError("x: is not contiguous, expected it to be with inplace=True")
 
 
-def _check_rows(rows: object, x: Tensor) -> None:
+def _check_rows(rows: Any, x: Tensor) -> None:
     """Raises for rows that are no indices of the tokens of x; their values are left to the backends."""
     meaning = "(batch, rows)"
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"rows: got {type(rows).__name__}, expected a tensor {meaning}")
-    if rows.dtype != torch.int64:
-        raise TypeError(f"rows: got dtype {checks.dtype_name(rows.dtype)}, expected int64")
+    checks.check_dtype("rows", rows, meaning, torch.int64)
     checks.check_rank("rows", rows, 2, meaning)
     batch, tokens = x.shape[:2]
     if not _are_rows_of(rows, x):
@@ -288,16 +285,15 @@ def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
 
 
 def _check_scores(scores: object, class_tokens: int) -> None:
-    if scores not in get_args(Pool):
-        raise ValueError(f"scores: got {scores!r}, expected 'cls', 'avg' or None")
+    if not isinstance(scores, str) or scores not in get_args(Pool):
+        raise ValueError(f"scores: got {checks.shown(scores)}, expected 'cls', 'avg' or None")
     if scores == "cls" and not class_tokens:
         raise ValueError("scores: got 'cls' for tokens without a class token, expected 'avg'")
 
 
 def _check_parts(block: TransformerBlock) -> None:
     """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
-    if not isinstance(block, TransformerBlock):
-        raise TypeError(f"block: got {type(block).__name__}, expected TransformerBlock")
+    checks.check_kind("block", block, TransformerBlock)
     for name, kinds in (("convs", (ConvBatchNorm,)), ("linears", _LAYERS)):
         parts = getattr(block, name)
         if not isinstance(parts, tuple):
@@ -338,10 +334,10 @@ def _check_layers(x: Tensor, block: TransformerBlock) -> None:
         raise ValueError(
             f"block.linears: got {of_q}, {of_k} and {of_v} channels of Q, K and V, expected as many"
         )
-    if not isinstance(heads, int) or heads < 1 or width < 1 or width % heads:
+    checks.check_int("block.num_heads", heads, 1)
+    if width < 1 or width % heads:
         raise ValueError(f"block.num_heads: got {heads!r}, expected a divisor of {width} channels")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"block.scale: got {scale}, expected a finite number or None")
+    check_scale("block.scale", scale)
     _check_linear("block.proj", block.proj, width, x, channels)
     hidden = _check_linear("block.fc1", block.fc1, channels, x)
     _check_linear("block.fc2", block.fc2, hidden, x, channels)
@@ -353,7 +349,7 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
     if isinstance(layer, Linear):
         checks.check_float_tensor(f"{name}.weight", weight, meaning)
     else:
-        _check_dtype(f"{name}.weight", weight, meaning, *LIMITS)
+        checks.check_dtype(f"{name}.weight", weight, meaning, *LIMITS)
     checks.check_rank(f"{name}.weight", weight, 2, meaning)
     outputs = weight.shape[0] if outputs is None else outputs
     if isinstance(layer, Linear):
@@ -369,16 +365,8 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
 
 
 def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    _check_dtype(name, scale, meaning, torch.float32)
+    checks.check_dtype(name, scale, meaning, torch.float32)
     _check_placed(name, scale, shape, meaning, x)
-
-
-def _check_dtype(name: str, tensor: object, meaning: str, *dtypes: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a tensor {meaning}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(map(checks.dtype_name, dtypes))
-        raise TypeError(f"{name}: got dtype {checks.dtype_name(tensor.dtype)}, expected {expected}")
 
 
 def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:

@@ -243,7 +243,7 @@ def test_bad_input():
             ck.verify(model, inputs)
     with pytest.raises(ValueError, match="Linear has no block of a CvT, SegFormer"):
         ck.verify(nn.Linear(3, 3), images())
-    with pytest.raises(ValueError, match="rounds: got 0, expected at least 1"):
+    with pytest.raises(ValueError, match="rounds: got 0, expected an integer of at least 1"):
         ck.verify(model, images(), rounds=0)
     with pytest.raises(ValueError, match="model: has no parameter that requires a gradient"):
         ck.verify(model.requires_grad_(False), images())

@@ -90,7 +90,7 @@ def call(image=IMAGE, weight=WEIGHT, bias=BIAS, gamma=GAMMA, beta=BETA, **settin
         ({"beta": BETA.to("meta")}, ValueError, "norm_bias: is on meta, expected cpu as image"),
         ({"class_token": TOKEN.view(1, 16)}, ValueError, r"class_token: got shape \(1, 16\)"),
         ({"stride": 0}, ValueError, "stride: got 0, expected an integer of at least 1"),
-        ({"padding": 0.5}, ValueError, "padding: got 0.5, expected an integer of at least 0"),
+        ({"padding": 0.5}, TypeError, "padding: got 0.5, expected an integer of at least 0"),
         ({"eps": 0.0}, ValueError, "eps: got 0.0, expected a positive number"),
         ({"image": IMAGE[..., :2]}, ValueError, "image: 20×2 pixels are too few for a kernel of 7"),
     ],

@@ -167,21 +167,18 @@ def test_a_subclass_of_tensor_computes_itself():
 
 
 @pytest.mark.parametrize("name", ["auto", "convolution"])
-def test_errors_are_those_of_pytorch(name):
+def test_what_pytorch_refuses_is_refused_by_name(name):
     x, weight, bias = make((3, 8), 5)
     with ck.use_backend(name), counted_calls() as calls:
-        for given in (
-            (x, weight[:, :7], bias),
-            (x, weight, bias[:4]),
-            (x, weight.half(), bias),
-            (torch.tensor(1.0), weight, bias),
-            (x.long(), weight, bias),
+        for given, message in (
+            ((x, weight[:, :7], bias), "weight: got shape"),
+            ((x, weight, bias[:4]), "bias: got shape"),
+            ((x, weight.half(), bias), "weight: has dtype float16"),
+            ((torch.tensor(1.0), weight, bias), "x: got a scalar"),
+            ((x.long(), weight, bias), "x: got dtype int64"),
         ):
-            with pytest.raises(RuntimeError) as theirs:
-                F.linear(*given)
-            with pytest.raises(RuntimeError) as ours:
+            with pytest.raises((TypeError, ValueError), match=message):
                 ck.linear(*given)
-            assert str(ours.value) == str(theirs.value)
     assert not calls
 
 

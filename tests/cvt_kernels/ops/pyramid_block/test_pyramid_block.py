@@ -340,7 +340,7 @@ def with_query(**changes):
         (with_block(norm2=1e-5), TypeError, "block.norm2: got float, expected Norm"),
         (with_block(approximate="fast"), ValueError, "approximate: got 'fast'"),
         (with_block(num_heads=5), ValueError, "block.num_heads: got 5, expected a divisor of 24 channels"),
-        (with_block(num_heads=3.0), ValueError, "block.num_heads: got 3.0"),
+        (with_block(num_heads=3.0), TypeError, "block.num_heads: got 3.0"),
         (with_block(scale=float("inf")), ValueError, "block.scale: got inf, expected a finite number"),
         (with_query(weight=torch.ones(24, 5)), ValueError, r"block.linears\[0\].weight: got shape \(24, 5\)"),
         (with_query(bias=torch.ones(5)), ValueError, r"block.linears\[0\].bias: got shape \(5,\)"),

@@ -293,7 +293,7 @@ def with_block(**changes):
         (with_block(approximate="fast"), ValueError, "approximate: got 'fast'"),
         (with_block(num_heads=5), ValueError, "block.num_heads: got 5, expected a divisor of 24 channels"),
         (with_block(num_heads=0), ValueError, "block.num_heads: got 0"),
-        (with_block(num_heads=3.0), ValueError, "block.num_heads: got 3.0"),
+        (with_block(num_heads=3.0), TypeError, "block.num_heads: got 3.0"),
         (with_block(scale=float("inf")), ValueError, "block.scale: got inf, expected a finite number"),
         (with_first("convs", stride=2), ValueError, r"block.convs\[0\]: makes 2×3 of the 4×5 grid"),
         (with_first("convs", running_mean=None, running_var=None), ValueError,

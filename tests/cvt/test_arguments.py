@@ -1,0 +1,225 @@
+"""Every public argument of cvt is checked by name; a new one without an entry here fails a test."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import cvt
+from cvt import CvTConfig, create_model, evaluation, explanation, factory
+from tests.arguments import (
+    Call,
+    also_named,
+    choice,
+    dtype,
+    flag,
+    integer,
+    names_of,
+    number,
+    of_values,
+    optional,
+    problems,
+    strings,
+    tensor,
+)
+from tests.upstream import ONE_STAGE
+
+SIDE = 16
+CONFIG = of_values("a", 3, {}, CvTConfig, nn.Linear(2, 2))
+MODEL = of_values("a", 3, nn.Linear, CvTConfig())
+BATCHES = of_values(3, "a", [], [1], [()], [(1, 2)], [(None, None)], [torch.ones(1, 3, SIDE, SIDE)])
+PATH = of_values(3, True, {}, ["a"], torch.ones(2))
+AUTOCAST = dtype(optional=True)
+
+
+def model(**overrides):
+    return create_model(ONE_STAGE, **overrides).eval()
+
+
+def images(count=1):
+    return torch.randn(count, 3, SIDE, SIDE)
+
+
+def batches():
+    return [(images(2), torch.tensor([0, 1]))]
+
+
+def fields():
+    return {field: getattr(ONE_STAGE, field) for field in ONE_STAGE.__dataclass_fields__}
+
+
+NOTHING = of_values(optional=True)
+WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2))
+FIELDS = {
+    int: of_values(*WRONG, True, -1, 1.5, math.nan, 2**70),
+    float: of_values(*WRONG, True, -0.1, math.nan, math.inf, -math.inf),
+    bool: of_values(*WRONG, 0, 1, 1.0),
+    str: choice(),
+}
+
+
+def kind_of(field):
+    """Returns the kind of a field of the configuration: of its default value, or of those per stage."""
+    default = getattr(CvTConfig(), field)
+    return FIELDS[type(default[0] if isinstance(default, tuple) else default)]
+
+
+CONFIGURATION = {field: kind_of(field) for field in fields() if field not in ("layer_scale", "head_dim")}
+CONFIGURATION |= {
+    "layer_scale": of_values("a", nn.Linear, True, math.nan, math.inf, optional=True),
+    "head_dim": optional(FIELDS[int]),
+}
+CONFIGURATION |= {"token_keep_bounds": of_values("ab", 3, (1,), (0.9, 0.1), (True, 1), ("a", "b"))}
+
+CALLS = {
+    "CvT": Call(lambda: {"config": ONE_STAGE}, {"config": CONFIG}),
+    "CvTConfig": Call(fields, CONFIGURATION),
+    "CvTFeatures": Call(
+        lambda: {"config": ONE_STAGE, "out_indices": (0,)},
+        {"config": CONFIG, "out_indices": of_values("a", 0, (1.5,), (True,), (), (7,), (-2,), optional=True)},
+    ),
+    "CvTSegmenter": Call(lambda: {"config": model(head="segment").config}, {"config": CONFIG}),
+    "create_model": Call(
+        lambda: (
+            {"model": ONE_STAGE, "pretrained": False, "checkpoint": None, "features_only": False}
+            | {"out_indices": None, "overrides": {}}
+        ),
+        {
+            "model": of_values("a", "", 3, {}, nn.Linear(2, 2)),
+            "pretrained": flag(),
+            "checkpoint": of_values(3, True, {}, ["a"], torch.ones(2), optional=True),
+            "features_only": flag(),
+            "out_indices": of_values("a", 0, (0,), (), optional=True),
+            "overrides": NOTHING,
+        },
+        lambda overrides, **given: create_model(**given, **overrides),
+    ),
+    "list_models": Call(
+        lambda: {"filter": "*", "pretrained": False},
+        {"filter": of_values(3, True, ["a"], b"a"), "pretrained": flag()},
+    ),
+    "load_checkpoint": Call(
+        lambda: {"model": create_model(checkpoint="digits"), "checkpoint": "digits"},
+        {"model": MODEL, "checkpoint": also_named(PATH, "path")},
+    ),
+    "read_checkpoint": Call(
+        lambda: {"path": "digits", "download": {}},
+        {"path": PATH, "download": NOTHING},
+        lambda path, download: cvt.read_checkpoint(path, **download),
+    ),
+    "prune_weights": Call(
+        lambda: {"model": model(), "mlp": 0.5, "heads": 0.5, "batches": None, "saliency": None},
+        {
+            "model": MODEL,
+            "mlp": number(-0.1, 1.0, 2),
+            "heads": number(-0.1, 1.0, 2),
+            "batches": optional(BATCHES),
+            "saliency": choice(optional=True),
+        },
+    ),
+    "evaluate": Call(
+        lambda: {"model": model(), "batches": batches(), "autocast": None},
+        {"model": of_values("a", 3, nn.Linear), "batches": BATCHES, "autocast": AUTOCAST},
+        evaluation.evaluate,
+    ),
+    "evaluate_pixels": Call(
+        lambda: {"model": model(head="segment"), "batches": batches(), "autocast": None},
+        {
+            "model": MODEL,
+            "batches": of_values(3, "a"),
+            "autocast": AUTOCAST,
+        },  # before torchmetrics is imported
+        evaluation.evaluate_pixels,
+    ),
+    "explain": Call(
+        lambda: {"model": model(), "images": images()},
+        {"model": MODEL, "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
+        explanation.explain,
+    ),
+    "heat_map": Call(
+        lambda: {"size": (SIDE, SIDE), "heat": torch.rand(4, 4), "config": ONE_STAGE, "stride": 1},
+        {
+            "size": of_values(3, "ab", (1,), (0, 3), (1.5, 2), (True, 3), (-1, 3)),
+            "heat": tensor((4,), (0, 0), (1, 4, 4), first=True),
+            "config": CONFIG,
+            "stride": integer(0),
+        },
+        explanation.heat_map,
+    ),
+    "randomize": Call(
+        lambda: {"model": nn.Linear(2, 2), "seed": 0},
+        {"model": of_values("a", 3, nn.Linear), "seed": of_values("a", 1.5, True, [1])},
+        factory.randomize,
+    ),
+    "forward": Call(
+        lambda: {"self": model(), "images": images()},
+        {"images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
+        cvt.CvT.forward,
+    ),
+    "reset_classifier": Call(
+        lambda: {"self": model(), "num_classes": 3, "pool": None},
+        {"num_classes": of_values("a", 1.5, True, -1, [1], 2**40), "pool": choice(optional=True)},
+        cvt.CvT.reset_classifier,
+    ),
+    "set_token_keep": Call(
+        lambda: {"self": model(), "token_keep": 1.0, "bounds": None},
+        {
+            "token_keep": of_values("a", True, 0.0, 1.5, -1, [1, 2], float("nan")),
+            "bounds": also_named(optional(CONFIGURATION["token_keep_bounds"]), "token_keep_bounds"),
+        },
+        cvt.CvT.set_token_keep,
+    ),
+    "save_huggingface": Call(
+        lambda: {
+            "model": model(),
+            "directory": "/nowhere/at/all",
+            "labels": None,
+            "image_size": None,
+            "crop_fraction": None,
+        },
+        {
+            "model": MODEL,
+            "directory": PATH,
+            "labels": strings(optional=True),
+            "image_size": of_values("a", True, 1.5, 0, -1, 2**40, [1], optional=True),
+            "crop_fraction": number(0.0, -0.1, 1.5, optional=True),
+        },
+    ),
+    "from_pretrained": Call(
+        lambda: {
+            "pretrained_model_name_or_path": "digits",
+            "revision": None,
+            "token": None,
+            "cache_dir": None,
+            "force_download": False,
+            "local_files_only": True,
+            "overrides": {},
+        },
+        {
+            "pretrained_model_name_or_path": PATH,
+            "revision": of_values(3, True, ["a"], optional=True),
+            "token": of_values(3, ["a"], 1.5, optional=True),
+            "cache_dir": of_values(3, True, ["a"], optional=True),
+            "force_download": flag(),
+            "local_files_only": flag(),
+            "overrides": NOTHING,
+        },
+        lambda overrides, **given: cvt.CvT.from_pretrained(**given, **overrides),
+    ),
+}
+OTHERS = ["CheckpointError", "PRESETS", "__version__"]
+
+
+def test_every_public_name_and_argument_has_an_entry():
+    assert {*cvt.__all__} <= {*CALLS, *OTHERS}
+    for name in {*cvt.__all__} & {*CALLS}:
+        assert sorted(CALLS[name].kinds) == sorted(names_of(getattr(cvt, name))), name
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_bad_arguments_are_refused_by_name(name):
+    call = CALLS[name]
+    found = problems(name, call, call.function or getattr(cvt, name))
+    assert not found, "\n".join(found)
