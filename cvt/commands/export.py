@@ -24,7 +24,7 @@ from tqdm import tqdm
 from cvt_kernels import use_backend
 
 from ..extras import require
-from ..files import replacing
+from ..files import check_writable, replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    check_writable("--output", arguments.output, directory=False)
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
     difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)
@@ -175,7 +176,7 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
             node.metadata_props.clear()  # where in our source it comes from, at great length
         written.save(path, external_data=False)
     else:
-        with open(path, "wb") as file:  # a name would have to end with .pt2
+        with writing(path) as file:  # a name would have to end with .pt2
             torch.export.save(program, file)
 
 
