@@ -36,6 +36,7 @@ from .common import (
     print_result,
     recorded_warnings,
     resolve_device,
+    seed,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batches", type=positive_int, default=8, help="as many calibrate at most (default: 8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses their images (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="chooses their images (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures")
