@@ -1,7 +1,7 @@
 """Files that are written completely or not at all, whenever the process or the machine dies.
 
-A link is followed: what it leads to is replaced, and the link stays. A device, a pipe or an open file, such as
-``/dev/stdout``, is written to when all is done.
+A link is followed: what it leads to is replaced, and the link stays. A device, a pipe or an open file, such
+as ``/dev/stdout``, is written to when all is done.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _why_not_written_to(path: Path) -> str | None:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Returns the number of this process's open file that a path means, as ``/dev/stdout``; None of others."""
+    """Returns the number of the open file that a path such as ``/dev/stdout`` means; None for others."""
     for _ in range(_MOST_LINKS):
         folder = os.path.realpath(path.parent)
         is_ours = folder.startswith(f"/proc/{os.getpid()}/") and folder.endswith("/fd")

@@ -118,7 +118,9 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.datasets.Batches`."""
     parser.add_argument("--batch-size", type=batch_size, default=32, help="default: 32")
-    parser.add_argument("--workers", type=worker_count, default=0, help="processes that read images (default: none)")
+    parser.add_argument(
+        "--workers", type=worker_count, default=0, help="processes that read images (default: none)"
+    )
     parser.add_argument(
         "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
     )
@@ -384,7 +386,9 @@ def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
     from tqdm import tqdm
 
     def show(message: Any, *details: Any, **more: Any) -> None:
-        tqdm.write(f"cvt {arguments.command}: {printable(str(message))}", file=sys.stderr)  # above a bar, if there is one
+        tqdm.write(
+            f"cvt {arguments.command}: {printable(str(message))}", file=sys.stderr
+        )  # above a bar, if there is one
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -404,5 +408,14 @@ def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: I
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stdout, with escapes for what would command the terminal."""
-    print(printable("\n".join(lines)))
+    """Prints lines on stdout, with escapes for what would command the terminal.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    try:
+        print(printable("\n".join(lines)), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(f"standard output cannot be written to: {error.strerror}") from error

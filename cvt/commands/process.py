@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,23 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
+def temporary_files_together() -> Iterator[None]:
+    """Keeps the temporary files of the block, and of processes that it starts, in one folder, and removes it.
+
+    Else a process that is ended would leave its own, as Triton's assembler does.
+    """
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            os.environ.pop("TMPDIR")
+            os.environ.update({} if variable is None else {"TMPDIR": variable})
+
+
+@contextlib.contextmanager
 def orderly() -> Iterator[None]:
     """Lets a command end as it should, whatever its streams are and whichever signal ends it."""
     with _open_streams(), _ended_by_signals():
@@ -136,7 +154,7 @@ def _open_streams() -> Iterator[None]:
 
 
 def _empty(stream: Any) -> None:
-    """Writes what a stream holds back, or throws it away where it cannot be written: Python would try again."""
+    """Writes what a stream holds back, or throws it away where it cannot be: Python would try again."""
     if stream is None:
         return
     try:

@@ -57,9 +57,7 @@ def read(path: _PathLike) -> Results:
     if not path.exists():
         raise FileNotFoundError(f"results: {path} does not exist")
     try:
-        results = json.loads(
-            path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite
-        )
+        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from error
     schema = results.get("schema") if isinstance(results, dict) else None
@@ -83,7 +81,7 @@ def _finite(text: str) -> float:
 
 
 def _check(results: Results) -> None:
-    """Raises an error unless there is all that :mod:`compare` reads beside :func:`text`, in numbers that are real."""
+    """Raises an error unless there is what comparisons need besides :func:`text`, in numbers that are real."""
     sections = [results[name].keys() for name in ("machine", "versions", "config", "contenders")]
     if not (results["date"] and all(sections) and results["batches"]):
         raise ValueError("a part of it is empty")

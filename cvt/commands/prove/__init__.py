@@ -17,6 +17,7 @@ from ..common import (
     resolve_device,
     token_keep,
 )
+from ..process import temporary_files_together
 
 _DAY = 24 * 60 * 60
 
@@ -109,6 +110,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         questions = collect(workload, device)
     store = verdicts.store_for(device)
     with (
+        temporary_files_together(),
         Worker(device, arguments.seconds) as worker,
         tqdm(questions, desc="prove", unit="question", leave=False, disable=None) as progress,
     ):
