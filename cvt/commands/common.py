@@ -52,6 +52,13 @@ worker_count = integer(0, 1024)
 seed = integer(0, 2**63 - 1)
 
 
+def path_text(text: str) -> str:
+    """Parses an argument of argparse that must be a path or a name: anything but nothing."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a path")
+    return text
+
+
 def add_photos_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the photographs, for :meth:`LoadedModel.read`."""
     parser.add_argument("photos", nargs="+", metavar="PHOTO", help="JPEG, PNG or whatever Pillow reads")
@@ -130,6 +137,7 @@ def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -
     """Adds ``--calibrate``, for :func:`open_calibration`."""
     parser.add_argument(
         "--calibrate",
+        type=path_text,
         required=required,
         metavar="DATA",
         help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "

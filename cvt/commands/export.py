@@ -28,7 +28,7 @@ from ..files import check_writable, replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, path_text, print_result
 from .onnx_nodes import with_nodes
 
 FORMATS = ("pt2", "onnx")
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.add_argument("--output", type=path_text, required=True, metavar="FILE")
     parser.set_defaults(run=_export)
 
 

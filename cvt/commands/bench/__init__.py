@@ -7,7 +7,15 @@ from typing import Any
 
 from ...config import DTYPES
 from ...files import check_writable
-from ..common import add_device_argument, batch_size, image_size, positive_int, print_lines, resolve_device
+from ..common import (
+    add_device_argument,
+    batch_size,
+    image_size,
+    path_text,
+    positive_int,
+    print_lines,
+    resolve_device,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -17,6 +25,7 @@ def add_parser(commands: Any) -> None:
     )
     bench.add_argument(
         "--checkpoint",
+        type=path_text,
         help="weights of a CvT of the paper or of cvt train; for another --model a directory of Hugging Face "
         "or owner/name on the Hub; default: random ones",
     )
@@ -26,7 +35,9 @@ def add_parser(commands: Any) -> None:
         help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
         "to _b5, pvt_v2_b2_linear, or glpn; default: as the checkpoint, or cvt_13",
     )
-    bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
+    bench.add_argument(
+        "--images", type=path_text, nargs="+", metavar="PHOTO", help="default: the two of scikit-learn"
+    )
     bench.add_argument(
         "--image-size", type=image_size, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
     )
@@ -48,10 +59,12 @@ def add_parser(commands: Any) -> None:
         help="of hf, compile, compile-max, eager, cvt-compile, accelerate-compile and "
         "accelerate-frozen-compile, with commas between; hf is always measured (default: hf)",
     )
-    bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
-    bench.add_argument("--json", metavar="FILE", help="keep the results")
-    bench.add_argument("--report", metavar="DIR", help="write index.html and its plots")
-    bench.add_argument("--against", metavar="OLD.json", help="compare with these results")
+    bench.add_argument(
+        "--save-weights", type=path_text, metavar="DIR", help="keep the weights as a Hugging Face directory"
+    )
+    bench.add_argument("--json", type=path_text, metavar="FILE", help="keep the results")
+    bench.add_argument("--report", type=path_text, metavar="DIR", help="write index.html and its plots")
+    bench.add_argument("--against", type=path_text, metavar="OLD.json", help="compare with these results")
     bench.add_argument(
         "--compare", nargs=2, metavar=("OLD.json", "NEW.json"), help="compare two results, measure nothing"
     )

@@ -81,8 +81,8 @@ def _finite(text: str) -> float:
 
 
 def _check(results: Results) -> None:
-    """Raises an error unless there is what comparisons need besides :func:`text`, in numbers that are real."""
-    sections = [results[name].keys() for name in ("machine", "versions", "config", "contenders")]
+    """Raises an error unless there is what comparisons need besides :func:`text`, in possible numbers."""
+    sections = [dict(results[name]) for name in ("config", "machine", "versions", "contenders")]
     if not (results["date"] and all(sections) and results["batches"]):
         raise ValueError("a part of it is empty")
     for batch in results["batches"]:

@@ -10,7 +10,7 @@ from typing import Any
 from ...config import DTYPES, PRESETS
 from ...extras import require
 from ...files import check_writable, replacing, write_json
-from ..common import batch_size, image_size, integer, naming_options, positive_int, print_lines
+from ..common import batch_size, image_size, integer, naming_options, path_text, positive_int, print_lines
 
 #: The operators that are compiled by default. Those of ``launches`` cannot be asked without importing Triton.
 _OPERATORS = (
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write the report")
     parser.set_defaults(run=_compile)
 
 

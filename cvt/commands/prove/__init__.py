@@ -13,6 +13,7 @@ from ..common import (
     image_size,
     integer,
     naming_options,
+    path_text,
     print_lines,
     resolve_device,
     token_keep,
@@ -76,7 +77,7 @@ def add_parser(commands: Any) -> None:
         help="seconds that a kernel may take, compilation included; after that its process is ended and it "
         "counts as hanging (default: 60)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write every result to FILE as JSON")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write every result to FILE as JSON")
     add_device_argument(parser)
     parser.set_defaults(run=_prove)
 
