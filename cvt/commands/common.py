@@ -48,7 +48,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 positive_int = integer(1, 10**9)
 image_size = integer(1, LARGEST_IMAGE)
 batch_size = integer(1, 2**20)
-worker_count = integer(0, 1024)
+worker_count = integer(0, 256)
 seed = integer(0, 2**63 - 1)
 
 

@@ -145,12 +145,17 @@ def _open_streams() -> Iterator[None]:
         if stderr is None:
             sys.stderr = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         if hasattr(stdout, "reconfigure"):
-            stdout.reconfigure(errors="backslashreplace")
-            stack.callback(stdout.reconfigure, errors=errors)
+            _reconfigure(stdout, "backslashreplace")
+            stack.callback(_reconfigure, stdout, errors)
         try:
             yield
         finally:
             sys.stderr = stderr
+
+
+def _reconfigure(stream: Any, errors: str | None) -> None:
+    with contextlib.suppress(OSError):  # where stdout has become a pipe after Python began
+        stream.reconfigure(errors=errors)
 
 
 def _empty(stream: Any) -> None:

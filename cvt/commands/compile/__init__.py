@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(
             option, dest=name, nargs="+", type=kind, metavar=metavar, default=default, help=text
         )
-    parser.add_argument("--jobs", type=integer(1, 1024), help="processes (default: one per core)")
+    parser.add_argument("--jobs", type=integer(1, 256), help="processes (default: one per core)")
     parser.add_argument(
         "--cuda",
         action="store_true",
