@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -115,13 +115,23 @@ class _Patient(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
+        self._try(self._file.write, data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._try(self._file.seek, offset, whence)
+
+    def _try(self, call: Callable[..., int], *arguments: Any) -> int:
         if self.error is None:
             try:
-                self._file.write(data)
+                return call(*arguments)
             except BaseException as error:
                 self.error = error
-        return len(data)
+        return 0
 
 
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:

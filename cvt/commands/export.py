@@ -24,7 +24,7 @@ from tqdm import tqdm
 from cvt_kernels import use_backend
 
 from ..extras import require
-from ..files import check_writable, replacing, writing
+from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
@@ -50,7 +50,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    check_writable("--output", arguments.output, directory=False)
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
     difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)

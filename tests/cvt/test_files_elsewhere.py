@@ -57,7 +57,7 @@ def test_links_that_lead_nowhere_are_refused(tmp_path):
             replace(tmp_path / name, b"")
         with pytest.raises(OSError, match="--json: "):
             check_writable("--json", tmp_path / name, directory=False)
-        with pytest.raises(OSError, match="--output: .* leads nowhere"):
+        with pytest.raises(OSError, match=r"--output: .* leads nowhere"):
             check_writable("--output", tmp_path / name, directory=True)
         assert (tmp_path / name).is_symlink()
 
@@ -97,7 +97,7 @@ def test_sockets_are_refused(tmp_path, monkeypatch):
         bound.bind("socket")
         with pytest.raises(OSError, match="socket: is a socket, expected a file"), replacing("socket"):
             pytest.fail("the block was entered")
-        with pytest.raises(OSError, match="--json: .*/socket is a socket"):
+        with pytest.raises(OSError, match=r"--json: .*/socket is a socket"):
             check_writable("--json", "socket", directory=False)
 
 
