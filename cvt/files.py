@@ -222,8 +222,15 @@ def _naming(path: Path, scratch: Path) -> Iterator[None]:
         raise
 
 
-def _unwritable(directory: _PathLike, error: OSError) -> OSError:
-    return OSError(f"{directory}: cannot be written to: {error.strerror}")
+class _UnwritableError(OSError):
+    """An error with its number and file, by which those around it may name the file that a user knows."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: cannot be written to: {self.strerror}"
+
+
+def _unwritable(path: _PathLike, error: OSError) -> OSError:
+    return _UnwritableError(error.errno, error.strerror, os.fspath(path))
 
 
 def _move(source: Path, target: Path) -> None:

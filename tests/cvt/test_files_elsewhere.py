@@ -117,23 +117,28 @@ def test_of_two_files_the_error_names_the_one_that_is_too_large(tmp_path, monkey
 
 
 FULL = """
-import contextlib, os, resource, sys
+import os, resource
 from pathlib import Path
 import torch
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.commands import export
 from cvt.commands.bench import results
+from cvt.files import replacing
 from cvt.huggingface import save_huggingface
 from cvt.training import trainer
 from tests.cvt.models import small
-from tests.checks import Terminal
 
 model = small().eval()
 tensors = model.state_dict()
+
+def save_within_another(path):
+    with replacing(path) as scratch:
+        save_safetensors(Checkpoint("", tensors), scratch)
+
 writers = {
     "results.json": lambda path: results.write({"much": "x" * 10**5}, path),
     "last.pth": lambda path: trainer._write({"model": torch.zeros(10**5)}, path),
-    "weights.safetensors": lambda path: save_safetensors(Checkpoint("", tensors), path),
+    "weights.safetensors": save_within_another,
     "model.pt2": lambda path: export.export(model, path, "pt2", image_size=32),
     "folder": lambda path: save_huggingface(model, path),
 }
