@@ -184,7 +184,8 @@ def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None
         with open(path, "rb") as file:
             module = torch.export.load(file).module()
         return torch.cat([module(images) for images in batches])
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    # By its content, since not every name of a file can be decoded.
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     logits = [session.run(None, {"images": images.numpy()})[0] for images in batches]
     return torch.cat([torch.from_numpy(part) for part in logits])
 
