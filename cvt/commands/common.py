@@ -394,9 +394,8 @@ def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
     from tqdm import tqdm
 
     def show(message: Any, *details: Any, **more: Any) -> None:
-        tqdm.write(
-            f"cvt {arguments.command}: {printable(str(message))}", file=sys.stderr
-        )  # above a bar, if there is one
+        line = f"cvt {arguments.command}: {printable(str(message))}"
+        tqdm.write(line, file=sys.stderr)  # above a bar, if there is one
 
     with warnings.catch_warnings():
         warnings.showwarning = show

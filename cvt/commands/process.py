@@ -77,7 +77,7 @@ def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None
     given = {name: getattr(arguments, name, None) for name in _SIZES}
-    options = [f"--{name.replace('_', '-').removesuffix('s')}" for name in given]
+    options = [f"--{name.replace('_sizes', '_size').replace('_', '-')}" for name in given]
     sizes = [
         f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for option, value in zip(options, given.values(), strict=True)

@@ -16,6 +16,7 @@ from cvt import create_model
 from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
 from cvt.commands import evaluate, main
 from cvt.commands.process import temporary_files_together
+from cvt.explanation import class_title
 from cvt.factory import randomize
 from cvt.training.recipe import MODELS
 from cvt_kernels.tables import printable
@@ -246,3 +247,7 @@ def test_doctor_refuses_an_unknown_instruction_set():
     result = run_python(code, CVT_KERNELS_CPU="foo")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("cvt doctor: error: CVT_KERNELS_CPU: got 'foo', expected plain")
+
+
+def test_titles_of_pictures_have_escapes():
+    assert class_title(3, LABEL.strip("\u202e"), 0.5) == r"50.0%  \x1b[31mred\x07 (class 3)"
