@@ -26,6 +26,7 @@ import cvt_kernels as ck
 from cvt_kernels import checks
 from cvt_kernels.ops.rows import scatter_rows
 from cvt_kernels.ops.token_selection import interpolation, spread_keys
+from cvt_kernels.tables import printable
 
 from .config import CvTConfig
 from .extras import require
@@ -428,7 +429,7 @@ def class_title(index: int, label: str | None, probability: float) -> str:
     Accents are left out, and so is a name in another alphabet, which Pillow's font could not draw.
     """
     plain = "".join(c for c in unicodedata.normalize("NFKD", label or "") if not unicodedata.combining(c))
-    plain = " ".join(plain.split())
+    plain = printable(" ".join(plain.split()))
     name = f"{plain} (class {index})" if plain.isascii() and plain else f"class {index}"
     return f"{probability:.1%}  {name}"  # first what must not be cut off
 

@@ -1,16 +1,28 @@
-"""Files that are written completely or not at all, whenever the process or the machine dies."""
+"""Files that are written completely or not at all, whenever the process or the machine dies.
+
+A link is followed: what it leads to is replaced, and the link stays. A device, a pipe or an open file, such
+as ``/dev/stdout``, is written to when all is done.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import shutil
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 _PathLike = str | os.PathLike[str]
+
+# A disk, a quota or a limit of this process is full.
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_MOST_LINKS = 40  # that Linux follows
 
 
 @contextmanager
@@ -27,51 +39,116 @@ def filling(directory: _PathLike) -> Iterator[Path]:
         scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
     except OSError as error:
         raise _unwritable(directory, error) from error
-    with scratch:
+    with scratch, _naming(Path(directory), Path(scratch.name)):
         yield Path(scratch.name)
         for file in sorted(Path(scratch.name).iterdir()):
-            _move(file, Path(directory, file.name))
+            target = Path(directory, file.name)
+            if target.is_symlink() or (target.exists() and not target.is_file()):
+                with replacing(target) as place:
+                    shutil.copyfile(file, place)
+            else:
+                _move(file, target)
 
 
 @contextmanager
 def replacing(path: _PathLike) -> Iterator[Path]:
     """Yields where to write a file, which replaces ``path`` when the block ends without an error.
 
-    That place is always the same file beside ``path``: the next writer overwrites what a killed one left. A
-    device or a pipe is not replaced but written to.
+    That place is always the same file beside what is replaced: the next writer overwrites what a killed one
+    left. What is written to instead of being replaced gets the content of a temporary file at the end.
 
     Raises:
-        OSError: It cannot be written; before the block starts.
+        OSError: It cannot be written; before the block starts, or where a disk is full, which names ``path``.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, expected a file")
-    if path.exists() and not path.is_file():
-        yield path
+    if _is_written_to(path):
+        reason = _why_not_written_to(path)
+        if reason is not None:
+            raise OSError(f"{path}: {reason}")
+        with tempfile.TemporaryDirectory() as folder:
+            content = Path(folder, f"content{path.suffix}")
+            content.touch()
+            with _naming(path, content):
+                yield content
+                _pour(content, path)
         return
-    scratch = path.with_name(f".unfinished.{path.name}")  # the suffix stays: some writers go by it
+    place = Path(os.path.realpath(path))
+    if place.is_symlink():
+        raise OSError(f"{path}: is a link that leads back to itself, expected a file")
+    scratch = place.with_name(f".unfinished.{place.stem}{path.suffix}")  # some writers go by the suffix
     try:
         open(scratch, "wb").close()
     except OSError as error:
-        raise _unwritable(path.parent, error) from error
+        raise _unwritable(path.parent if place.parent.is_dir() else place.parent, error) from error
     try:
-        yield scratch
-        _move(scratch, path)
+        with _naming(path, scratch):
+            yield scratch
+            _move(scratch, place)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: _PathLike) -> Iterator[BinaryIO]:
+    """Opens a file for what PyTorch writes in C++, where an exception from here would end the process.
+
+    So an exception, a full disk or a signal, waits until the block ends.
+    """
+    with open(path, "wb") as file:
+        patient = _Patient(file)
+        try:
+            yield cast(BinaryIO, patient)
+        finally:
+            if patient.error is not None:
+                raise patient.error
+
+
+class _Patient(io.RawIOBase):
+    """A file that keeps the first exception of its writing, and takes no more from then on."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._try(self._file.write, data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._try(self._file.seek, offset, whence)
+
+    def _try(self, call: Callable[..., int], *arguments: Any) -> int:
+        if self.error is None:
+            try:
+                return call(*arguments)
+            except BaseException as error:
+                self.error = error
+        return 0
 
 
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:
     """Writes an object as JSON, without what JSON does not have: NaN and infinity raise ``ValueError``."""
     text = json.dumps(content, indent=indent, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        error.filename = os.fspath(path)  # of several files that are being written, which one
+        raise
 
 
 def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
     """Checks that a file can be written at ``path``, or files below it if it is a directory; makes nothing.
 
-    Missing parents are allowed above a directory, not above a file. A device or a pipe, which
-    :func:`replacing` writes to, need only be writable itself.
+    Missing parents are allowed above a directory, not above a file. What :func:`replacing` writes to need
+    only be writable itself.
 
     Raises:
         OSError: None can; the message begins with ``option``.
@@ -79,17 +156,81 @@ def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
     path = Path(path).absolute()
     if not directory and path.is_dir():
         raise OSError(f"{option}: {path} is a directory, expected a file")
-    if not directory and path.exists() and not path.is_file() and os.access(path, os.W_OK):
+    if not directory and _is_written_to(path):
+        reason = _why_not_written_to(path)
+        if reason is not None:
+            raise OSError(f"{option}: {path} {reason}")
         return
-    folder = path if directory else path.parent
+    if path.is_symlink() and not path.exists() and (directory or Path(os.path.realpath(path)).is_symlink()):
+        raise OSError(f"{option}: {path} is a link that leads nowhere")
+    folder = path if directory else Path(os.path.realpath(path)).parent
     while directory and not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
 
 
-def _unwritable(directory: _PathLike, error: OSError) -> OSError:
-    return OSError(f"{directory}: cannot be written to: {error.strerror}")
+# What is not replaced -------------------------------------------------------------------------------------
+
+
+def _is_written_to(path: Path) -> bool:
+    return _descriptor(path) is not None or (path.exists() and not path.is_file())
+
+
+def _why_not_written_to(path: Path) -> str | None:
+    """Says why a device, a pipe or an open file takes nothing; None if it does."""
+    if _descriptor(path) is None and stat.S_ISSOCK(path.stat().st_mode):
+        return "is a socket, expected a file"
+    return None if os.access(path, os.W_OK) else "cannot be written to: permission denied"
+
+
+def _descriptor(path: Path) -> int | None:
+    """Returns the number of the open file that a path such as ``/dev/stdout`` means; None for others."""
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(path.parent)
+        is_ours = folder.startswith(f"/proc/{os.getpid()}/") and folder.endswith("/fd")
+        if path.name.isdecimal() and (is_ours or folder == "/dev/fd"):
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = Path(folder, os.readlink(path))
+    return None
+
+
+def _pour(source: Path, target: Path) -> None:
+    """Writes the content of a file to what is not replaced, to an open file from where it stands."""
+    number = _descriptor(target)
+    try:
+        with open(source, "rb") as content, open(target if number is None else os.dup(number), "wb") as file:
+            shutil.copyfileobj(content, file)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+
+
+# Errors, and what replaces --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _naming(path: Path, scratch: Path) -> Iterator[None]:
+    """Lets an error of a full disk name ``path``, if it is about ``scratch`` or about no file at all."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename
+        if error.errno in _FULL and (name is None or Path(str(name)).is_relative_to(scratch)):
+            raise _unwritable(path, error) from error
+        raise
+
+
+class _UnwritableError(OSError):
+    """An error with its number and file, by which those around it may name the file that a user knows."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: cannot be written to: {self.strerror}"
+
+
+def _unwritable(path: _PathLike, error: OSError) -> OSError:
+    return _UnwritableError(error.errno, error.strerror, os.fspath(path))
 
 
 def _move(source: Path, target: Path) -> None:

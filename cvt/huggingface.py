@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from cvt_kernels.checks import check_path, dtype_name
@@ -181,7 +181,8 @@ def write_model(
         raise ValueError(f"{directory}: has the {BEST} of a training, which would be read in place of this")
     directory.mkdir(parents=True, exist_ok=True)
     with filling(directory) as scratch:
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        # Written here, since an error of the library's own writing is no OSError.
+        (scratch / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_json(scratch / "config.json", content, indent=2)
         # As other files have them; those of safetensors are for their owner alone.
         (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from . import backends, dispatch, machine, verdicts
-from .tables import aligned
+from .tables import aligned, printable
 
 _BROKEN = "the extension does not load, see above"
 
@@ -20,7 +20,7 @@ def doctor() -> str:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND`` or ``CVT_KERNELS_PROVE`` has an unknown value.
+        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_PROVE`` is unknown here.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
@@ -51,7 +51,7 @@ def doctor() -> str:
         "passed over in this process:",
         (f"{operator}, {backend}: {reason}" for (operator, backend), reason in backends.fallbacks().items()),
     )
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 _AT_FIRST_USE_ON_A_GPU = (

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .toolkit import find_nvcc
 
@@ -163,14 +164,28 @@ def load_extension() -> ModuleType:
 
     Raises:
         ExtensionError: It does not load.
+        ValueError: ``CVT_KERNELS_CPU`` is no instruction set of this CPU.
     """
     try:
-        return importlib.import_module(_EXTENSION)
+        extension = importlib.import_module(_EXTENSION)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torch refuses a registration
         raise ExtensionError(
             f"{_EXTENSION} is installed but does not load; build it again with "
             f"'pip install --no-build-isolation .' (torch {torch.__version__}): {error}"
         ) from error
+    if os.environ.get("CVT_KERNELS_CPU"):
+        _check_instruction_set()
+    return extension
+
+
+def _check_instruction_set() -> None:
+    """Raises ValueError if the extension refuses ``CVT_KERNELS_CPU``, which it reads at every first call."""
+    try:
+        with _disable_current_modes():  # such as one of tensors without numbers, which would ask nothing
+            torch.ops.cvt_kernels.gelu(torch.zeros(1, device="cpu"), None, "none")
+    except RuntimeError as error:
+        _, name, reason = str(error).splitlines()[0].partition("CVT_KERNELS_CPU: ")
+        raise ValueError(name + reason) from error
 
 
 def _native() -> str:

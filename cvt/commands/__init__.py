@@ -10,20 +10,26 @@ from cvt_kernels import __version__
 from cvt_kernels.missing import warn_of_missing_kernels
 
 from . import bench, classify, compile, doctor, evaluate, explain, export, prove, prune, quantize, train  # noqa: A004 (their names)
-from .common import print_remarks, run_command
+from .common import print_remarks
+from .process import Parser, orderly, run_command
 
 _COMMANDS = (classify, evaluate, explain, quantize, prune, export, train, doctor, prove, bench, compile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``cvt``; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="cvt", description="Convolutional vision Transformers.")
+    with orderly():
+        arguments = _parse(argv)
+        return run_command(f"cvt {arguments.command}", arguments, lambda: _run(arguments))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="cvt", description="Convolutional vision Transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    arguments = parser.parse_args(argv)
-    return run_command(f"cvt {arguments.command}", lambda: _run(arguments))
+    return parser.parse_args(argv)
 
 
 def _run(arguments: argparse.Namespace) -> int | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cvt_kernels.tables import printable_word
+
 from ..huggingface import CheckpointError
 from .common import (
     add_device_argument,
@@ -17,6 +19,7 @@ from .common import (
     add_model_arguments,
     add_photos_argument,
     add_token_keep_argument,
+    batch_size,
     load_model,
     positive_int,
     print_result,
@@ -32,7 +35,7 @@ def add_parser(commands: Any) -> None:
     add_token_keep_argument(parser)
     add_labels_argument(parser)
     parser.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
+    parser.add_argument("--batch-size", type=batch_size, default=32, help="default: 32")
     add_device_argument(parser)
     parser.set_defaults(run=_classify)
 
@@ -64,6 +67,6 @@ def _classify(arguments: argparse.Namespace) -> None:
 def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:
     top = probabilities.topk(count)
     for photo, values, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
-        yield photo
+        yield printable_word(photo)
         for probability, index in zip(values, indices, strict=True):
-            yield f"  {probability:7.2%}  {labels[index] if labels else f'class {index}'}"
+            yield f"  {probability:7.2%}  {printable_word(labels[index]) if labels else f'class {index}'}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cvt_kernels import BackendUnavailable
+from cvt_kernels.tables import printable
 
 from ..checkpoints import Checkpoint, local_place, read_checkpoint
-from ..config import ACTIVATIONS, PRESETS, CvTConfig, Head, TokenKeep, default_image_size
+from ..config import ACTIVATIONS, LARGEST_IMAGE, PRESETS, CvTConfig, Head, TokenKeep, default_image_size
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
     from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
 
 
-def run_command(name: str, command: Callable[[], int | None]) -> int:
-    """Runs ``command``, which may return an exit code.
-
-    What a user can mend becomes one line on stderr and exit code 2.
-    """
-    code = None
-    try:
-        code = command()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, BackendUnavailable, ModuleNotFoundError) as error:
-        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return code or 0
-
-
 # Arguments ------------------------------------------------------------------------------------------------
 
 
-def positive_int(text: str) -> int:
-    """Parses an argument of argparse that must be a positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
-    return int(text)
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Returns a function that parses an argument of argparse that must be an integer within bounds."""
+    kind = f"a positive integer of at most {most}" if least == 1 else f"an integer from {least} to {most}"
+
+    def parse(text: str) -> int:
+        number = int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"got {text!r:.40}, expected {kind}")
+        return number
+
+    return parse
+
+
+positive_int = integer(1, 10**9)
+image_size = integer(1, LARGEST_IMAGE)
+batch_size = integer(1, 2**20)
+worker_count = integer(0, 256)
+seed = integer(0, 2**63 - 1)
+
+
+def path_text(text: str) -> str:
+    """Parses an argument of argparse that must be a path or a name: anything but nothing."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a path")
+    return text
 
 
 def path_text(text: str) -> str:
@@ -105,7 +106,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
     )
     parser.add_argument(
         "--image-size",
-        type=positive_int,
+        type=image_size,
         help="pixels (default: as trained; 224, for cvt_w24 384); from 384 on uncropped",
     )
 
@@ -134,8 +135,10 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.datasets.Batches`."""
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="default: 32")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read images (default: none)")
+    parser.add_argument("--batch-size", type=batch_size, default=32, help="default: 32")
+    parser.add_argument(
+        "--workers", type=worker_count, default=0, help="processes that read images (default: none)"
+    )
     parser.add_argument(
         "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
     )
@@ -145,6 +148,7 @@ def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -
     """Adds ``--calibrate``, for :func:`open_calibration`."""
     parser.add_argument(
         "--calibrate",
+        type=path_text,
         required=required,
         metavar="DATA",
         help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
@@ -406,7 +410,8 @@ def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
     from tqdm import tqdm
 
     def show(message: Any, *details: Any, **more: Any) -> None:
-        tqdm.write(f"cvt {arguments.command}: {message}", file=sys.stderr)  # above a bar, if there is one
+        line = f"cvt {arguments.command}: {printable(str(message))}"
+        tqdm.write(line, file=sys.stderr)  # above a bar, if there is one
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -416,10 +421,24 @@ def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
 def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None:
     """Prints remarks on stderr, each after the name of the command."""
     for remark in remarks:
-        print(f"cvt {arguments.command}: {remark}", file=sys.stderr)
+        print(f"cvt {arguments.command}: {printable(remark)}", file=sys.stderr)
 
 
 def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str]) -> None:
     """Prints the result, and before it on stderr the remarks; to be called when everything is done."""
     print_remarks(arguments, remarks)
-    print("\n".join(lines))
+    print_lines(lines)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stdout, with escapes for what would command the terminal.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    try:
+        print(printable("\n".join(lines)), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(f"standard output cannot be written to: {error.strerror}") from error

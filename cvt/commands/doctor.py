@@ -7,6 +7,8 @@ from typing import Any
 
 import cvt_kernels as ck
 
+from .common import print_lines
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
@@ -16,4 +18,4 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    print(ck.doctor())
+    print_lines([ck.doctor()])

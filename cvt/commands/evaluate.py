@@ -27,6 +27,7 @@ from .common import (
     load_model,
     naming_options,
     open_split,
+    path_text,
     print_result,
     recorded_warnings,
     resolve_device,
@@ -49,6 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--data",
+        type=path_text,
         required=True,
         help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet; for a model of train --task "
         "segment one with val/images/NAME.jpg and val/labels/NAME.png",
@@ -67,7 +69,9 @@ def add_parser(commands: Any) -> None:
         "checkpoint's own setting comes first in any case",
     )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the whole confusion matrix")
+    parser.add_argument(
+        "--json", type=path_text, metavar="FILE", help="write the figures and the whole confusion matrix"
+    )
     add_device_argument(parser)
     parser.set_defaults(run=_evaluate)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..files import filling, write_json
+from ..files import check_writable, filling, write_json
 from .common import (
     add_device_argument,
     add_model_arguments,
@@ -56,6 +56,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"photos: got two of the name {twice}, whose pictures would have one name")
+    check_writable("--output", output, directory=True)
     if arguments.plot:
         figure_class()
     device = resolve_device(arguments.device)

@@ -24,11 +24,11 @@ from tqdm import tqdm
 from cvt_kernels.backends import requesting
 
 from ..extras import require
-from ..files import replacing
+from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, path_text, print_result
 from .onnx_nodes import with_nodes
 
 FORMATS = ("pt2", "onnx")
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.add_argument("--output", type=path_text, required=True, metavar="FILE")
     parser.set_defaults(run=_export)
 
 
@@ -175,7 +175,7 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
             node.metadata_props.clear()  # where in our source it comes from, at great length
         written.save(path, external_data=False)
     else:
-        with open(path, "wb") as file:  # a name would have to end with .pt2
+        with writing(path) as file:  # a name would have to end with .pt2
             torch.export.save(program, file)
 
 
@@ -184,7 +184,8 @@ def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None
         with open(path, "rb") as file:
             module = torch.export.load(file).module()
         return torch.cat([module(images) for images in batches])
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    # By its content, since not every name of a file can be decoded.
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     logits = [session.run(None, {"images": images.numpy()})[0] for images in batches]
     return torch.cat([torch.from_numpy(part) for part in logits])
 

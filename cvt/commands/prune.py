@@ -32,10 +32,12 @@ from .common import (
     load_model,
     naming_options,
     open_calibration,
+    path_text,
     positive_int,
     print_result,
     recorded_warnings,
     resolve_device,
+    seed,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +64,11 @@ def add_parser(commands: Any) -> None:
         text = f"the fraction of the {what} that is removed (default: none)"
         parser.add_argument(option, type=float, default=0.0, metavar="FRACTION", help=text)
     parser.add_argument(
-        "--output", required=True, metavar="PATH", help=f"a name that ends with {_SUFFIX}, or a directory"
+        "--output",
+        type=path_text,
+        required=True,
+        metavar="PATH",
+        help=f"a name that ends with {_SUFFIX}, or a directory",
     )
     add_calibrate_argument(parser, required=False)
     parser.add_argument(
@@ -74,10 +80,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batches", type=positive_int, default=8, help="as many calibrate at most (default: 8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses their images (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="chooses their images (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write the figures")
     add_device_argument(parser)
     parser.set_defaults(run=_prune)
 

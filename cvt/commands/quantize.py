@@ -32,10 +32,12 @@ from .common import (
     check_output,
     load_model,
     open_calibration,
+    path_text,
     positive_int,
     print_result,
     recorded_warnings,
     resolve_device,
+    seed,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ def add_parser(commands: Any) -> None:
     )
     add_model_arguments(parser)
     add_calibrate_argument(parser, required=True)
-    parser.add_argument("--output", required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}")
+    parser.add_argument(
+        "--output", type=path_text, required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}"
+    )
     parser.add_argument(
         "--scheme",
         choices=_SCHEMES,
@@ -81,10 +85,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--images", type=positive_int, default=256, help="as many calibrate at most (default: 256)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses those that calibrate (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="chooses those that calibrate (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures of the model and of every layer")
+    parser.add_argument(
+        "--json", type=path_text, metavar="FILE", help="write the figures of the model and of every layer"
+    )
     add_device_argument(parser)
     parser.set_defaults(run=_quantize)
 

@@ -18,13 +18,16 @@ from .common import (
     add_device_argument,
     add_token_keep_argument,
     build_model,
+    integer,
     naming_options,
     open_split,
     path_text,
     positive_int,
+    print_lines,
     print_remarks,
     printed_warnings,
     resolve_device,
+    worker_count,
 )
 
 _MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of CvTConfig
@@ -68,12 +71,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
     parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
     add_token_keep_argument(parser)
-    parser.add_argument("--workers", type=int, default=0, help="processes that decode images (default: 0)")
+    parser.add_argument(
+        "--workers", type=worker_count, default=0, help="processes that decode images (default: 0)"
+    )
     parser.add_argument(
         "--corrupt", choices=("error", "skip"), default="error", help="files that are no images"
     )
     add_device_argument(parser)
-    kinds = {"int": int, "float": float, "str": str}
+    kinds = {"int": integer(-(2**63), 2**63 - 1), "float": float, "str": str}
     for field in dataclasses.fields(TrainConfig):
         option = f"--{field.name.replace('_', '-')}"
         text = f"{field.metadata['help']} (default: {field.default})"
@@ -127,13 +132,12 @@ def _train(arguments: argparse.Namespace) -> None:
             workers=arguments.workers,
             corrupt=arguments.corrupt,
         )
-        history = trainer.fit(
-            report=lambda row: print(epoch_line(row, config.epochs), flush=True), progress=True
-        )
+        history = trainer.fit(report=lambda row: print_lines([epoch_line(row, config.epochs)]), progress=True)
         if trainer.rank == 0:
             score, title = trainer.task.score, trainer.task.title
             best = max(history, key=lambda row: row[score])
-            print(f"{arguments.output}: {title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}")
+            line = f"{title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}"
+            print_lines([f"{arguments.output}: {line}"])
 
 
 def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from ..card import ModelCard
 from ..config import brief
 from ..datasets import Batches, ImageDataset
-from ..files import replacing
+from ..files import replacing, writing
 from ..huggingface import BEST
 from ..label_maps import LabelMapDataset
 from ..model import Block, CvT
@@ -405,7 +405,7 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
 
 def _write(content: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint; whenever the process or the machine dies, the old one or the new one is whole."""
-    with replacing(path) as scratch, open(scratch, "wb") as file:
+    with replacing(path) as scratch, writing(scratch) as file:
         torch.save(content, file)
 
 

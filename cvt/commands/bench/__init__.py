@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
 from ...config import DTYPES
 from ...files import check_writable
-from ..common import add_device_argument, positive_int, resolve_device
+from ..common import (
+    add_device_argument,
+    batch_size,
+    image_size,
+    path_text,
+    positive_int,
+    print_lines,
+    resolve_device,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -19,6 +25,7 @@ def add_parser(commands: Any) -> None:
     )
     bench.add_argument(
         "--checkpoint",
+        type=path_text,
         help="weights of a CvT of the paper or of cvt train; for another --model a directory of Hugging Face "
         "or owner/name on the Hub; default: random ones",
     )
@@ -28,13 +35,15 @@ def add_parser(commands: Any) -> None:
         help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
         "to _b5, pvt_v2_b2_linear, or glpn; default: as the checkpoint, or cvt_13",
     )
-    bench.add_argument("--images", nargs="+", metavar="PHOTO", help="default: the two of scikit-learn")
     bench.add_argument(
-        "--image-size", type=positive_int, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
+        "--images", type=path_text, nargs="+", metavar="PHOTO", help="default: the two of scikit-learn"
+    )
+    bench.add_argument(
+        "--image-size", type=image_size, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
     )
     bench.add_argument(
         "--batch-size",
-        type=positive_int,
+        type=batch_size,
         nargs="+",
         default=[8],
         help="images per step, one or more (default: 8)",
@@ -50,10 +59,12 @@ def add_parser(commands: Any) -> None:
         help="of hf, compile, compile-max, eager, cvt-compile, accelerate-compile and "
         "accelerate-frozen-compile, with commas between; hf is always measured (default: hf)",
     )
-    bench.add_argument("--save-weights", metavar="DIR", help="keep the weights as a Hugging Face directory")
-    bench.add_argument("--json", metavar="FILE", help="keep the results")
-    bench.add_argument("--report", metavar="DIR", help="write index.html and its plots")
-    bench.add_argument("--against", metavar="OLD.json", help="compare with these results")
+    bench.add_argument(
+        "--save-weights", type=path_text, metavar="DIR", help="keep the weights as a Hugging Face directory"
+    )
+    bench.add_argument("--json", type=path_text, metavar="FILE", help="keep the results")
+    bench.add_argument("--report", type=path_text, metavar="DIR", help="write index.html and its plots")
+    bench.add_argument("--against", type=path_text, metavar="OLD.json", help="compare with these results")
     bench.add_argument(
         "--compare", nargs=2, metavar=("OLD.json", "NEW.json"), help="compare two results, measure nothing"
     )
@@ -65,7 +76,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     from . import compare, plots, report, results
 
     if arguments.compare is not None:
-        print(compare.comparison(*map(results.read, arguments.compare)))
+        print_lines([compare.comparison(*map(results.read, arguments.compare))])
         return
     # What would fail at the end fails before the long run.
     old = None if arguments.against is None else results.read(arguments.against)
@@ -76,28 +87,25 @@ def _bench(arguments: argparse.Namespace) -> None:
         plots.check_plots()
     from . import measurements  # needs the bench extra
 
-    try:
-        measured = measurements.run(
-            checkpoint=arguments.checkpoint,
-            model=arguments.model,
-            images=arguments.images,
-            image_size=arguments.image_size,
-            batch_sizes=arguments.batch_size,
-            rounds=arguments.rounds,
-            device=resolve_device(arguments.device),
-            dtype=arguments.dtype,
-            train=arguments.train,
-            peers=arguments.peers,
-            save_weights=arguments.save_weights,
-            against=old,
-        )
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"--batch-size: {error}") from error
+    measured = measurements.run(
+        checkpoint=arguments.checkpoint,
+        model=arguments.model,
+        images=arguments.images,
+        image_size=arguments.image_size,
+        batch_sizes=arguments.batch_size,
+        rounds=arguments.rounds,
+        device=resolve_device(arguments.device),
+        dtype=arguments.dtype,
+        train=arguments.train,
+        peers=arguments.peers,
+        save_weights=arguments.save_weights,
+        against=old,
+    )
     if arguments.json is not None:
         results.write(measured, arguments.json)
-    print(results.text(measured))
+    print_lines([results.text(measured)])
     if arguments.report is not None:
         page, *_ = report.write_report(measured, arguments.report)
-        print(f"\nreport: {page}")
+        print_lines(["", f"report: {page}"])
     if old is not None:
-        print(f"\n{compare.comparison(old, measured)}")
+        print_lines(["", compare.comparison(old, measured)])

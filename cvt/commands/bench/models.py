@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ... import hub
@@ -21,6 +22,7 @@ from ...checkpoints import Checkpoint, local_place, read_checkpoint
 from ...config import PRESETS, default_image_size
 from ...evaluation import cost
 from ...factory import SEED, randomize
+from ...files import filling
 from ...huggingface import CheckpointError, save_huggingface
 from ...model import CvT
 from .contenders import build_huggingface, build_ours, quiet_transformers
@@ -122,10 +124,15 @@ class Subject(NamedTuple):
 
     def save(self, directory: Any) -> None:
         """Saves the weights as a directory of Hugging Face."""
-        if self.ours is None:
-            self.hf.save_pretrained(directory)  # type: ignore[operator]
-        else:
+        if self.ours is not None:
             save_huggingface(self.ours, directory)
+            return
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with filling(directory) as scratch:
+            try:
+                self.hf.save_pretrained(scratch)  # type: ignore[operator]
+            except SafetensorError as error:  # such as of a full disk
+                raise OSError(f"{directory}: cannot be written to: {error}") from error
 
 
 def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:

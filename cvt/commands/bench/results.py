@@ -5,7 +5,9 @@ Results are plain JSON; ``docs/report.md`` has the format.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -27,6 +29,9 @@ MEMORY = (
 
 #: With fewer rounds nothing is said about noise.
 LEAST_ROUNDS = 4
+
+# Bounds of what a file may say, within which ratios are numbers.
+_MOST_IMAGES, _LEAST_SECONDS, _MOST_SECONDS = 10**9, 1e-9, 1e9
 
 Results = dict[str, Any]
 _PathLike = str | os.PathLike[str]
@@ -52,7 +57,7 @@ def read(path: _PathLike) -> Results:
     if not path.exists():
         raise FileNotFoundError(f"results: {path} does not exist")
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from error
     schema = results.get("schema") if isinstance(results, dict) else None
@@ -61,10 +66,34 @@ def read(path: _PathLike) -> Results:
     if results.get("version") != VERSION:
         raise ValueError(f"results: {path} has version {results.get('version')!r}, expected {VERSION}")
     try:
+        _check(results)
         text(results)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"results: {path} is damaged: {type(error).__name__} {error}") from error
     return results
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"got {text}, expected a finite number")
+    return number
+
+
+def _check(results: Results) -> None:
+    """Raises an error unless there is what comparisons need besides :func:`text`, in possible numbers."""
+    sections = [dict(results[name]) for name in ("config", "machine", "versions", "contenders")]
+    if not (results["date"] and all(sections) and results["batches"]):
+        raise ValueError("a part of it is empty")
+    for batch in results["batches"]:
+        size, times = batch["batch_size"], [row["seconds"] for row in batch["rows"]]
+        if type(size) is not int or not 1 <= size <= _MOST_IMAGES:
+            raise ValueError(f"batch_size: got {size!r}, expected a positive integer")
+        if len(set(map(len, times))) != 1 or not times[0]:
+            raise ValueError(f"batch_size {size}: expected as many seconds for each contender")
+        for seconds in itertools.chain(*times):
+            if type(seconds) not in (int, float) or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+                raise ValueError(f"seconds: got {seconds!r}, expected a number of them")
 
 
 # Numbers --------------------------------------------------------------------------------------------------

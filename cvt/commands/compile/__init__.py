@@ -10,7 +10,7 @@ from typing import Any
 from ...config import DTYPES, PRESETS
 from ...extras import require
 from ...files import check_writable, replacing, write_json
-from ..common import positive_int
+from ..common import batch_size, image_size, integer, naming_options, path_text, positive_int, print_lines
 
 #: The operators that are compiled by default. Those of ``launches`` cannot be asked without importing Triton.
 _OPERATORS = (
@@ -54,21 +54,21 @@ def add_parser(commands: Any) -> None:
          "(default: all but the first three)"),
         ("--stage", "stages", positive_int, [1, 2, 3, 4],
          "1, 2, 3; of the models of depthwise_conv_gelu, 4 (default: all)"),
-        ("--image-size", "image_sizes", positive_int, [None],
+        ("--image-size", "image_sizes", image_size, [None],
          "default: 224; 384 for cvt_w24, 512 for segformer_b0 and segformer_b5"),
-        ("--batch-size", "batch_sizes", positive_int, [256], "default: 256"),
+        ("--batch-size", "batch_sizes", batch_size, [256], "default: 256"),
     ):  # fmt: skip
         metavar = option.removeprefix("--").upper()
         parser.add_argument(
             option, dest=name, nargs="+", type=kind, metavar=metavar, default=default, help=text
         )
-    parser.add_argument("--jobs", type=positive_int, help="processes (default: one per core)")
+    parser.add_argument("--jobs", type=integer(1, 256), help="processes (default: one per core)")
     parser.add_argument(
         "--cuda",
         action="store_true",
         help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write the report")
     parser.set_defaults(run=_compile)
 
 
@@ -100,7 +100,8 @@ def _compile(arguments: argparse.Namespace) -> int:
         batch_sizes=arguments.batch_sizes,
     )
     cuda_jobs, notes = jobs.cuda_jobs(selection, required=arguments.cuda)
-    plan = [*cuda_jobs, *jobs.triton_jobs(selection)]  # nvcc takes longest, so it comes first
+    with naming_options("image_size"):
+        plan = [*cuda_jobs, *jobs.triton_jobs(selection)]  # nvcc takes longest, so it comes first
     if not plan:
         raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
     rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
@@ -109,11 +110,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         with replacing(arguments.json) as file:
             write_json(file, report.as_json(rows, notes), indent=1)
     predicted = report.predicted_table(rows)
-    print(
-        "\n".join(
-            [*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)]
-        )
-    )
+    print_lines([*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)])
     return int(any(row.flaws for row in rows))
 
 

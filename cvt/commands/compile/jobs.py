@@ -16,6 +16,7 @@ from cvt_kernels import machine
 from cvt_kernels.ops.triton_launch import Budget
 
 from ...config import DTYPES, default_image_size
+from ..process import temporary_files_together
 from .bounds import Analysis, analyze
 from .budgets import budget_of, cuda_budget_of, excesses, is_budgeted
 from .cuda_kernels import CudaCase, CudaKernels, cuda_kernels_for, parse_function
@@ -166,15 +167,23 @@ def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
     """Compiles everything, in this process or in several of their own, and returns a row for each kernel."""
     progress = functools.partial(tqdm, desc="compile", total=len(jobs), unit="job", disable=None)
     if processes == 1:
-        results = [job.source.examine() for job in progress(jobs)]
+        with temporary_files_together():
+            results = [job.source.examine() for job in progress(jobs)]
     else:
         spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-        with futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
+        others = multiprocessing.active_children()
+        with (
+            temporary_files_together(),
+            futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool,
+        ):
             pending = [pool.submit(job.source.examine) for job in jobs]
             try:
                 for done in progress(futures.as_completed(pending)):
                     done.result()
             except BaseException:
+                for process in multiprocessing.active_children():
+                    if process not in others:
+                        process.terminate()
                 pool.shutdown(cancel_futures=True)
                 raise
         results = [done.result() for done in pending]

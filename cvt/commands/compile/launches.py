@@ -113,6 +113,8 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
             (height, width), stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
         )
         height, width = stage.grid(height, width)
+        if not height > 0:
+            raise ValueError(f"image_size: got {image_size}, of which {model} has no tokens")
         shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token), embedding))
     return shapes
 

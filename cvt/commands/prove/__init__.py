@@ -7,7 +7,20 @@ from typing import Any
 
 from ...config import DTYPES, PRESETS, default_image_size
 from ...files import check_writable, replacing, write_json
-from ..common import add_device_argument, naming_options, positive_int, resolve_device, token_keep
+from ..common import (
+    add_device_argument,
+    batch_size,
+    image_size,
+    integer,
+    naming_options,
+    path_text,
+    print_lines,
+    resolve_device,
+    token_keep,
+)
+from ..process import temporary_files_together
+
+_DAY = 24 * 60 * 60
 
 
 def add_parser(commands: Any) -> None:
@@ -32,11 +45,11 @@ def add_parser(commands: Any) -> None:
         help=f"{', '.join(DTYPES)} (default: float32 and bfloat16)",
     )
     parser.add_argument(
-        "--batch-size", nargs="+", type=positive_int, help="default: 1 and 8, on a GPU 1 and 256"
+        "--batch-size", nargs="+", type=batch_size, help="default: 1 and 8, on a GPU 1 and 256"
     )
     parser.add_argument(
         "--image-size",
-        type=positive_int,
+        type=image_size,
         help="side of the square images in pixels (default: 224, for cvt_w24 384)",
     )
     parser.add_argument(
@@ -59,12 +72,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=positive_int,
+        type=integer(1, _DAY),
         default=60,
         help="seconds that a kernel may take, compilation included; after that its process is ended and it "
         "counts as hanging (default: 60)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write every result to FILE as JSON")
+    parser.add_argument("--json", type=path_text, metavar="FILE", help="write every result to FILE as JSON")
     add_device_argument(parser)
     parser.set_defaults(run=_prove)
 
@@ -98,6 +111,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         questions = collect(workload, device)
     store = verdicts.store_for(device)
     with (
+        temporary_files_together(),
         Worker(device, arguments.seconds) as worker,
         tqdm(questions, desc="prove", unit="question", leave=False, disable=None) as progress,
     ):
@@ -108,5 +122,5 @@ def _prove(arguments: argparse.Namespace) -> int:
             if arguments.json is not None:
                 with replacing(arguments.json) as file:
                     write_json(file, report.as_json(results, workload, store), indent=1)
-    print("\n".join([*report.table(results), "", *report.summary(results, store)]))
+    print_lines([*report.table(results), "", *report.summary(results, store)])
     return int(not all(result.is_good for result in results))

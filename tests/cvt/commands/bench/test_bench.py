@@ -725,7 +725,8 @@ def test_too_large_a_batch_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(measurements, "run", run)
     assert cli.main(["bench", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert error == "cvt bench: error: --batch-size: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    reason = "there is not enough memory for --batch-size 8: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert error == f"cvt bench: error: {reason}\n"
 
 
 def test_command_without_matplotlib_fails_before_it_measures(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,206 @@
+"""The process of a command: its streams, the signals that end it, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from cvt_kernels import BackendUnavailable
+from cvt_kernels.proofs import is_out_of_memory
+from cvt_kernels.tables import printable
+
+# What torch says of sizes that no memory has, besides that it cannot be had.
+_TOO_LARGE = (
+    "Cannot allocate memory",
+    "calculation overflowed",
+    "integer multiplication overflow",
+    "insufficient shared memory",
+)
+# Arguments that decide on how much memory is needed.
+_SIZES = ("image_size", "image_sizes", "batch_size", "batch_sizes", "workers", "jobs")
+_TWICE = 1.0  # seconds within which two signals are one: timeout sends its own twice
+
+
+def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
+    """Runs ``command``, which may return an exit code.
+
+    What a user can mend becomes one line on stderr and exit code 2.
+    """
+    if sys.stdout is None:
+        return _fail(name, "standard output is closed, expected it open")
+    code = None
+    try:
+        code = command()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        return 0
+    except (ValueError, OSError, BackendUnavailable, ModuleNotFoundError) as error:
+        return _fail(name, why_not_printed() or str(error))
+    except (RuntimeError, MemoryError) as error:
+        reason = why_too_large(error, arguments)
+        if reason is None:
+            raise
+        return _fail(name, reason)
+    except KeyboardInterrupt:
+        return 130
+    reason = why_not_printed()
+    return (code or 0) if reason is None else _fail(name, reason)
+
+
+def _fail(name: str, reason: str) -> int:
+    with contextlib.suppress(OSError):  # where stderr takes nothing, the exit code says it
+        print(f"{name}: error: {printable(' '.join(reason.split()))}", file=sys.stderr)
+    return 2
+
+
+def why_not_printed() -> str | None:
+    """Says why what has been printed cannot be written, if it cannot; a reader that is gone wants none."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        return f"standard output cannot be written to: {error.strerror}"
+    return None
+
+
+def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
+    """Says that there is not enough memory, and for which sizes, if an error is about that; else None."""
+    if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
+        return None
+    given = {name: getattr(arguments, name, None) for name in _SIZES}
+    options = [f"--{name.replace('_sizes', '_size').replace('_', '-')}" for name in given]
+    sizes = [
+        f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for option, value in zip(options, given.values(), strict=True)
+        if value
+    ]
+    told = f" for {', '.join(sizes)}" if sizes else ""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"there is not enough memory{told}: {first_line}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors, which repeat what came, leave the terminal as it is."""
+
+    def error(self, message: str) -> Any:
+        """Prints the usage and the error, and exits with 2."""
+        super().error(printable(message))
+
+    def exit(self, status: int = 0, message: str | None = None) -> Any:
+        """Exits, with 2 where the help could not be printed."""
+        reason = None if sys.stdout is None else why_not_printed()
+        if reason is not None:
+            status, message = 2, f"{self.prog}: error: {reason}\n"
+        super().exit(status, message)
+
+
+@contextlib.contextmanager
+def temporary_files_together() -> Iterator[None]:
+    """Keeps the temporary files of the block, and of processes that it starts, in one folder, and removes it.
+
+    Else a process that is ended would leave its own, as Triton's assembler does.
+    """
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            os.environ.pop("TMPDIR")
+            os.environ.update({} if variable is None else {"TMPDIR": variable})
+
+
+@contextlib.contextmanager
+def orderly() -> Iterator[None]:
+    """Lets a command end as it should, whatever its streams are and whichever signal ends it."""
+    with _open_streams(), _ended_by_signals():
+        try:
+            yield
+        finally:
+            _empty(sys.stdout)
+            _empty(sys.stderr)
+
+
+@contextlib.contextmanager
+def _open_streams() -> Iterator[None]:
+    """Opens what is closed, lest a file of the command take its number; escapes what stdout cannot encode."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the least number that is free, which is this one
+    stdout, stderr = sys.stdout, sys.stderr
+    errors = getattr(stdout, "errors", None)
+    with contextlib.ExitStack() as stack:
+        if stderr is None:
+            sys.stderr = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        if hasattr(stdout, "reconfigure"):
+            _reconfigure(stdout, "backslashreplace")
+            stack.callback(_reconfigure, stdout, errors)
+        try:
+            yield
+        finally:
+            sys.stderr = stderr
+
+
+def _reconfigure(stream: Any, errors: str | None) -> None:
+    with contextlib.suppress(OSError):  # where stdout has become a pipe after Python began
+        stream.reconfigure(errors=errors)
+
+
+def _empty(stream: Any) -> None:
+    """Writes what a stream holds back, or throws it away where it cannot be: Python would try again."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        stream.flush()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into SystemExit, so that temporary files are removed.
+
+    That is left alone which somebody else handles, or ignores as nohup does, and the processes of torchrun:
+    they may be waiting for one that has died, and only return from that when they are killed.
+    """
+    if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
+        yield
+        return
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in names]
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    begun: tuple[int, float] | None = None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal begun
+        if begun is None:
+            begun = number, time.monotonic()
+            raise SystemExit(128 + number)
+        if time.monotonic() - begun[1] > _TWICE:  # somebody does not want to wait
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    except Exception as error:  # such as of a worker process, which got the signal too
+        if begun is None:
+            raise
+        raise SystemExit(128 + begun[0]) from error
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,91 @@
+"""Files of results from which something is missing, or in which something is absurd."""
+
+import contextlib
+import copy
+import json
+
+import pytest
+
+from cvt.commands import main
+from cvt.commands.bench.compare import comparison
+from cvt.commands.bench.results import read
+from tests.checks import bad
+
+_ROW = {"seconds": [0.5, 0.25, 0.5, 0.25], "peak_bytes": 1, "parity": {}}
+_PARITY = {"error": 1e-6, "largest": 1.0, "top5": 5, "of": 5, "gradient_error": None}
+RESULTS = {
+    "schema": "cvt bench",
+    "version": 1,
+    "date": "2026-01-01",
+    "machine": {"cpu": "x"},
+    "versions": {"torch": "2"},
+    "config": {
+        "model": "cvt_13",
+        "weights": "random",
+        "image_size": 224,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "train": False,
+        "rounds": 4,
+    },
+    "contenders": {
+        "hf": {"about": "theirs", "ours": False, "note": None},
+        "cvt": {"about": "ours", "ours": True, "note": None},
+    },
+    "batches": [
+        {
+            "batch_size": 1,
+            "operations": 2,
+            "product": {"n": 2, "operations": 16, "seconds": [0.5, 0.25, 0.5, 0.25]},
+            "rows": [{"contender": key, **_ROW, "parity": _PARITY} for key in ("hf", "cvt")],
+        }
+    ],
+}
+_ABSENT = object()
+_ABSURD = (_ABSENT, None, [], {}, "x", -1, 0, 1e300, float("nan"), float("inf"), 10**400, True)
+
+
+def _places(node, path=()):
+    """Yields the way to every value."""
+    for key in node if isinstance(node, dict) else range(len(node)):
+        yield (*path, key)
+        if isinstance(node[key], dict | list):
+            yield from _places(node[key], (*path, key))
+
+
+def _damaged(path, value):
+    results = copy.deepcopy(RESULTS)
+    node = results
+    for key in path[:-1]:
+        node = node[key]
+    if value is _ABSENT:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = value
+    return results
+
+
+def test_whole_results_are_compared(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(RESULTS))
+    assert main(["bench", "--compare", *[str(tmp_path / "a.json")] * 2]) == 0
+    assert "within noise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", _ABSURD, ids=str)
+def test_damaged_results_are_refused_or_do_no_harm(value, tmp_path, capsys):
+    path, refused = tmp_path / "bad.json", []
+    for place in _places(RESULTS):
+        path.write_text(json.dumps(_damaged(place, value)))
+        with contextlib.suppress(ValueError):
+            found = read(path)
+            words = {word for old, new in ((RESULTS, found), (found, RESULTS)) for word in _words(old, new)}
+            assert not {"nan", "inf"} & words, place
+            continue
+        refused.append(path.read_text())
+    path.write_text(refused[-1])
+    assert "error: " in bad(capsys, main, "bench", "--compare", path, path)
+
+
+def _words(old, new):
+    return comparison(old, new).replace("(", " ").replace("–", " ").replace(")", " ").split()
