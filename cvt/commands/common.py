@@ -59,13 +59,6 @@ def path_text(text: str) -> str:
     return text
 
 
-def path_text(text: str) -> str:
-    """Parses an argument of argparse that must be a path or a name: anything but nothing."""
-    if not text:
-        raise argparse.ArgumentTypeError("got '', expected a path")
-    return text
-
-
 def add_photos_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the photographs, for :meth:`LoadedModel.read`."""
     parser.add_argument("photos", nargs="+", type=path_text, metavar="PHOTO", help="JPEG, PNG, WebP, …")
