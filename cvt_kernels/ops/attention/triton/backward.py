@@ -66,9 +66,9 @@ class SoftmaxStats(NamedTuple):
 
 @triton.jit
 def _load_stats(stats_ptr, row, queries):
-    """Returns the SoftmaxStats of rows; beyond the last query, those for which the probabilities are 0."""
+    """Returns the SoftmaxStats of rows; beyond the last query that one's, but with probabilities of 0."""
     return SoftmaxStats(
-        maximum=tl.load(stats_ptr + row, mask=row < queries, other=float("inf")),
+        maximum=tl.load(stats_ptr + tl.minimum(row, queries - 1)),
         reciprocal=tl.load(stats_ptr + queries + row, mask=row < queries, other=0.0),
     )
 

@@ -1,4 +1,4 @@
-"""Scores of −∞, scores that overflow, scales of all sizes: NaN where the reference has NaN, and only there."""
+"""Scores of −∞, scores that overflow, scales of all sizes: NaN where the reference has it, and only there."""
 
 import math
 
