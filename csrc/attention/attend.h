@@ -14,6 +14,16 @@ namespace {
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two, which would crowd a few sets of the cache
 constexpr int64_t kQueryStride = kMaxHeadDim + 16;
 
+// Packs a row of queries, multiplied by a power of two.
+template <class T, class A = Accumulator<T>>
+void pack_query(const T* q, int64_t head_dim, A power, Factor<T>* out) {
+  if constexpr (kPaired<T>) out[(head_dim - 1) / 2] = 0;
+  using To = std::conditional_t<kPaired<T>, T, A>;
+  for_vectors<VectorOf<T>::lanes>(head_dim, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
+    store(reinterpret_cast<To*>(out) + i, load(q + i, lanes) * power, lanes);
+  });
+}
+
 // Packs keys (keys, head_dim) as panels (depth, keys of the panel), with zeros beyond the last key.
 template <class T>
 void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
@@ -76,36 +86,36 @@ struct Scratch {
   A *scores, *out;
 };
 
-// Softmax so far: the score with the largest multiple by scale, and the sum of 2^(scale · (score - top)).
+// Softmax so far: the largest score, and the sum of 2^(scale · (score - top)).
 template <class A>
 struct Running {
   A top, sum;
 };
 
 // Turns scores into probabilities that are not yet divided by their sum. Returns the factor for the sums of earlier
-// blocks. The difference comes before the scale, so that the largest probabilities are rounded least.
+// blocks. The difference comes before the scale, which is positive, so that the largest probabilities are rounded least.
 template <class T, class A = Accumulator<T>>
 VECTOR_INLINE A soften(const A* scores, Factor<T>* probabilities, int64_t keys, A scale, bool first,
                        Running<A>& running) {
   using F = Vector<A>;
-  const A sign = scale < 0 ? -1 : 1;
   const F lowest = A(-INFINITY);
   F tops[4] = {lowest, lowest, lowest, lowest};
   for_vectors<F::lanes>(keys, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
-    tops[i] = at_least(keep(load(scores + c, Whole{}) * sign, lanes, lowest), tops[i]);
+    tops[i] = at_least(keep(load(scores + c, Whole{}), lanes, lowest), tops[i]);
   });
-  const A top = sign * largest(at_least(at_least(tops[0], tops[1]), at_least(tops[2], tops[3])));
+  const A top = largest(at_least(at_least(tops[0], tops[1]), at_least(tops[2], tops[3])));
   const A before = first ? top : running.top;
-  running.top = (top - before) * sign > 0 ? top : before;
+  running.top = top > before ? top : before;
+  const A origin = running.top == -INFINITY ? 0 : running.top;  // as long as all scores are -∞, lest -∞ - -∞ be NaN
   F sums[4] = {A(0), A(0), A(0), A(0)};
   for_vectors<F::lanes>(keys, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
-    const F p = keep(power<T>((load(scores + c, Whole{}) - running.top) * scale), lanes);
+    const F p = keep(power<T>((load(scores + c, Whole{}) - origin) * scale), lanes);
     sums[i] = sums[i] + p;
     if constexpr (kPaired<T>) store(reinterpret_cast<T*>(probabilities) + c, p, Whole{});
     else store(probabilities + c, p, Whole{});
   });
   const A sum_here = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  const A factor = first ? 0 : power<T>(F((before - running.top) * scale)).v[0];
+  const A factor = first ? 0 : power<T>(F((before - origin) * scale)).v[0];
   running.sum = first ? sum_here : running.sum * factor + sum_here;
   return factor;
 }
@@ -138,10 +148,11 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
             const TileBias<A>& bias = {}) {
   using F = Vector<A>;
   const int64_t depth = ceil_div(call.head_dim, kDepth<T>), value_depth = ceil_div(call.keys, kDepth<T>);
+  const Scale factors = split(call.scale);
   for (int64_t row = 0; row < rows; row++) {
-    pack_row<T>(q + row * call.q.token, call.head_dim, scratch.q + row * kQueryStride);
+    pack_query(q + row * call.q.token, call.head_dim, static_cast<A>(factors.of_queries), scratch.q + row * kQueryStride);
   }
-  const A scale = static_cast<A>(call.scale * 1.4426950408889634);  // 1 / ln(2)
+  const A scale = static_cast<A>(factors.of_scores * 1.4426950408889634);  // 1 / ln(2)
   Running<A> running[kTile];
 
   const int64_t block = round_up(ceil_div(call.keys, ceil_div(call.keys, kKeyBlock)), kPanel<A>);

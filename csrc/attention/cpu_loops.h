@@ -1,6 +1,7 @@
 // The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "attention/position.h"
@@ -30,6 +31,21 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kAlignment = 64;  // of the parts of scratch, in bytes
 
 static inline int64_t tiles_of(int64_t queries) { return (queries + kTile - 1) / kTile; }
+
+// A scale in two factors: a power of two with its sign, which multiplies the queries and rounds nothing, and a positive
+// one, which is left to the exponents of the softmax. So scores overflow only where their multiples by the scale do. The
+// power is not so small that queries would become subnormal.
+struct Scale {
+  double of_queries, of_scores;
+};
+
+static inline Scale split(double scale) {
+  int exponent;
+  const double size = std::frexp(scale < 0 ? -scale : scale, &exponent);  // from 0.5 to 1, or 0
+  if (size == 0) return {0, 1};
+  const int power = exponent > -63 ? exponent - 1 : -64;
+  return {std::ldexp(scale < 0 ? -1.0 : 1.0, power), std::ldexp(size, exponent - power)};
+}
 
 // The loops, compiled for one instruction set.
 struct Kernels {

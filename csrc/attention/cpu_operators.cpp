@@ -82,7 +82,7 @@ Tensor packed_table(const Tensor& table, const PositionGrids& grids, double scal
     const A* from = static_cast<const A*>(table.const_data_ptr());
     A* to = static_cast<A*>(packed.mutable_data_ptr());
     for (int64_t head = 0; head < heads; head++) {
-      pack_table(from + head * table_size, grids, static_cast<A>(scale), to + head * size);
+      pack_table(from + head * table_size, grids, static_cast<A>(split(scale).of_scores), to + head * size);
     }
     std::fill_n(to + heads * size, kPackedPadding, type);
   };
@@ -102,7 +102,6 @@ Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, 
                   "table: expected (heads, offsets down, offsets across)");
   STD_TORCH_CHECK(table.scalar_type() == accumulator_of(q) && same_device(table, q),
                   "table: expected the dtype of accumulators and the device of q");
-  STD_TORCH_CHECK(scale != 0, "scale: expected another number than 0");
   if (rows.has_value()) {
     STD_TORCH_CHECK(rows->dim() == 2 && rows->size(0) == q.size(0) && rows->size(1) == q.size(1) &&
                         rows->scalar_type() == ScalarType::Long && same_device(*rows, q),

@@ -3,8 +3,8 @@
 // A table (heads, H + s (Hk - 1), W + s (Wk - 1)) is packed before, so that the biases of one query (i, j) with all keys
 // are neighbors: for each phase i mod s and each column j there is a plane (offsets down, columns of keys), turned around
 // so that keys rise, and i / s says where in it the first row of keys is. That is a small part of the (Nq, Nkv) numbers
-// that a head's matrix would have: 1/14 in the first stage of CvT-13 at 224x224. They are divided by the scale, so that
-// they can be added to scores that are not multiplied by it yet, and zeros leave these as they are.
+// that a head's matrix would have: 1/14 in the first stage of CvT-13 at 224x224. They are divided by the scale of scores
+// (Scale), so that they can be added to these before they are multiplied by it, and zeros leave them as they are.
 #pragma once
 
 #include <cstdint>

@@ -86,7 +86,7 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
       store(dweight + c, load(dweight + c, lanes) + g * normal, lanes);
       store(dbias + c, load(dbias + c, lanes) + g, lanes);
       g = g * scale;
-      if constexpr (activates) store(scratch + c, g, lanes);
+      store(scratch + c, g, lanes);
       sums[i % 2] = sums[i % 2] + g;
       products[i % 2] = products[i % 2] + keep(g * normal, lanes);
     });
@@ -94,10 +94,7 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
     const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
     const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
-      F g;
-      if constexpr (activates) g = load(scratch + c, lanes);
-      else g = load(dout + c, lanes) * load(weight + c, lanes);
-      return (g - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
+      return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
     };
     if (call.dh == nullptr) {
       for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {

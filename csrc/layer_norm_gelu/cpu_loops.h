@@ -57,7 +57,7 @@ struct GeluBackward {
 struct Kernels {
   // `scratch` has room for `channels` accumulators.
   void (*layer_norm)(DType, Activation, const LayerNormForward&, int64_t begin, int64_t end, void* scratch);
-  // Adds the rows' part of dweight and dbias to `sums` (2, channels).
+  // Adds the rows' part of dweight and dbias to `sums` (2, channels); `scratch` as above.
   void (*layer_norm_backward)(DType, Activation, const LayerNormBackward&, int64_t begin, int64_t end, void* sums,
                               void* scratch);
   void (*gelu)(DType, Activation, const GeluForward&, int64_t begin, int64_t end);

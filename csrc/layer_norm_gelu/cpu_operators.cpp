@@ -1,10 +1,9 @@
 // LayerNorm and GELU on the CPU: parameters, threads and the choice of instruction set around the loops.
 //
 // Results do not depend on the number of threads: rows are independent, and sums over rows are taken in chunks that
-// depend on the shape alone, then added in order.
+// depend on the shape alone, and added in pairs.
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "common/cpu.h"
@@ -19,6 +18,7 @@ constexpr int64_t kBlock = 4096;          // elements of a gelu without bias tha
 constexpr int64_t kChunks = 128;          // the most partial sums over rows
 constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
 constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
+constexpr int64_t kSumRows = 128;         // the most rows that are added one after another
 
 // A weight, bias or shift in the accumulator's type; filled with `absent` if there is none.
 class Parameter {
@@ -60,17 +60,15 @@ class Parameter {
 };
 
 // The gradient of a parameter, in its type, from the sums over the rows.
-Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const void* sums) {
+template <class A>
+Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const A* totals) {
   if (!parameter.has_value()) return no_gradient(x);
   const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type(), x);
   const int64_t channels = parameter->size(0);
-  with_type(dtype_of(x), [&](auto type) {
-    const auto* totals = static_cast<const Accumulator<decltype(type)>*>(sums);
-    with_type(dtype_of(*parameter), [&](auto stored) {
-      using T = decltype(stored);
-      T* out = static_cast<T*>(gradient.mutable_data_ptr());
-      for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals[c]));
-    });
+  with_type(dtype_of(*parameter), [&](auto stored) {
+    using T = decltype(stored);
+    T* out = static_cast<T*>(gradient.mutable_data_ptr());
+    for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals[c]));
   });
   return gradient;
 }
@@ -88,34 +86,51 @@ void for_blocks(int64_t size, const F& f) {
   });
 }
 
-template <class A>
-void add_partial_sums(A* sums, int64_t chunks, int64_t size) {
-  for (int64_t chunk = 1; chunk < chunks; chunk++) {
-    for (int64_t i = 0; i < size; i++) sums[i] += sums[chunk * size + i];
+// Adds in pairs what f(begin, end, sums) gives of parts of at most `most` each, for each of which `size` accumulators are
+// zeroed: so errors grow with the logarithm of what is added. `sums` has room for the pairs behind the total.
+template <class A, class F>
+void sum_in_pairs(int64_t begin, int64_t end, int64_t most, int64_t size, A* sums, const F& f) {
+  if (end - begin <= most) {
+    std::fill_n(sums, size, A(0));
+    f(begin, end, sums);
+    return;
   }
+  const int64_t middle = begin + (end - begin) / 2;
+  A* others = sums + size;
+  sum_in_pairs(begin, middle, most, size, sums, f);
+  sum_in_pairs(middle, end, most, size, others, f);
+  for (int64_t i = 0; i < size; i++) sums[i] += others[i];
 }
 
-using Sums = std::unique_ptr<char[]>;
+// The accumulators that sum_in_pairs needs.
+int64_t size_of_pairs(int64_t count, int64_t most, int64_t size) {
+  int64_t needed = size;
+  for (; count > most; count = (count + 1) / 2) needed += size;
+  return needed;
+}
 
-// Calls f(begin, end, sums) for chunks of rows, each with `size` zeroed accumulators to add to. Returns their totals.
-template <class F>
-Sums sum_over_rows(const Tensor& x, int64_t rows, int64_t channels, int64_t size, const F& f) {
+// Calls f(begin, end, sums, scratch) for parts of the rows, with `size` zeroed accumulators to add to and room for
+// `channels` more. Returns the totals.
+template <class A, class F>
+std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const F& f) {
   const int64_t chunk_rows =
       std::max({kChunkRows, (rows + kChunks - 1) / kChunks, (kChunkElements + channels - 1) / channels});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
-  const int64_t bytes = size * accumulator_bytes(x);
-  Sums sums(new char[chunks * bytes]);
+  std::vector<A> sums(chunks * size);
   const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
   torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(channels), pairs(size_of_pairs(chunk_rows, kSumRows, size));
     for (int64_t chunk = begin; chunk < end; chunk++) {
-      char* partial = sums.get() + chunk * bytes;
-      std::fill_n(partial, bytes, 0);
-      f(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), partial);
+      sum_in_pairs(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), kSumRows, size, pairs.data(),
+                   [&](int64_t first, int64_t last, A* part) { f(first, last, part, scratch.data()); });
+      std::copy_n(pairs.data(), size, sums.data() + chunk * size);
     }
   });
-  if (accumulator_of(x) == ScalarType::Double) add_partial_sums(reinterpret_cast<double*>(sums.get()), chunks, size);
-  else add_partial_sums(reinterpret_cast<float*>(sums.get()), chunks, size);
-  return sums;
+  std::vector<A> pairs(size_of_pairs(chunks, 1, size));
+  sum_in_pairs(0, chunks, 1, size, pairs.data(), [&](int64_t chunk, int64_t, A* part) {
+    std::copy_n(sums.data() + chunk * size, size, part);
+  });
+  return pairs;
 }
 
 class Cpu {
@@ -168,13 +183,14 @@ class Cpu {
         .dx = tensors.dx.mutable_data_ptr(),
     };
     const int64_t rows = h.numel() / channels;
-    const Sums sums = sum_over_rows(h, rows, channels, 2 * channels, [&](int64_t begin, int64_t end, void* partial) {
-      std::vector<double> scratch(channels);
-      loops_.layer_norm_backward(dtype_, activation, call, begin, end, partial, scratch.data());
-    });
-    const char* dweight = sums.get();
-    const char* dbias = dweight + channels * accumulator_bytes(h);
-    return {gradient_of(parameters.weight, h, dweight), gradient_of(parameters.bias, h, dbias)};
+    const auto run = [&]<class A>(A) -> ParameterGradients {
+      const auto serve = [&](int64_t begin, int64_t end, A* sums, A* scratch) {
+        loops_.layer_norm_backward(dtype_, activation, call, begin, end, sums, scratch);
+      };
+      const std::vector<A> sums = sum_over_rows<A>(rows, channels, 2 * channels, serve);
+      return {gradient_of(parameters.weight, h, sums.data()), gradient_of(parameters.bias, h, sums.data() + channels)};
+    };
+    return dtype_ == DType::float64 ? run(0.0) : run(0.0f);
   }
 
   void gelu(const GeluTensors& tensors, const std::optional<Tensor>& bias, Activation activation) const {
@@ -202,10 +218,13 @@ class Cpu {
     call.bias = shift.data();
     call.channels = channels_of(x);
     const int64_t channels = call.channels, rows = x.numel() / channels;
-    const Sums sums = sum_over_rows(x, rows, channels, channels, [&](int64_t begin, int64_t end, void* partial) {
-      loops_.gelu_backward(dtype_, activation, call, begin, end, partial);
-    });
-    return gradient_of(bias, x, sums.get());
+    const auto sum = [&]<class A>(A) {
+      const auto serve = [&](int64_t begin, int64_t end, A* sums, A*) {
+        loops_.gelu_backward(dtype_, activation, call, begin, end, sums);
+      };
+      return gradient_of(bias, x, sum_over_rows<A>(rows, channels, channels, serve).data());
+    };
+    return dtype_ == DType::float64 ? sum(0.0) : sum(0.0f);
   }
 
  private:

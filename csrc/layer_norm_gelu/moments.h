@@ -59,7 +59,7 @@ VECTOR_INLINE Statistics<A> statistics(const A* x, int64_t channels) {
   const A first = channels < lanes ? sum(load(x, Part{channels})) / static_cast<A>(channels)
                                    : sum(load(x, Whole{})) / lanes;
   Statistics<A> result = moments(x, channels, first);
-  if (result.shift * result.shift > 4 * result.variance) result = moments(x, channels, result.origin + result.shift);
+  if (result.shift * result.shift > result.variance) result = moments(x, channels, result.origin + result.shift);
   if (result.variance < 0) result.variance = 0;
   return result;
 }

@@ -355,7 +355,12 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   const int64_t begin = is_mean ? spatial : 0, end = is_mean ? kept.count : 1;
   std::memset(scratch.query, 0, width * sizeof(float));
   for (int64_t place = begin; place < end; place++) add_query(q + place * width, width, scratch.query);
-  const float scale = static_cast<float>(block.scale * 1.4426950408889634 / at_least<int64_t>(end - begin, 1));  // 1 / ln(2)
+  const attention::Scale factors = attention::split(block.scale / at_least<int64_t>(end - begin, 1));
+  for_vectors<kLanes>(width, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    const F sums = load(scratch.query + c, lanes);
+    store(scratch.query + c, sums * static_cast<float>(factors.of_queries), lanes);
+  });
+  const float scale = static_cast<float>(factors.of_scores * 1.4426950408889634);  // 1 / ln(2)
   float* out = block.scores + image * keys;
   for (int64_t head = 0; head < block.heads; head++) {
     const int64_t first = head * head_dim;

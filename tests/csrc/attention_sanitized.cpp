@@ -83,7 +83,7 @@ void run_with_table(DType dtype, double tolerance, attention::PositionGrids grid
   using A = Accumulator<T>;
   const int64_t tokens = grids.height * grids.width + grids.class_tokens;
   const int64_t queries = every_other ? tokens / 2 + 1 : tokens;
-  const double scale = queries % 2 == 0 ? 0.3 : -0.3;  // as run has it
+  const attention::Scale scale = attention::split(queries % 2 == 0 ? 0.3 : -0.3);  // as run has it
   std::vector<int64_t> rows;
   for (int64_t i = 0; every_other && i < kBatch * queries; i++) {
     rows.push_back(i % queries < tokens / 2 ? 2 * (i % queries) : -1);
@@ -92,7 +92,8 @@ void run_with_table(DType dtype, double tolerance, attention::PositionGrids grid
   const auto numbers = random_buffer<A>(kHeads * table_size);
   std::vector<A> packed(kHeads * size + attention::kPackedPadding);
   for (int64_t head = 0; head < kHeads; head++) {
-    attention::pack_table<A>(numbers.data() + head * table_size, grids, static_cast<A>(scale), &packed[head * size]);
+    const A* table = numbers.data() + head * table_size;
+    attention::pack_table<A>(table, grids, static_cast<A>(scale.of_scores), &packed[head * size]);
   }
   const attention::Position position{grids, packed.data(), every_other ? rows.data() : nullptr};
   const int64_t keys = grids.key_height * grids.key_width + grids.class_tokens;

@@ -88,7 +88,8 @@ def attention_map(
         tokens = index[None] if position.rows is None else position.rows[:, index]
         scores = scores + position_bias(position._replace(rows=tokens), len(index), keys).to(dtype)
     probabilities = scores.softmax(-1)
-    probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    if bias is not None:
+        probabilities = probabilities.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
     entropy = torch.special.entr(probabilities).sum(-1)
     if grid is None or query_grid is None:
         return AttentionMap(probabilities, entropy, None)

@@ -158,6 +158,10 @@ def why_unsupported(
     return None if position is None else why_scale_too_small(scale)
 
 
+#: The largest magnitude of a scale that is left to the softmax, where the factor on scores must be finite.
+_LARGEST_SCALE = 2.0**64
+
+
 def _prepare(
     q: Tensor,
     k: Tensor,
@@ -175,7 +179,9 @@ def _prepare(
         or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}
     ):
         return None
-    launch = planned_forward(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    launch = planned_forward(q, k, v, scale) if abs(scale) <= _LARGEST_SCALE else None
     if launch is None:
         return None
 
@@ -209,6 +215,8 @@ def attention(
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if abs(scale) > _LARGEST_SCALE:
+        q, scale = q * scale, 1.0
     table, rows, places = _parts_of(position)
     needs_gradient = checks.wants_gradient(q, k, v, bias, table)
     if torch.compiler.is_compiling():

@@ -66,11 +66,17 @@ class SoftmaxStats(NamedTuple):
 
 @triton.jit
 def _load_stats(stats_ptr, row, queries):
-    """Returns the SoftmaxStats of rows; zeros beyond the last query, where the probabilities are thus 0."""
+    """Returns the SoftmaxStats of rows; beyond the last query that one's, but with probabilities of 0."""
     return SoftmaxStats(
-        maximum=tl.load(stats_ptr + row, mask=row < queries, other=0.0),
+        maximum=tl.load(stats_ptr + tl.minimum(row, queries - 1)),
         reciprocal=tl.load(stats_ptr + queries + row, mask=row < queries, other=0.0),
     )
+
+
+@triton.jit
+def _load_queries(rows, row, SPEC: tl.constexpr):
+    """Returns the queries ``row``; beyond the last one that one again, since of zeros 0 · ∞ would be NaN."""
+    return load_rows(rows, tl.minimum(row, rows.count - 1), False, SPEC)
 
 
 @triton.jit
@@ -157,7 +163,7 @@ def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
 @triton.jit
 def _dv_step(dv, k, key, row, head, dout_rows, stats_ptr, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Takes one more tile of queries into dv; returns their q, dout and pᵀ, [keys, queries], besides."""
-    q = load_rows(head.q, row, True, SPEC)
+    q = _load_queries(head.q, row, SPEC)
     stats = _load_stats(stats_ptr, row, head.q.count)
     scores, factor = scores_of(k, tl.trans(q), row[None, :], key[:, None], head, MASKED, SPEC)
     p = _probabilities(scores, factor, stats, 0)
@@ -291,7 +297,7 @@ def _attention_bwd_bias_kernel(
         place = Place(image, index, plane=image * heads + index, block=own_block + part % shared_blocks)
         row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
-        q = load_rows(head.q, row, True, SPEC)
+        q = _load_queries(head.q, row, SPEC)
         k = load_rows(head.k, key, True, SPEC)
         scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
         stats = _load_stats(stats_ptr + place.plane * 2 * queries, row, queries)
@@ -385,7 +391,7 @@ def _attention_bwd_table_kernel(
         key = PLACES.class_tokens + key_row * PLACES.key_width + key_column
         key = tl.where(key_column < PLACES.key_width, key, keys)
         head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
-        q = load_rows(head.q, row, True, SPEC)
+        q = _load_queries(head.q, row, SPEC)
         k = load_rows(head.k, key, True, SPEC)
         scores, factor = biased_scores(q, tl.trans(k), biases, row[:, None], key[None, :], head, SPEC)
         stats = _load_stats(stats_ptr + place.plane * 2 * queries, row, queries)

@@ -72,35 +72,27 @@ def key_tiles(keys: int, widest: int) -> KeyTiles:
 
 # Softmax --------------------------------------------------------------------------------------------------
 
+#: The least maximum of a row, float32's: while all scores are −∞, −∞ − −∞ would be NaN.
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
 
 @triton.jit
 def _empty_softmax(BLOCK_Q: tl.constexpr, SPEC: tl.constexpr):
     """Returns the maximum, sum and output of rows that have met no key yet."""
     BLOCK_D: tl.constexpr = SPEC.block_d
-    maximum = tl.full([BLOCK_Q], float("-inf"), SPEC.accumulator)
+    maximum = tl.full([BLOCK_Q], _LOWEST, SPEC.accumulator)
     total = tl.zeros([BLOCK_Q], SPEC.accumulator)
     return maximum, total, tl.zeros([BLOCK_Q, BLOCK_D], SPEC.accumulator)
 
 
 @triton.jit
-def _finite_maximum(maximum, SPEC: tl.constexpr):
-    """Returns what to subtract: 0 where the bias has excluded all keys so far, lest −∞ − −∞ be NaN."""
-    if SPEC.has_bias:
-        return tl.where(maximum == float("-inf"), 0.0, maximum)
-    return maximum
-
-
-@triton.jit
 def _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST: tl.constexpr, SPEC: tl.constexpr):
     """Takes a tile's scores, as ``scores_of`` returns them, and values into the maximum, sum and output."""
-    new_maximum = tl.max(scores, axis=1) * factor
-    if not IS_FIRST:
-        new_maximum = tl.maximum(maximum, new_maximum)
-    finite_maximum = _finite_maximum(new_maximum, SPEC)
-    p = tl.exp2(scores * factor - finite_maximum[:, None])
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
+    p = tl.exp2(scores * factor - new_maximum[:, None])
     if IS_FIRST:
         return new_maximum, tl.sum(p, axis=1), dot(p, v, SPEC)
-    shrink = tl.exp2(maximum - finite_maximum)
+    shrink = tl.exp2(maximum - new_maximum)
     return new_maximum, total * shrink + tl.sum(p, axis=1), acc * shrink[:, None] + dot(p, v, SPEC)
 
 

@@ -1,0 +1,75 @@
+"""The accuracy of the CPU kernels where rounding errors add up: sums over many rows, and tails in float64."""
+
+import math
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from tests.checks import assert_accurate, not_built
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@pytest.fixture(autouse=True)
+def _native():
+    with ck.use_backend("native"):
+        yield
+
+
+def test_gradients_of_biases_are_sums_as_accurate_as_those_of_pytorch():
+    dout, bias = torch.randn(1_000_000, 8), torch.zeros(8, requires_grad=True)
+    x = torch.full_like(dout, 30.0)  # where GELU is x
+    for out in (ck.bias_gelu(x, bias), ck.layer_norm(x, torch.ones(8), bias)):
+        (gradient,) = torch.autograd.grad(out, bias, dout)
+        assert_accurate(gradient, dout.sum(0), dout.double().sum(0), factor=3)
+
+
+def test_gradients_of_weights_are_sums_as_accurate_as_those_of_pytorch():
+    dout, weight = torch.randn(500_000, 2), torch.ones(2, requires_grad=True)
+    x = torch.tensor([-1.0, 1.0]).expand_as(dout)  # which LayerNorm leaves as they are
+    (gradient,) = torch.autograd.grad(ck.layer_norm(x, weight, torch.zeros(2), eps=1e-12), weight, dout)
+    products = dout * x
+    assert_accurate(gradient, products.sum(0), products.double().sum(0), factor=3)
+
+
+def test_rows_that_begin_two_deviations_from_their_mean():
+    torch.manual_seed(2)
+    x = torch.randn(200, 1024) + 2.05
+    x[:, :16] = 0
+    y = x.double() - x.double().mean(-1, keepdim=True)
+    exact = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_accurate(ck.layer_norm(x, None, None), F.layer_norm(x, (1024,)), exact)
+
+
+def test_rows_of_one_channel_have_no_gradient():
+    x, weight = torch.randn(64, 1, requires_grad=True), torch.tensor([0.7])
+    (gradient,) = torch.autograd.grad(ck.layer_norm(x, weight, None), x, torch.randn(64, 1))
+    assert gradient.eq(0).all()
+
+
+def test_quick_gelu_in_float64_to_the_end_of_its_tail():
+    """Each value and derivative is exact to a few units in its own last place."""
+    x = torch.cat([torch.linspace(-435, -2, 200, dtype=torch.float64), torch.linspace(-0.5, 40, 50).double()])
+    x.requires_grad_()
+    out = ck.gelu(x, approximate="quick")
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    with localcontext() as context:
+        context.prec = 60
+        slope, units, least = Decimal.from_float(1.702), Decimal("1e-15"), Decimal(math.ulp(0.0))
+        for number, value, derivative in zip(x.tolist(), out.tolist(), gradient.tolist(), strict=True):
+            share = 1 / (1 + (-slope * Decimal(number)).exp())
+            expected = Decimal(number) * share
+            assert abs(Decimal(value) - expected) <= abs(expected) * units + least
+            expected = share + slope * Decimal(number) * share * (1 - share)
+            assert abs(Decimal(derivative) - expected) <= (share + abs(expected)) * units + least
+
+
+@pytest.mark.parametrize("number", [math.inf, 1e300, -1e300, -0.0])
+def test_quick_gelu_in_float64_of_extreme_numbers(number):
+    x = torch.tensor([number], dtype=torch.float64)
+    torch.testing.assert_close(
+        ck.gelu(x, approximate="quick"), ck.reference.gelu(x, approximate="quick"), rtol=0, atol=0
+    )
