@@ -155,13 +155,17 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
   const A scale = static_cast<A>(factors.of_scores * 1.4426950408889634);  // 1 / ln(2)
   Running<A> running[kTile];
 
+  // Wide heads are summed in parts: rounding errors of equal products grow with the square of what is summed in turn.
+  const int64_t step = kPaired<T> || depth <= 64 ? depth : 32;
   const int64_t block = round_up(ceil_div(call.keys, ceil_div(call.keys, kKeyBlock)), kPanel<A>);
   for (int64_t first = 0; first < call.keys; first += block) {
     const int64_t keys = at_most(block, call.keys - first);
     for_panels<A>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
       const Factor<T>* panel = scratch.k + (first + start) * depth;
-      multiply<vectors>(static_cast<const Factor<T>*>(scratch.q), kQueryStride, rows, panel, depth,
-                        scratch.scores + start, kScoreStride, false);
+      for (int64_t d = 0; d < depth; d += step) {
+        multiply<vectors>(static_cast<const Factor<T>*>(scratch.q) + d, kQueryStride, rows, panel + d * vectors * F::lanes,
+                          at_most(step, depth - d), scratch.scores + start, kScoreStride, d > 0);
+      }
     });
     for (int64_t row = 0; row < rows; row++) {
       Factor<T>* probabilities = scratch.probabilities + row * kScoreStride;
