@@ -119,7 +119,7 @@ def test_too_little_memory_names_the_file(tmp_path, monkeypatch):
 
 
 def test_more_pixels_than_pillow_opens(tmp_path, monkeypatch):
-    """Of half as many it would warn."""
+    """It would warn of half as many."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     for read, kind in ((read_image, "image"), (read_label_map, "label map")):
         Image.new("L", (20, 20)).save(tmp_path / "a.png")
