@@ -318,8 +318,8 @@ def _attention(m: Any) -> Any:
 def _convs(m: Any) -> tuple[Any, ...]:
     """Returns the branches: the second and third of other strides, summands of larger kernels."""
     branches = []
-    # PyTorch 2.13 crashes in float16 where a kernel of 1×1 has a dilation, which means nothing.
-    dilation = 1 if m.kernel == 1 else m.dilation
+    # PyTorch 2.13 crashes in 16 bits where a kernel of 1×1 or an image of width 1 has a dilation.
+    dilation = 1 if m.kernel == 1 or m.width == 1 else m.dilation
     reach = dilation * (m.kernel - 1) + 1
     padding = max(m.padding, -((min(m.height, m.width) - reach) // 2))  # so that there is an output
     for i in range(m.branches):

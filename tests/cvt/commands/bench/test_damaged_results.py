@@ -72,7 +72,7 @@ def test_whole_results_are_compared(tmp_path, capsys):
     assert "within noise" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", _ABSURD, ids=str)
+@pytest.mark.parametrize("value", _ABSURD, ids=lambda value: "absent" if value is _ABSENT else str(value))
 def test_damaged_results_are_refused_or_do_no_harm(value, tmp_path, capsys):
     path, refused = tmp_path / "bad.json", []
     for place in _places(RESULTS):
