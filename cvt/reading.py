@@ -25,8 +25,12 @@ MOST_JSON = 1 << 24
 MOST_TENSORS = 100_000
 # The magic number, the protocol, the machine, the content and the storages' keys of a file before torch 1.6.
 _PICKLES_OF_OLD_FILES = 5
-# What torch.load lets a pickle call, and fills as many bytes with zeros as the pickle says.
-_ALLOCATING = ("__builtin__ bytearray", "builtins bytearray")
+# What torch.load lets a pickle call, and which makes more of its arguments than the file has bytes: zeros, twice
+# the length in "hex", or a tensor of nested lists that hold one list twice, or of one number in all places.
+_ALLOCATING = re.compile(
+    r"(?:__builtin__|builtins) (bytearray)|_codecs (encode)|torch[.\w]* (\w*Tensor|per_channel_\w+)"
+    r"|torch\._utils (_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
+)
 _ZIP = b"PK\3\4"
 _ZIP_HEADER = 30
 
@@ -166,8 +170,9 @@ def _why_allocating(file: BinaryIO) -> str | None:
     try:
         for _ in range(_PICKLES_OF_OLD_FILES):
             for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL" and argument in _ALLOCATING:
-                    return "holds pickled code or objects (bytearray), expected tensors only; not loaded"
+                if opcode.name == "GLOBAL" and (call := _ALLOCATING.fullmatch(argument)):
+                    name = call[call.lastindex or 0]
+                    return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
     except Exception:  # pickletools raises errors of many classes; torch.load stops at the same place
         pass
     return None

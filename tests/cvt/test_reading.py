@@ -1,5 +1,6 @@
 """Files that anybody may have written: how much of them is read, and that nothing is taken for granted."""
 
+import codecs
 import json
 import os
 import re
@@ -93,6 +94,42 @@ def test_a_pickle_takes_no_memory_that_its_file_does_not(tmp_path, new):
     with pytest.raises(CheckpointError, match=r"holds pickled code or objects \(bytearray\)"):
         load_pickle(tmp_path / "w.pth")
     assert mebibytes() - before < 50
+
+
+class Call:
+    """What a pickle makes of itself by a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def doubled(value, function, times=20):
+    for _ in range(times):
+        value = function(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (doubled("a", lambda text: Call(codecs.encode, text, "hex")), "encode"),
+        (Call(torch.Tensor, doubled([0], lambda part: [part, part])), "Tensor"),
+        (Call(torch.FloatTensor, doubled([0], lambda part: [part, part])), "FloatTensor"),
+        (torch.per_channel_affine, "per_channel_affine"),
+        (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
+        (
+            Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1).expand(9), torch.half, "cpu"),
+            "_rebuild_device_tensor_from_cpu_tensor",
+        ),
+    ],
+)  # fmt: skip
+def test_what_makes_more_of_little(tmp_path, content, name):
+    torch.save({"a": content}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=rf"w.pth: holds pickled code or objects \({name}.*; not loaded"):
+        load_pickle(tmp_path / "w.pth")
 
 
 def test_tensors_are_no_larger_than_their_file(tmp_path):
