@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
+import stat
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 LOCK = ".lock"
+# What is not meant to be the lock is neither followed nor waited for, where a system can do so.
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @contextlib.contextmanager
@@ -20,11 +24,11 @@ def locked(directory: Path) -> Iterator[None]:
     longer than this one. It is between processes, not between threads.
 
     Raises:
-        ValueError: Another process holds it.
+        ValueError: Another process holds it, or it is no regular file.
     """
     import fcntl  # which only POSIX has
 
-    with open(directory / LOCK, "a+", encoding="utf-8") as file:
+    with open(directory / LOCK, "a+", encoding="utf-8", opener=_open_regular) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -40,3 +44,17 @@ def locked(directory: Path) -> Iterator[None]:
         file.flush()
         yield
         file.truncate(0)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a regular file for ``open``, and nothing that a link with its name leads to."""
+    try:
+        descriptor = os.open(path, flags | _SAFELY, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"output: {path} is a link, expected a regular file") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"output: {path} is no regular file")
+    return descriptor

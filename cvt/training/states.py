@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoints import why_not_finite
 from ..config import CvTConfig, brief
-from ..reading import CheckpointError, load_pickle
+from ..reading import CheckpointError, is_plain, load_pickle, why_larger
 
 # The fields of the file, and their types.
 _FIELDS = {
@@ -47,6 +49,7 @@ def read_state(path: Path, score: str) -> dict[str, Any]:
                 raise ValueError(f"has no {name}")
             if not isinstance(state[name], kind) or isinstance(state[name], bool):
                 raise TypeError(f"{name}: got {brief(state[name])}, expected {kind.__name__}")
+        _check_tensors(state, path.stat().st_size)
         # An earlier version knew fewer fields.
         config = CvTConfig.from_dict(state["same"].get("config"))
         state["same"] = {**state["same"], "config": dataclasses.asdict(config)}
@@ -95,6 +98,28 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             raise ValueError(f"optimizer: {reason}")
 
 
+def _check_tensors(state: Mapping[str, Any], size: int) -> None:
+    """Raises for tensors, wherever they are, whose numbers are not all in the file, which has ``size`` bytes."""
+    tensors: dict[str, Tensor] = {}
+    seen, left = set(), [*state.values()]
+    while left:
+        part = left.pop()
+        if id(part) in seen:  # a list may hold another twice, and that one a third
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            if not is_plain(part):
+                raise ValueError(f"got a tensor of {part.layout} on {part.device}, expected one in memory")
+            tensors[str(len(tensors))] = part
+        elif isinstance(part, Mapping):
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+    reason = why_larger(tensors, size)
+    if reason is not None:
+        raise ValueError(reason)
+
+
 def _check_history(rows: list[Any], epochs: int, score: str) -> None:
     if len(rows) != epochs:
         raise ValueError(f"history: got {len(rows)} rows, expected one for each of {epochs} epochs")
@@ -105,3 +130,5 @@ def _check_history(rows: list[Any], epochs: int, score: str) -> None:
             value = row.get(name)
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"history: got {brief(value)} for {brief(name)}, expected a number")
+            if name in (*_COLUMNS, score) and not math.isfinite(value):
+                raise ValueError(f"history: got {value} for {name}, expected a finite number")

@@ -133,3 +133,15 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         locked(tmp_path),
     ):
         pass
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious.txt")])
+def test_what_is_no_lock_stays_as_it_is(tmp_path, make):
+    (tmp_path / "precious.txt").write_text("precious")
+    make(tmp_path / LOCK)
+    with (
+        pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"),
+        locked(tmp_path),
+    ):
+        pass
+    assert (tmp_path / "precious.txt").read_text() == "precious"

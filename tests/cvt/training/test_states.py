@@ -12,6 +12,17 @@ from tests.cvt.training.test_trainer import trainer
 RECIPE = {"epochs": 1, "warmup_epochs": 0}
 
 
+ONE_FOR_ALL = torch.zeros(1).expand(2**31)
+
+
+def doubled():
+    """Returns a short list of lists that are as many as 2 to the power of 40 if each is looked at."""
+    rows = [0]
+    for _ in range(40):
+        rows = [rows, rows]
+    return rows
+
+
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
@@ -39,12 +50,19 @@ def set_value(*keys, value):
         (set_value("history", value=[3]), "history: got 3, expected a row of numbers"),
         (set_value("history", 0, "seconds", value="x"), "history: got 'x' for 'seconds', expected a number"),
         (lambda state: state["history"][0].pop("top1"), "history: got None for 'top1'"),
+        (set_value("history", 0, "top1", value=float("nan")), "history: got nan for top1, expected a finite"),
+        (set_value("history", 0, "seconds", value=float("inf")), "history: got inf for seconds, expected a fi"),
         (set_value("same", "config", "depths", value=[1, 10**8]), "depths: got 100000000"),
         (set_value("same", "config", value=[]), r"config: got \[\], expected an object"),
         (set_value("same", "lr", value=torch.ones(3)), "is damaged, or of another version: Bool"),
         (set_value("model", value=3), "model: got 3, expected Mapping"),
         (set_value("model", "norm.bias", value=lambda x: x * float("nan")), "model: norm.bias: has numbers"),
         (set_value("model", "norm.bias", value=lambda x: x[:-1]), "size mismatch for norm.bias"),
+        (set_value("model", "norm.bias", value=ONE_FOR_ALL), r"has \d+ bytes, and its tensors have 858\d{7};"),
+        (set_value("optimizer", "state", 0, "exp_avg", value=ONE_FOR_ALL), r"has \d+ bytes, and its tensors"),
+        (set_value("same", "lr", value=[ONE_FOR_ALL]), r"has \d+ bytes, and its tensors have 858\d{7};"),
+        (set_value("model", "norm.bias", value=torch.ones(3, device="meta")), "torch.strided on meta, expect"),
+        (set_value("history", value=doubled()), "got 2 rows"),
         (lambda state: state["model"].pop("norm.bias"), "Missing key.*norm.bias"),
         (lambda state: state["optimizer"].pop("param_groups"), "param_groups"),
         (set_value("optimizer", "param_groups", 0, "params", value=[0]), "has groups of other parameters"),
