@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -23,6 +23,20 @@ _PathLike = str | os.PathLike[str]
 # A disk, a quota or a limit of this process is full.
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _MOST_LINKS = 40  # that Linux follows
+
+
+@contextmanager
+def making(directory: _PathLike) -> Iterator[None]:
+    """Makes a folder and its parents; those that are new are gone again after an error, if they are empty."""
+    new = [folder for folder in (Path(directory), *Path(directory).parents) if not folder.exists()]
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in new:
+                folder.rmdir()
+        raise
 
 
 @contextmanager

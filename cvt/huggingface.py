@@ -31,7 +31,7 @@ from .config import (
     default_image_size,
     preset_of,
 )
-from .files import filling, write_json
+from .files import filling, making, write_json
 from .reading import MOST_JSON, CheckpointError, read_json
 
 _PathLike = str | os.PathLike[str]
@@ -179,8 +179,7 @@ def write_model(
     directory = Path(directory)
     if (directory / BEST).exists():
         raise ValueError(f"{directory}: has the {BEST} of a training, which would be read in place of this")
-    directory.mkdir(parents=True, exist_ok=True)
-    with filling(directory) as scratch:
+    with making(directory), filling(directory) as scratch:
         # Written here, since an error of the library's own writing is no OSError.
         (scratch / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_json(scratch / "config.json", content, indent=2)

@@ -25,8 +25,8 @@ MOST_JSON = 1 << 24
 MOST_TENSORS = 100_000
 # The magic number, the protocol, the machine, the content and the storages' keys of a file before torch 1.6.
 _PICKLES_OF_OLD_FILES = 5
-# What torch.load lets a pickle call, and which makes more of its arguments than the file has bytes: zeros, twice
-# the length in "hex", or a tensor of nested lists that hold one list twice, or of one number in all places.
+# What torch.load lets a pickle call, and which makes more of its arguments than the file has bytes: zeros,
+# twice the length in "hex", or a tensor of lists that hold one list twice, or of one number in all places.
 _ALLOCATING = re.compile(
     r"(?:__builtin__|builtins) (bytearray)|_codecs (encode)|torch[.\w]* (\w*Tensor|per_channel_\w+)"
     r"|torch\._utils (_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
@@ -170,7 +170,7 @@ def _why_allocating(file: BinaryIO) -> str | None:
     try:
         for _ in range(_PICKLES_OF_OLD_FILES):
             for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL" and (call := _ALLOCATING.fullmatch(argument)):
+                if opcode.name == "GLOBAL" and (call := _ALLOCATING.fullmatch(str(argument))):
                     name = call[call.lastindex or 0]
                     return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
     except Exception:  # pickletools raises errors of many classes; torch.load stops at the same place

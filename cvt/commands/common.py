@@ -207,13 +207,15 @@ class LoadedModel(NamedTuple):
         """The model, which must be a classifier.
 
         Raises:
-            ValueError: It gives a class of every pixel.
+            ValueError: It gives a class of every pixel, or none.
         """
         if not isinstance(self.model, CvT):
             path, head = self.checkpoint.path, self.model.config.head
             raise ValueError(
                 f"{path} is a model of head={head!r}, which is for pixels; expected a classifier"
             )
+        if not self.model.num_classes:
+            raise ValueError(f"{self.checkpoint.path} is a model without classes; expected a classifier")
         return self.model
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..files import check_writable, filling, write_json
+from ..files import check_writable, filling, making, write_json
 from .common import (
     add_device_argument,
     add_model_arguments,
@@ -69,8 +69,7 @@ def _explain(arguments: argparse.Namespace) -> None:
         {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
         for photo, explanation in zip(photos, explanations, strict=True)
     ]
-    output.mkdir(parents=True, exist_ok=True)
-    with filling(output) as scratch:
+    with making(output), filling(output) as scratch:
         for name, image, explanation, entry in zip(names, images, explanations, content, strict=True):
             title = class_title(**entry["classes"][0])
             for kind, picture in pictures(explanation, photograph(image), config, title).items():

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     if output.suffix != _SUFFIX:
         raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
+    try:
+        os.fsencode(output.resolve()).decode()
+    except UnicodeDecodeError as error:  # the file is read again, and safetensors takes no such name
+        raise ValueError(f"--output: got {str(output)!r}, expected a name in UTF-8") from error
     check_writable("--output", output, directory=False)
     check_output(output, arguments)
     device = resolve_device(arguments.device)

@@ -99,7 +99,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _check_tensors(state: Mapping[str, Any], size: int) -> None:
-    """Raises for tensors, wherever they are, whose numbers are not all in the file, which has ``size`` bytes."""
+    """Raises for tensors, wherever they are, whose numbers are not all in the file of ``size`` bytes."""
     tensors: dict[str, Tensor] = {}
     seen, left = set(), [*state.values()]
     while left:

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from cvt.files import filling, replacing, write_json
+from cvt.files import filling, making, replacing, write_json
 
 
 def replace(path, content):
@@ -70,6 +70,17 @@ def test_a_filled_folder_replaces_files_and_keeps_others(tmp_path):
         assert (tmp_path / "b").read_bytes() == b"old"
     contents = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert contents == {"a": b"old", "b": b"new", "c": b"new"}
+
+
+def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path):
+    (tmp_path / "old").mkdir()
+    for folder in ("old", "new/below"):
+        with pytest.raises(InterruptedError), making(tmp_path / folder), filling(tmp_path / folder):
+            raise InterruptedError
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    with making(tmp_path / "new/below"), filling(tmp_path / "new/below") as scratch:
+        (scratch / "file").touch()
+    assert (tmp_path / "new/below/file").exists()
 
 
 def test_what_cannot_be_written_fails_before_the_block(tmp_path):

@@ -121,14 +121,14 @@ def doubled(value, function, times=20):
         (torch.per_channel_affine, "per_channel_affine"),
         (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
         (
-            Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1).expand(9), torch.half, "cpu"),
+            Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.half, "cpu"),
             "_rebuild_device_tensor_from_cpu_tensor",
         ),
     ],
 )  # fmt: skip
 def test_what_makes_more_of_little(tmp_path, content, name):
     torch.save({"a": content}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match=rf"w.pth: holds pickled code or objects \({name}.*; not loaded"):
+    with pytest.raises(CheckpointError, match=rf"w.pth: holds pickled code or objects \({name}.*; not "):
         load_pickle(tmp_path / "w.pth")
 
 

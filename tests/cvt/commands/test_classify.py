@@ -127,6 +127,10 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
     broken = {name: t * 1e37 if name in large else t for name, t in weights[1].state_dict().items()}
     torch.save(broken, tmp_path / "broken.pth")
     assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
+    small(num_classes=0).save_pretrained(tmp_path / "headless")
+    assert "headless is a model without classes; expected a classifier" in fails(
+        photos[0], checkpoint=tmp_path / "headless"
+    )
     if not torch.cuda.is_available():
         assert "--device: got 'cuda', but " in fails(photos[0], "--device", "cuda")
 

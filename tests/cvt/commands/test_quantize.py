@@ -271,6 +271,8 @@ def test_bad_input(capsys, digits, tmp_path):
         return line
 
     path = digits[0] / "q.safetensors"
+    assert "--output: got " in (line := fails(output=tmp_path / "\udcff.safetensors"))
+    assert "udcff.safetensors', expected a name in UTF-8" in line
     assert "none does not exist" in fails(calibrate=tmp_path / "none")
     assert "empty has 0 class folders, expected at least two" in fails(calibrate=tmp_path / "empty")
     assert "has no images besides those that are held out" in fails(calibrate=tmp_path / "one image")
