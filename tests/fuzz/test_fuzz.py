@@ -85,7 +85,7 @@ def test_a_line_names_a_case():
     ]
 
 
-@pytest.mark.parametrize("line", ["gemm:1", "gelu rows=3000", "gelu columns=3"])
+@pytest.mark.parametrize("line", ["gemm:1", "gelu:x", "gelu rows=3000", "gelu columns=3", "gelu rows", ""])
 def test_lines_that_name_none(line):
     with pytest.raises(ValueError, match="case: got"):
         cases.parsed(line)
