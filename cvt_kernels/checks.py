@@ -292,13 +292,13 @@ def check_geometry(
     plain = type(stride) is type(padding) is type(dilation) is int
     most = _MOST_STEPS
     if not (plain and 0 < stride <= most and 0 <= padding <= most and 0 < dilation <= most):
-        _check_steps(prefix, stride, padding, dilation)
+        stride, padding, dilation = _steps(prefix, stride, padding, dilation)
     reach = dilation * (kernel - 1)
     rows, columns = sizes
     if padding > rows + reach and padding > columns + reach:
         raise ValueError(
-            f"{prefix}padding: got {padding}, expected at most {max(sizes) + reach}, the map of {sizes[0]}×{sizes[1]} "
-            "and the kernel together"
+            f"{prefix}padding: got {padding}, expected at most {max(sizes) + reach}, the map of "
+            f"{rows}×{columns} and the kernel together"
         )
     more = 2 * padding - reach - 1
     height, width = (rows + more) // stride + 1, (columns + more) // stride + 1
@@ -309,9 +309,13 @@ def check_geometry(
     return height, width
 
 
-def _check_steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> None:
+def _steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
+    """Returns integers that have been checked; those of NumPy, which may overflow, as Python's."""
+    steps = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
+        steps.append(int(value) if isinstance(value, np.integer) else value)
+    return steps
 
 
 def wants_gradient(*values: object) -> bool:

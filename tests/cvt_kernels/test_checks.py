@@ -53,8 +53,9 @@ def test_integers_of_numpy_are_taken():
     with pytest.raises(ValueError, match=r"n: got np\.int64\(4\), expected an integer of at most 3"):
         checks.check_int("n", np.int64(4), 1, 3)
     image, weight = torch.randn(2, 3, 8, 8), torch.randn(8, 3, 3, 3)
-    tokens = ck.conv_embedding(image, weight, None, stride=np.int64(2), padding=np.int64(1))
+    tokens = ck.conv_embedding(image, weight, None, stride=np.int8(2), padding=np.int64(1))
     assert torch.equal(tokens, ck.conv_embedding(image, weight, None, stride=2, padding=1))
+    assert checks.check_geometry("", 100, (200, 200), np.int8(1), np.int8(100)) == (301, 301)
     conv = nn.Conv2d(3, 4, np.int64(3))
     assert ConvInt8.from_float(conv).kernel_size == ConvInt8(3, 4, [3, 3]).kernel_size == (3, 3)
     assert type(LinearInt8(np.int64(8), 4).in_features) is int

@@ -65,7 +65,7 @@ def test_commands_and_files():
         "commands command=bench first=absurd second=drop seed=2",
     ):
         assert ask(case).flaws == []
-    for name, damage in (("photo.png", "cut"), ("labels.json", "json"), ("model/config.json", "other")):
+    for name, damage in (("photo.png", "truncated"), ("labels.json", "json"), ("model/config.json", "other")):
         assert ask(f"files file={name} damage={damage} seed=1").flaws == []
 
 
