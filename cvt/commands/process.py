@@ -68,21 +68,26 @@ def why_not_printed() -> str | None:
     except BrokenPipeError:
         pass
     except OSError as error:
-        return f"standard output cannot be written to: {error.strerror}"
+        return why_not_written(error)
     return None
+
+
+def why_not_written(error: OSError) -> str:
+    """Says that stdout cannot be written to, and why."""
+    return f"standard output cannot be written to: {error.strerror}"
 
 
 def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
     """Says that there is not enough memory, and for which sizes, if an error is about that; else None."""
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None
-    given = {name: getattr(arguments, name, None) for name in _SIZES}
-    options = [f"--{name.replace('_sizes', '_size').replace('_', '-')}" for name in given]
-    sizes = [
-        f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for option, value in zip(options, given.values(), strict=True)
-        if value
-    ]
+    sizes = []
+    for name in _SIZES:
+        value = getattr(arguments, name, None)
+        numbers = [str(number) for number in (value if isinstance(value, list) else [value]) if number]
+        if numbers:
+            option = name.replace("_sizes", "_size").replace("_", "-")
+            sizes.append(f"--{option} {' '.join(numbers)}")
     told = f" for {', '.join(sizes)}" if sizes else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"there is not enough memory{told}: {first_line}"
@@ -165,7 +170,10 @@ def _empty(stream: Any) -> None:
     try:
         stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != stream.fileno():
+            os.dup2(null, stream.fileno())
+            os.close(null)
         stream.flush()
 
 

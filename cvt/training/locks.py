@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import warnings
@@ -16,17 +17,16 @@ LOCK = ".lock"
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a directory within a block; however the process ends, the kernel releases it.
 
-    It is a POSIX lock, since processes that decode images do not inherit such a one: they may live a little
-    longer than this one. It is between processes, not between threads.
+    Where there are no locks, a warning says so. It is a POSIX lock, since processes that decode images do not
+    inherit such a one: they may live a little longer than this one. It is between processes, not between
+    threads.
 
     Raises:
         ValueError: Another process holds it.
     """
-    import fcntl  # which only POSIX has
-
     with open(directory / LOCK, "a+", encoding="utf-8") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
         except (BlockingIOError, PermissionError):
             file.seek(0)
             owner = file.read() or "another process"
@@ -40,3 +40,11 @@ def locked(directory: Path) -> Iterator[None]:
         file.flush()
         yield
         file.truncate(0)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl  # which only POSIX has
+    except ImportError:
+        raise OSError(errno.ENOTSUP, "this system has no POSIX locks") from None
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cvt import create_model, save_huggingface
-from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
+from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
 from tests.cvt.models import SMALL, quantized, small
 
 TINY = dataclasses.replace(SMALL, depths=(1, 1, 2))
