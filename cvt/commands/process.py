@@ -28,6 +28,7 @@ _TOO_LARGE = (
 # Arguments that decide on how much memory is needed.
 _SIZES = ("image_size", "image_sizes", "batch_size", "batch_sizes", "workers", "jobs")
 _TWICE = 1.0  # seconds within which two signals are one: timeout sends its own twice
+_PATIENCE = 10.0  # seconds that a signal waits for Python, which may be within one long call of PyTorch
 
 
 def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
@@ -204,7 +205,8 @@ def _ended_by_signals() -> Iterator[None]:
     for number in numbers:
         signal.signal(number, end)
     try:
-        yield
+        with _watched(numbers, lambda: begun is not None):
+            yield
     except Exception as error:  # such as of a worker process, which got the signal too
         if begun is None:
             raise
@@ -212,3 +214,45 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+_is_watched = False
+
+
+@contextlib.contextmanager
+def _watched(numbers: list[int], has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Ends the process where a signal of the block has not begun to end it after a while.
+
+    Python handles signals between two of its own instructions only; a thread learns of them at once.
+    """
+    global _is_watched
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in numbers and not is_over.wait(_PATIENCE) and not has_begun():
+                os._exit(128 + number[0])
+        os.close(reader)
+
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _is_watched = True
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        _is_watched = False
+        signal.set_wakeup_fd(previous)
+        is_over.set()
+        os.close(writer)
+
+
+def _forget_the_watch() -> None:
+    """Lets a forked process, such as one that reads images, keep its signals to itself."""
+    if _is_watched:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_watch)
