@@ -231,20 +231,23 @@ def _watched(numbers: list[int], has_begun: Callable[[], bool]) -> Iterator[None
     is_over = threading.Event()
 
     def watch() -> None:
-        while number := os.read(reader, 1):
-            if number[0] in numbers and not is_over.wait(_PATIENCE) and not has_begun():
-                os._exit(128 + number[0])
-        os.close(reader)
+        while number := os.read(reader, 1)[0]:  # 0 at the end
+            if number in numbers and not is_over.wait(_PATIENCE) and not has_begun():
+                os._exit(128 + number)
 
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _is_watched = True
-    threading.Thread(target=watch, daemon=True).start()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         _is_watched = False
         signal.set_wakeup_fd(previous)
         is_over.set()
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
         os.close(writer)
 
 
