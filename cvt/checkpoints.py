@@ -506,9 +506,21 @@ def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -
         raise ValueError(f"path: got {str(path)!r}, expected a name that ends with .safetensors")
     if checkpoint.card is not None:
         metadata["card"] = json.dumps(checkpoint.card.to_dict())
-    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
     with replacing(path) as scratch:
-        scratch.write_bytes(save(tensors, metadata={"format": "pt", **metadata}))
+        scratch.write_bytes(save(_apart(checkpoint.tensors), metadata={"format": "pt", **metadata}))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as safetensors takes them: contiguous, and none in the memory of another."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        apart[name] = tensor.contiguous()
+        if is_plain(tensor):
+            place = apart[name].untyped_storage().data_ptr()
+            apart[name] = apart[name].clone() if place in taken else apart[name]
+            taken.add(place)
+    return apart
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:

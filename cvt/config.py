@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from cvt_kernels.reference import GeluVariant
@@ -39,6 +40,10 @@ LARGEST_IMAGE = 1 << 14
 MOST_LABELS = 255
 #: The most classes of an image.
 MOST_CLASSES = 10_000_000
+#: The largest seed: any that PyTorch, NumPy and Python take.
+MOST_SEED = 2**63 - 1
+#: The most images of a batch.
+MOST_IMAGES = 1 << 20
 #: The most stages.
 MOST_STAGES = 8
 # The most blocks of all stages.
@@ -239,7 +244,7 @@ class CvTConfig:
                 checked = (
                     _per_stage(name, value, stages)
                     if name in _PER_STAGE
-                    else check_number(name, value, *_SINGLE[name])
+                    else as_number(name, value, *_SINGLE[name])
                 )
                 object.__setattr__(self, name, checked)
         if sum(self.depths) > _MOST_BLOCKS:
@@ -392,7 +397,7 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
         raise ValueError(
             f"{name}: got {len(values)} values, expected {stages}, one per stage (len(embed_dims))"
         )
-    return tuple(check_number(name, v, *_PER_STAGE[name]) for v in values)
+    return tuple(as_number(name, v, *_PER_STAGE[name]) for v in values)
 
 
 def check_fraction(name: str, value: Any) -> float:
@@ -417,7 +422,7 @@ def _check_keep(value: Any) -> TokenKeep:
     return check_fraction("token_keep", value)
 
 
-def check_number(name: str, value: Any, kind: type, least: float, below: float) -> Any:
+def as_number(name: str, value: Any, kind: type, least: float, below: float) -> Any:
     """Returns ``value`` as ``kind``; an integer passes for a float, and nothing but a bool for a bool."""
     accepted = (int, float) if kind is float else kind
     right_type = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
@@ -436,10 +441,10 @@ def check_images(image_size: int, crop_fraction: float | None) -> None:
         TypeError: A value of the wrong type.
         ValueError: A value out of range.
     """
-    check_number("image_size", image_size, int, 1, LARGEST_IMAGE + 1)
+    as_number("image_size", image_size, int, 1, LARGEST_IMAGE + 1)
     if crop_fraction is None:
         return
-    check_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
+    as_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
     if not image_size / LARGEST_IMAGE <= crop_fraction <= 1:
         raise ValueError(
             f"crop_fraction: got {brief(crop_fraction)}, expected a part of the image, 1 at most"
@@ -455,7 +460,8 @@ class _Brief(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_instance(self, x: Any, level: int) -> str:
-        return repr(x) if x is None or isinstance(x, bool | float) else f"a {type(x).__name__}"
+        is_short = x is None or isinstance(x, bool | float | np.number | np.bool_)
+        return repr(x) if is_short else f"a {type(x).__name__}"
 
 
 def brief(value: Any) -> str:

@@ -18,12 +18,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
+from cvt_kernels import checks
+
+from .config import MOST_IMAGES, MOST_SEED
 from .extras import require
-from .images import FORMATS, ImageError, naming_image, preprocess, read_image, to_tensor
+from .images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
-_SHOWN = 3  # of the things that cannot be used
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 Corrupt = Literal["error", "skip"]
@@ -365,7 +367,7 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
     """Raises ImageError for things in a folder that are of no use, or warns: how many, and the first."""
     if not unusable:
         return
-    shown = "; ".join(unusable[:_SHOWN]) + f"; and {len(unusable) - _SHOWN} more" * (len(unusable) > _SHOWN)
+    shown = first_of(unusable, "; ")
     if corrupt == "error":
         raise ImageError(f"data: {len(unusable)} entries of {folder} cannot be used as images: {shown}")
     warnings.warn(f"data: skipped {len(unusable)} entries of {folder}: {shown}", stacklevel=3)
@@ -398,7 +400,8 @@ class Batches:
             a warning that names it.
 
     Raises:
-        ValueError: A wrong ``corrupt``, or fewer images than a batch with ``shuffle``.
+        TypeError: A batch size or seed that is no integer.
+        ValueError: One out of range, a wrong ``corrupt``, or fewer images than a batch with ``shuffle``.
     """
 
     def __init__(
@@ -414,6 +417,8 @@ class Batches:
         corrupt: Corrupt = "error",
     ):
         check_corrupt(corrupt)
+        checks.check_int("batch_size", batch_size, 1, MOST_IMAGES)
+        checks.check_int("seed", seed, 0, MOST_SEED)
         if shuffle and len(dataset) < batch_size * world_size:
             raise ValueError(
                 f"batch_size: {batch_size * world_size} images at a time are more than the data set has, "

@@ -14,7 +14,7 @@ from cvt_kernels import checks
 from cvt_kernels.missing import warn_of_missing_kernels
 
 from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
-from .config import PRESETS, CvTConfig, resolve_config
+from .config import MOST_SEED, PRESETS, CvTConfig, resolve_config
 from .hub import PRETRAINED
 from .model import CvT, CvTFeatures
 from .segmentation import CvTSegmenter, build
@@ -155,10 +155,10 @@ def randomize(model: nn.Module, seed: int = SEED) -> None:
 
     Raises:
         TypeError: An argument of the wrong type.
-        ValueError: A negative seed.
+        ValueError: A seed below 0 or above 2⁶³ − 1.
     """
     checks.check_kind("model", model, nn.Module)
-    checks.check_int("seed", seed, 0)
+    checks.check_int("seed", seed, 0, MOST_SEED)
     generator = torch.Generator().manual_seed(seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():

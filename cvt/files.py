@@ -7,6 +7,7 @@ as ``/dev/stdout``, is written to when all is done.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -23,6 +24,7 @@ _PathLike = str | os.PathLike[str]
 # A disk, a quota or a limit of this process is full.
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _MOST_LINKS = 40  # that Linux follows
+_LONGEST_NAME = 143  # bytes that every file system takes; most take 255
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     place = Path(os.path.realpath(path))
     if place.is_symlink():
         raise OSError(f"{path}: is a link that leads back to itself, expected a file")
-    scratch = place.with_name(f".unfinished.{place.stem}{path.suffix}")  # some writers go by the suffix
+    scratch = place.with_name(_scratch_name(place.stem, path.suffix))
     try:
         open(scratch, "wb").close()
     except OSError as error:
@@ -102,6 +104,14 @@ def replacing(path: _PathLike) -> Iterator[Path]:
             _move(scratch, place)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _scratch_name(stem: str, suffix: str) -> str:
+    """Returns the name of an unfinished file, with the suffix of the whole one: some writers go by it."""
+    name = f".unfinished.{stem}{suffix}"
+    if len(os.fsencode(name)) <= _LONGEST_NAME:
+        return name
+    return f".unfinished.{hashlib.sha256(os.fsencode(name)).hexdigest()}{suffix[:16]}"
 
 
 @contextmanager

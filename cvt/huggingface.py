@@ -25,9 +25,9 @@ from .card import check_names
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
+    as_number,
     brief,
     check_images,
-    check_number,
     default_image_size,
     preset_of,
 )
@@ -397,7 +397,7 @@ def check_preprocessor(content: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
         try:
             for number in numbers if value is not None else ():
-                check_number(name, number, *limits)
+                as_number(name, number, *limits)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"preprocessor_config.json: {error}") from error
 

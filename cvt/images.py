@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,11 @@ _UPRIGHT = {
 }
 
 
+# Pillow warns of what cameras of 108 megapixels make; of twice as many as it warns of, it raises an error.
+# Once and for all threads: to change the filters around each image would be neither.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
 class ImageError(ValueError):
     """A file is not an image that can be used."""
 
@@ -66,15 +71,17 @@ def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it.
 
     Raises:
-        ImageError: The image is longer than any that can be resized.
+        ImageError: The image has more pixels than Pillow opens, or is longer than any that can be resized.
         UnidentifiedImageError: The file is none of :data:`FORMATS`.
         Exception: Whatever else Pillow raises.
     """
     try:
-        with warnings.catch_warnings():
-            # It warns of what cameras of 108 megapixels make, and raises for twice as many.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            file = Image.open(path, formats=_formats())
+        file = Image.open(path, formats=_formats())
+    except Image.DecompressionBombError:
+        most = 2 * cast(int, Image.MAX_IMAGE_PIXELS)
+        raise ImageError(
+            f"has more than {most} pixels, the most that Pillow opens: twice PIL.Image.MAX_IMAGE_PIXELS"
+        ) from None
     except UnidentifiedImageError:
         raise UnidentifiedImageError(f"expected one of {', '.join(_formats())}") from None
     with file:
@@ -220,9 +227,12 @@ def load_images(
         float32 (len(paths), 3, image_size, image_size).
 
     Raises:
+        TypeError: A single path.
         FileNotFoundError: A file does not exist.
         ImageError: A file is not an image, is damaged, or is smaller than the crop or too long.
     """
+    if isinstance(paths, str | os.PathLike):
+        raise TypeError(f"paths: got {os.fspath(paths)!r}, expected a sequence of paths")
     tensors = []
     for path in paths:
         image = read_image(path)
@@ -270,19 +280,19 @@ class _Pairs(list[tuple[str, Any]]):
             raise ValueError(f"labels: {path} has the key {twice!r} more than once")
         if set(values) != {str(index) for index in range(len(values))}:
             expected = [str(index) for index in range(count)]
-            missing = [key for key in expected if key not in values]
-            others = [key for key in values if key not in expected]
+            missing = [repr(key) for key in expected if key not in values]
+            others = [repr(key) for key in values if key not in expected]
             raise ValueError(
-                f"labels: {path} has keys other than 0 to {count - 1}: missing are {_first(missing)}, not "
-                f"expected {_first(others)}"
+                f"labels: {path} has keys other than 0 to {count - 1}: missing are {first_of(missing)}, "
+                f"not expected {first_of(others)}"
             )
         return [values[str(index)] for index in range(len(values))]
 
 
-def _first(keys: list[str]) -> str:
-    """Returns the first of some keys as text."""
-    shown = ", ".join(map(repr, keys[:3])) or "none"
-    return shown + f" and {len(keys) - 3} more" * (len(keys) > 3)
+def first_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """Returns the first three of some texts, and how many more there are."""
+    more = [f"and {len(texts) - 3} more"] if len(texts) > 3 else []
+    return separator.join([*texts[:3], *more]) or "none"
 
 
 def sample_photos() -> list[Path]:

@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .config import LARGEST_IMAGE, check_number
+from cvt_kernels import checks
+
+from .config import LARGEST_IMAGE, MOST_SEED, as_number
 from .datasets import (
     DIGITS,
     SPLITS,
@@ -271,12 +273,14 @@ def save_digit_scenes(
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
-        ValueError: Fewer pixels than a digit needs, or a split without images.
+        TypeError: A number that is no integer.
+        ValueError: Fewer pixels than a digit needs, a split without images, or a seed out of range.
         OSError: The folder cannot be made or written to.
     """
     for name, count in (("train", train), ("val", val)):
-        check_number(name, count, int, 1, math.inf)
-    check_number("image_size", image_size, int, _SMALLEST_SCENE, LARGEST_IMAGE + 1)
+        as_number(name, count, int, 1, math.inf)
+    as_number("image_size", image_size, int, _SMALLEST_SCENE, LARGEST_IMAGE + 1)
+    checks.check_int("seed", seed, 0, MOST_SEED)
     folder = Path(folder)
     photos = [read_image(path) for path in sample_photos()]
     rng = np.random.default_rng(seed)

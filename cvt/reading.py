@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from cvt_kernels.tables import printable
+
 #: The most bytes of a JSON file, whose objects may take 25 times as much memory; 250,000 classes have these.
 MOST_JSON = 1 << 24
 #: The most tensors, more than a thousand blocks of any kind have.
@@ -31,6 +33,8 @@ _ALLOCATING = re.compile(
     r"(?:__builtin__|builtins) (bytearray)|_codecs (encode)|torch[.\w]* (\w*Tensor|per_channel_\w+)"
     r"|torch\._utils (_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
 )
+# The most tensors that share their numbers; no model of the paper has as many blocks.
+_MOST_SHARING = 32
 _ZIP = b"PK\3\4"
 _ZIP_HEADER = 30
 
@@ -108,12 +112,20 @@ def load_pickle(path: Path) -> Any:
 def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
     """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
 
-    A file may say of one number that it stands in all places of a tensor.
+    A file may say of one number that it stands in all places of a tensor. Tensors may share their numbers, as
+    those of layers that are one module do; each gets a copy in the end, so that is bounded too.
     """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if is_plain(tensor))
-    if needed <= size:
-        return None
-    return f"has {size} bytes, and its tensors have {needed}; expected every number of theirs in the file"
+    total = 0
+    held: dict[int, int] = {}
+    for tensor in filter(is_plain, tensors.values()):
+        storage, needed = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+        total += needed
+        held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes(), needed)
+    if (once := sum(held.values())) > size:
+        return f"has {size} bytes, and its tensors have {once}; expected every number of theirs in the file"
+    if total > _MOST_SHARING * size:
+        return f"has {size} bytes, and its tensors have {total}, more than {_MOST_SHARING} times as many"
+    return None
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -130,19 +142,22 @@ def _check_regular(path: Path) -> None:
 
 def _line(error: object) -> str:
     """Returns the message of an error as one line of moderate length, also where it quotes the file."""
-    line = " ".join(str(error).split())[:300]
-    return "".join(character if character.isprintable() else "?" for character in line)
+    return printable(" ".join(str(error).split()))[:300]
 
 
 def _why_no_archive(file: BinaryIO) -> str | None:
     """Says what keeps an archive of zip from being one that ``torch.save`` wrote, or returns None.
 
     Those hold every member once, one after the other and not compressed. ``torch.load`` does not care, nor
-    does it compare the checksums, so that a flipped bit in a weight would go unnoticed.
+    does it compare the checksums, so that a flipped bit in a weight would go unnoticed. Where all are 0,
+    ``torch.save`` was told to compute none.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             reason = _why_packed(archive)
+            if not any(member.CRC for member in archive.infolist()):
+                for member in archive.infolist():
+                    member.CRC = None  # type: ignore[assignment]  # by which zipfile compares none
             if reason is None and (damaged := archive.testzip()) is not None:
                 reason = f"is damaged: the checksum of {damaged!r:.100} is another"
             for member in archive.infolist() if reason is None else ():

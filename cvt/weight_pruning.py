@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cvt_kernels import checks
 
-from .config import CvTConfig, check_number
+from .config import CvTConfig, as_number
 from .factory import create_model
 from .model import Attention, Block, Mlp
 from .pretrained import PretrainedModel
@@ -124,7 +124,7 @@ def pruned_config(config: CvTConfig, *, mlp: float = 0.0, heads: float = 0.0) ->
         ValueError: A fraction that is out of range, leaves a stage nothing or removes nothing anywhere.
     """
     for name, fraction in (("mlp", mlp), ("heads", heads)):
-        check_number(name, fraction, float, 0, 1)
+        as_number(name, fraction, float, 0, 1)
     if not mlp and not heads:
         raise ValueError("mlp, heads: got 0 for both, expected a fraction above 0 of one of them")
     changes: dict[str, Any] = {}

@@ -280,11 +280,20 @@ def _request_from_now_on(names: _Names, by: use_backend | None) -> None:
 
 
 def _catch_up() -> None:
-    """Makes a statement within a compiled function one of this context."""
-    global _requested_in_graph
+    """Makes a statement within a compiled function one of this context, or in a block one of the process.
+
+    It may be another thread's, which an open block has nothing to do with.
+    """
+    global _requested, _requested_in_graph
     names, _requested_in_graph = _requested_in_graph, None
-    if names is not None:
+    if names is not None and _is_in_block():
+        _requested = names
+    elif names is not None:
         _request_from_now_on(names, None)
+
+
+def _is_in_block() -> bool:
+    return len(_blocks.get(_OUTSIDE)) > 1
 
 
 @contextlib.contextmanager
@@ -310,8 +319,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
 
     A block holds for its thread or task alone. A statement in the main thread, outside of such blocks, holds
     for all threads that make no choice themselves too, those of PyTorch among them; one within a block holds
-    until the end of the block. Of blocks that end in another order than the reverse of their beginnings, the
-    last one to begin of those that are still open counts.
+    until the end of the block, or in a compiled function for the process. Of blocks that end in another order
+    than the reverse of their beginnings, the last one to begin of those that are still open counts.
 
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
@@ -362,7 +371,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
 
 
 def _names_requested() -> _Names:
-    if _requested_in_graph is not None:
+    if _requested_in_graph is not None and (torch.compiler.is_compiling() or not _is_in_block()):
         return _requested_in_graph
     names = _here.names
     return _requested if names is _here else names

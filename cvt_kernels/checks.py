@@ -6,6 +6,8 @@ import contextlib
 import math
 import operator
 import os
+import reprlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +29,31 @@ _DENSE = torch.strided
 _FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, np.generic, torch.dtype)
+
+
+class _Shown(reprlib.Repr):
+    """Writes no more of a value than a message has of it, however large it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = 60
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return repr(x) if isinstance(x, _PLAIN) else type(x).__name__
+
+
 def shown(value: object) -> str:
     """Returns an argument as a message has it: small plain values as they are, others by their type."""
-    plain = value is None or isinstance(value, bool | int | float | complex | str | np.generic | torch.dtype)
-    text = repr(value) if plain or isinstance(value, tuple | list) else type(value).__name__
-    return text if len(text) <= 80 else type(value).__name__
+    name = type(value).__name__
+    if not isinstance(value, (*_PLAIN, tuple, list)):
+        return name
+    try:
+        text = _Shown().repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return name
+    return text if len(text) <= 80 else name
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -135,6 +157,9 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: got {shown(value)}, expected True or False")
 
 
+_LARGEST = sys.float_info.max
+
+
 def check_number(name: str, value: Any, expected: str = "a finite number") -> None:
     """Raises unless ``value`` is a finite real number: of Python, of NumPy, symbolic, or a scalar tensor.
 
@@ -144,8 +169,9 @@ def check_number(name: str, value: Any, expected: str = "a finite number") -> No
     """
     if type(value) is not float and not _is_number(value):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
-    if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+    # torch.compile cannot trace math.isfinite; large integers are finite, but no floats.
+    if not -math.inf < value < math.inf or (type(value) is int and abs(value) > _LARGEST):
+        raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -154,7 +180,7 @@ def check_positive(name: str, value: Any) -> None:
         return
     check_number(name, value, "a positive number")
     if not value > 0:
-        raise ValueError(f"{name}: got {value!r}, expected a positive number")
+        raise ValueError(f"{name}: got {shown(value)}, expected a positive number")
 
 
 def _is_number(value: object) -> bool:
@@ -167,12 +193,12 @@ def _is_number(value: object) -> bool:
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raises TypeError unless ``value`` is an integer, and ValueError unless it is within its bounds."""
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+    if not isinstance(value, int | torch.SymInt | np.integer) or isinstance(value, bool):
         raise TypeError(f"{name}: got {shown(value)}, expected an integer of at least {least}")
     if value < least:
-        raise ValueError(f"{name}: got {value}, expected an integer of at least {least}")
+        raise ValueError(f"{name}: got {shown(value)}, expected an integer of at least {least}")
     if most is not None and value > most:
-        raise ValueError(f"{name}: got {value}, expected an integer of at most {most}")
+        raise ValueError(f"{name}: got {shown(value)}, expected an integer of at most {most}")
 
 
 def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
@@ -226,8 +252,8 @@ def check_path(name: str, value: Any, expected: str = "a path") -> None:
 
 def check_pair(name: str, value: Any, least: int) -> None:
     """Raises TypeError or ValueError unless ``value`` is a pair of integers of at least ``least``."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise TypeError(f"{name}: got {shown(value)}, expected a tuple of two integers")
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name}: got {shown(value)}, expected a pair of integers")
     for each in value:
         check_int(name, each, least)
 
@@ -262,21 +288,34 @@ def check_geometry(
         TypeError: A setting that is no integer.
         ValueError: One out of range, or an output of too many pixels. Below 1, a size means that it is empty.
     """
-    for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
+    # Asked here first, because the checks by name cost as much as a small operator's others together.
+    plain = type(stride) is type(padding) is type(dilation) is int
+    most = _MOST_STEPS
+    if not (plain and 0 < stride <= most and 0 <= padding <= most and 0 < dilation <= most):
+        stride, padding, dilation = _steps(prefix, stride, padding, dilation)
     reach = dilation * (kernel - 1)
-    most = max(sizes) + reach
-    if padding > most:
+    rows, columns = sizes
+    if padding > rows + reach and padding > columns + reach:
         raise ValueError(
-            f"{prefix}padding: got {padding}, expected at most {most}, the map of {sizes[0]}×{sizes[1]} "
-            "and the kernel together"
+            f"{prefix}padding: got {padding}, expected at most {max(sizes) + reach}, the map of "
+            f"{rows}×{columns} and the kernel together"
         )
-    height, width = ((n + 2 * padding - reach - 1) // stride + 1 for n in sizes)
+    more = 2 * padding - reach - 1
+    height, width = (rows + more) // stride + 1, (columns + more) // stride + 1
     if height > 0 and width > 0 and height * width > _MOST_PIXELS:
         raise ValueError(
             f"{prefix}padding: got {padding}, which makes {height}×{width} pixels, expected fewer than 2**31"
         )
     return height, width
+
+
+def _steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
+    """Returns integers that have been checked; those of NumPy, which may overflow, as Python's."""
+    steps = []
+    for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
+        steps.append(int(value) if isinstance(value, np.integer) else value)
+    return steps
 
 
 def wants_gradient(*values: object) -> bool:
@@ -386,7 +425,7 @@ def check_row_values(
         return
     if rows.dtype != torch.int64 or rows.ndim != 2 or not is_dense(rows):  # which is refused elsewhere
         return
-    if rows.numel() == 0 or torch._C._functorch.maybe_current_level() is not None:
+    if rows.numel() == 0 or is_transformed():
         return
     if torch._C._len_torch_dispatch_stack():  # somebody counts operators, or computes shapes only
         return

@@ -219,7 +219,7 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
     """
     if torch.compiler.is_compiling() or machine.is_intercepting() or checks.is_counted():
         return None
-    if _level_of_transforms() is not None or checks.forward_mode_enabled():
+    if checks.is_transformed() or checks.forward_mode_enabled():
         return None
     try:
         facts = [
@@ -302,10 +302,8 @@ class _Choice(NamedTuple):
     in_graphs: _Served
 
 
-# These are asked at every call: the first is quicker than to ask for a device by its name, and for the second
-# there is no public way.
+# This is asked at every call, and is quicker than to ask for a device by its name.
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
 _MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
 
 
@@ -334,7 +332,7 @@ def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
         checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
         torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 and x.is_cuda else None,
         torch.get_num_threads(),
-        _level_of_transforms(),
+        checks.is_transformed(),
         getattr(forward_ad, "_current_level", 0),
     )
 
@@ -496,7 +494,7 @@ def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"
-    if _level_of_transforms() is not None or checks.forward_mode_enabled():
+    if checks.is_transformed() or checks.forward_mode_enabled():
         return "verdicts do not hold within function transforms and forward-mode differentiation"
     return None
 

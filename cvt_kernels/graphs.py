@@ -76,10 +76,7 @@ def graphed(model: _Model, *, most: int = MOST) -> _Model:
         ValueError: ``most`` is not positive, or ``model`` has a forward of its own on the object.
     """
     _check_module(model)
-    if not isinstance(most, int) or isinstance(most, bool):
-        raise TypeError(f"most: got {type(most).__name__}, expected an integer")
-    if most < 1:
-        raise ValueError(f"most: got {most}, expected at least 1")
+    checks.check_int("most", most, 1)
     if "forward" in vars(model):
         raise ValueError(
             f"model: this {type(model).__name__} has a forward of its own on the object, expected that of "
@@ -411,8 +408,6 @@ class _Call(NamedTuple):
 _SETTINGS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # type: ignore[assignment]
 
-_level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of torch.func
-
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
     """Says why a call cannot be replayed, by its arguments and what goes on around it; None if it can."""
@@ -437,7 +432,7 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
         return "the model is a replica of DataParallel, which lives for one call"
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "the call is traced"
-    if _level_of_transforms() is not None or checks.forward_mode_enabled():
+    if checks.is_transformed() or checks.forward_mode_enabled():
         return "it is within a function transform or forward-mode differentiation"
     if torch._C._len_torch_dispatch_stack():
         return "a torch dispatch mode watches the operators"

@@ -18,12 +18,23 @@ from torch import Tensor
 from cvt_kernels.tables import printable
 
 from ..checkpoints import Checkpoint, local_place, read_checkpoint
-from ..config import ACTIVATIONS, LARGEST_IMAGE, PRESETS, CvTConfig, Head, TokenKeep, default_image_size
+from ..config import (
+    ACTIVATIONS,
+    LARGEST_IMAGE,
+    MOST_IMAGES,
+    MOST_SEED,
+    PRESETS,
+    CvTConfig,
+    Head,
+    TokenKeep,
+    default_image_size,
+)
 from ..factory import create_model
 from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
 from ..model import CvT
 from ..segmentation import CvTSegmenter
+from .process import why_not_written
 
 if TYPE_CHECKING:
     from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
@@ -47,9 +58,9 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 positive_int = integer(1, 10**9)
 image_size = integer(1, LARGEST_IMAGE)
-batch_size = integer(1, 2**20)
+batch_size = integer(1, MOST_IMAGES)
 worker_count = integer(0, 256)
-seed = integer(0, 2**63 - 1)
+seed = integer(0, MOST_SEED)
 
 
 def path_text(text: str) -> str:
@@ -395,6 +406,7 @@ def recorded_warnings() -> Iterator[list[str]]:
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Image size .* decompression bomb")  # as cvt.images does
         yield messages
     messages += [str(warning.message) for warning in caught]
 
@@ -436,4 +448,4 @@ def print_lines(lines: Iterable[str]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OSError(f"standard output cannot be written to: {error.strerror}") from error
+        raise OSError(why_not_written(error)) from error

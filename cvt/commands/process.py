@@ -28,6 +28,7 @@ _TOO_LARGE = (
 # Arguments that decide on how much memory is needed.
 _SIZES = ("image_size", "image_sizes", "batch_size", "batch_sizes", "workers", "jobs")
 _TWICE = 1.0  # seconds within which two signals are one: timeout sends its own twice
+_PATIENCE = 10.0  # seconds that a signal waits for Python, which may be within one long call of PyTorch
 
 
 def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
@@ -68,21 +69,26 @@ def why_not_printed() -> str | None:
     except BrokenPipeError:
         pass
     except OSError as error:
-        return f"standard output cannot be written to: {error.strerror}"
+        return why_not_written(error)
     return None
+
+
+def why_not_written(error: OSError) -> str:
+    """Says that stdout cannot be written to, and why."""
+    return f"standard output cannot be written to: {error.strerror}"
 
 
 def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
     """Says that there is not enough memory, and for which sizes, if an error is about that; else None."""
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None
-    given = {name: getattr(arguments, name, None) for name in _SIZES}
-    options = [f"--{name.replace('_sizes', '_size').replace('_', '-')}" for name in given]
-    sizes = [
-        f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for option, value in zip(options, given.values(), strict=True)
-        if value
-    ]
+    sizes = []
+    for name in _SIZES:
+        value = getattr(arguments, name, None)
+        numbers = [str(number) for number in (value if isinstance(value, list) else [value]) if number]
+        if numbers:
+            option = name.replace("_sizes", "_size").replace("_", "-")
+            sizes.append(f"--{option} {' '.join(numbers)}")
     told = f" for {', '.join(sizes)}" if sizes else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"there is not enough memory{told}: {first_line}"
@@ -165,7 +171,10 @@ def _empty(stream: Any) -> None:
     try:
         stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != stream.fileno():
+            os.dup2(null, stream.fileno())
+            os.close(null)
         stream.flush()
 
 
@@ -196,7 +205,8 @@ def _ended_by_signals() -> Iterator[None]:
     for number in numbers:
         signal.signal(number, end)
     try:
-        yield
+        with _watched(numbers, lambda: begun is not None):
+            yield
     except Exception as error:  # such as of a worker process, which got the signal too
         if begun is None:
             raise
@@ -204,3 +214,48 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+_is_watched = False
+
+
+@contextlib.contextmanager
+def _watched(numbers: list[int], has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Ends the process where a signal of the block has not begun to end it after a while.
+
+    Python handles signals between two of its own instructions only; a thread learns of them at once.
+    """
+    global _is_watched
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while number := os.read(reader, 1)[0]:  # 0 at the end
+            if number in numbers and not is_over.wait(_PATIENCE) and not has_begun():
+                os._exit(128 + number)
+
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _is_watched = True
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _is_watched = False
+        signal.set_wakeup_fd(previous)
+        is_over.set()
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _forget_the_watch() -> None:
+    """Lets a forked process, such as one that reads images, keep its signals to itself."""
+    if _is_watched:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_watch)

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from cvt_kernels import measure
 from cvt_kernels.tables import aligned
 
-from ..checkpoints import Checkpoint, ModelCard, save_safetensors
+from ..card import ModelCard
+from ..checkpoints import Checkpoint, save_safetensors
 from ..config import CvTConfig
 from ..evaluation import Cost, Evaluation, cost, evaluate
 from ..files import check_writable, replacing, write_json

@@ -17,7 +17,8 @@ import cvt_kernels as ck
 from cvt_kernels.quantization import QuantizationReport
 from cvt_kernels.tables import aligned
 
-from ..checkpoints import Checkpoint, ModelCard, save_safetensors
+from ..card import ModelCard
+from ..checkpoints import Checkpoint, save_safetensors
 from ..evaluation import Evaluation, evaluate
 from ..factory import create_model
 from ..files import check_writable, replacing, write_json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -18,11 +19,11 @@ from .common import (
     add_device_argument,
     add_token_keep_argument,
     build_model,
+    image_size,
     integer,
     naming_options,
     open_split,
     path_text,
-    positive_int,
     print_lines,
     print_remarks,
     printed_warnings,
@@ -67,7 +68,7 @@ def add_parser(commands: Any) -> None:
         "--activation", choices=tuple(ACTIVATIONS), help="default: the checkpoint's, or else quick_gelu"
     )
     parser.add_argument("--teacher", type=path_text, metavar="CHECKPOINT", help="for --distillation")
-    parser.add_argument("--image-size", type=positive_int, help="pixels (default: 224; for digits 16)")
+    parser.add_argument("--image-size", type=image_size, help="pixels (default: 224; for digits 16)")
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
     parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
     add_token_keep_argument(parser)
@@ -78,15 +79,22 @@ def add_parser(commands: Any) -> None:
         "--corrupt", choices=("error", "skip"), default="error", help="files that are no images"
     )
     add_device_argument(parser)
-    kinds = {"int": integer(-(2**63), 2**63 - 1), "float": float, "str": str}
     for field in dataclasses.fields(TrainConfig):
         option = f"--{field.name.replace('_', '-')}"
         text = f"{field.metadata['help']} (default: {field.default})"
         if field.type == "bool":
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(option, type=kinds[str(field.type)], help=text)
+            parser.add_argument(option, type=_kind(field), help=text)
     parser.set_defaults(run=_train)
+
+
+def _kind(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """Returns the function that parses the option of a field of :class:`TrainConfig`, which checks it."""
+    if field.type == "int":
+        least, below = field.metadata["range"]
+        return integer(least, below - 1)
+    return float if field.type == "float" else str
 
 
 def _differing(option: str, values: dict[str, Any]) -> str:
@@ -114,9 +122,9 @@ def _train(arguments: argparse.Namespace) -> None:
         given = {name: value for name, value in given.items() if value is not None}
         options = SEGMENT_OPTIONS if arguments.task == "segment" else DIGITS_OPTIONS if is_digits else {}
         config = TrainConfig(**_recipe(options, given))
-        image_size = arguments.image_size or (16 if is_digits else 224)
+        pixels = arguments.image_size or (16 if is_digits else 224)
         crop = RandomCrop(config.min_scale, flip=config.flip)
-        opened = {"image_size": image_size, "head": arguments.task, "corrupt": arguments.corrupt}
+        opened = {"image_size": pixels, "head": arguments.task, "corrupt": arguments.corrupt}
         train_set = open_split(arguments.data, "train", random_crop=crop, **opened)
         val_set = open_split(arguments.data, "val", **opened)
         torch.manual_seed(config.seed)

@@ -20,17 +20,16 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a directory within a block; however the process ends, the kernel releases it.
 
-    It is a POSIX lock, since processes that decode images do not inherit such a one: they may live a little
-    longer than this one. It is between processes, not between threads.
+    Where there are no locks, a warning says so. It is a POSIX lock, since processes that decode images do not
+    inherit such a one: they may live a little longer than this one. It is between processes, not between
+    threads.
 
     Raises:
         ValueError: Another process holds it, or it is no regular file.
     """
-    import fcntl  # which only POSIX has
-
     with open(directory / LOCK, "a+", encoding="utf-8", opener=_open_regular) as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
         except (BlockingIOError, PermissionError):
             file.seek(0)
             owner = file.read() or "another process"
@@ -58,3 +57,11 @@ def _open_regular(path: str, flags: int) -> int:
         os.close(descriptor)
         raise ValueError(f"output: {path} is no regular file")
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl  # which only POSIX has
+    except ImportError:
+        raise OSError(errno.ENOTSUP, "this system has no POSIX locks") from None
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config import PRESETS, CvTConfig, check_number
+from ..config import MOST_IMAGES, MOST_SEED, PRESETS, CvTConfig, as_number
 from ..model import Stages
 
 #: The dtype to which autocast casts, None for no autocast.
@@ -55,9 +55,11 @@ class TrainConfig:
         ValueError: A value out of range, or values that contradict each other.
     """
 
-    epochs: int = _option(300, "times that every image is seen", 1)
-    batch_size: int = _option(256, "images per step, of all processes and micro-batches together", 1)
-    accumulate: int = _option(1, "micro-batches per step", 1)
+    epochs: int = _option(300, "times that every image is seen", 1, 10**6 + 1)
+    batch_size: int = _option(
+        256, "images per step, of all processes and micro-batches together", 1, MOST_IMAGES + 1
+    )
+    accumulate: int = _option(1, "micro-batches per step", 1, MOST_IMAGES + 1)
     lr: float = _option(2.5e-4, "learning rate after warm-up")
     min_lr: float = _option(1e-5, "learning rate at the end of the cosine")
     warmup_epochs: float = _option(5.0, "epochs of linear warm-up; half of all, if those are no more")
@@ -84,14 +86,14 @@ class TrainConfig:
     freeze_bn: bool = _option(False, "BatchNorm keeps its running statistics and normalizes by them", 0, 2)
     sync_bn: bool = _option(True, "BatchNorm takes its statistics over all processes", 0, 2)
     shard: bool = _option(False, "FSDP2 instead of DDP: each process keeps a part of the weights", 0, 2)
-    seed: int = _option(0, "of everything random")
+    seed: int = _option(0, "of everything random", 0, MOST_SEED + 1)
 
     def __post_init__(self) -> None:
         kinds = {"int": int, "float": float, "bool": bool}
         for field in dataclasses.fields(self):
             if field.type in kinds:
                 value = getattr(self, field.name)
-                value = check_number(field.name, value, kinds[str(field.type)], *field.metadata["range"])
+                value = as_number(field.name, value, kinds[str(field.type)], *field.metadata["range"])
                 object.__setattr__(self, field.name, value)
         for name, choices in (("precision", tuple(PRECISIONS)), ("distillation", DISTILLATIONS)):
             if getattr(self, name) not in choices:

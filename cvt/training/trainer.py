@@ -436,20 +436,16 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         after = now.get(name)
         if before == after:
             continue
+        title = brief(name).strip("'")
         if isinstance(before, dict) and isinstance(after, dict):
             texts += _differences(before, after)
         elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
             pairs = itertools.zip_longest(before, after)
             i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{_text(name)}[{i}] {_text(old)}, now {new}")
+            texts.append(f"{title}[{i}] {brief(old)}, now {brief(new)}")
         else:
-            texts.append(f"{_text(name)} {_text(before)}, now {after}")
+            texts.append(f"{title} {brief(before)}, now {brief(after)}")
     return texts
-
-
-def _text(value: Any) -> str:
-    """Returns a value of a file as a part of a line."""
-    return value if isinstance(value, str) and value.isprintable() else brief(value)
 
 
 def _check(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..ops.linear_int8 import check_dtype
+from ..ops.linear_int8 import check_format
 from ..ops.linear_int8.modules import QuantizedLayer, put_back, replace
 from .calibration import Choice, calibrate
 from .layers import Layer, find_layers, quantized
@@ -70,7 +70,7 @@ def quantize(
             it was.
     """
     _check_settings(scheme, calibration, keep_float)
-    check_dtype(dtype)
+    check_format(dtype)
     checks.check_flag("embeddings", embeddings)
     checks.check_flag("progress", progress)
     layers = find_layers(model, embeddings=embeddings)

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cvt import create_model, save_huggingface
-from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
+from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
 from tests.cvt.models import SMALL, quantized, small
 
 TINY = dataclasses.replace(SMALL, depths=(1, 1, 2))
@@ -131,11 +132,28 @@ def mutations(rng: random.Random, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _damage_bytes(rng: random.Random, file: Path) -> str:
-    content = bytearray(file.read_bytes())
-    size = len(content)
-    what = rng.choice(["truncated", "bits", "block", "insertion", "swap", "head", "tail", "missing", "link"])
+    what = rng.choice([*BYTES, "missing", "link"])
+    if what == "missing":
+        file.unlink()
+    elif what == "link":
+        file.unlink()
+        file.symlink_to(rng.choice(["/dev/zero", "nowhere", file.name, "/etc/passwd", "/"]))
+    else:
+        file.write_bytes(damaged_bytes(rng, file.read_bytes(), what))
+    return what
+
+
+#: The ways to damage bytes.
+BYTES = ("truncated", "bits", "block", "insertion", "swap", "head", "tail")
+
+
+def damaged_bytes(rng: random.Random, data: bytes, what: str) -> bytes:
+    """Returns bytes, damaged in one of the ways of ``BYTES``; no bytes stay none."""
+    content, size = bytearray(data), len(data)
+    if not size:
+        return data
     if what == "truncated":
-        kept = rng.choice([0, 1, 4, 8, 100, size // 2, size - 1, size - 22, rng.randrange(size)])
+        kept = rng.choice([0, 1, 4, 8, 100, size // 2, size - 1, max(size - 22, 0), rng.randrange(size)])
         del content[kept:]
     elif what in ("bits", "head", "tail"):
         first = {"bits": 0, "head": 0, "tail": max(size - 300, 0)}[what]
@@ -153,18 +171,11 @@ def _damage_bytes(rng: random.Random, file: Path) -> str:
         a, b = (rng.randrange(size) for _ in range(2))
         content[a], content[b] = content[b], content[a]
         content[a : a + 64] = reversed(content[a : a + 64])
-    if what == "missing":
-        file.unlink()
-    elif what == "link":
-        file.unlink()
-        file.symlink_to(rng.choice(["/dev/zero", "nowhere", file.name, "/etc/passwd", "/"]))
-    else:
-        file.write_bytes(content)
-    return what
+    return bytes(content)
 
 
 def _damage_json(rng: random.Random, file: Path) -> str:
-    content, what = _damaged(rng, json.loads(file.read_text(encoding="utf-8")))
+    content, what = damaged(rng, json.loads(file.read_text(encoding="utf-8")))
     text = json.dumps(content)
     if rng.random() < 0.05:
         text, what = "[" * 10**5, "depth"
@@ -172,10 +183,10 @@ def _damage_json(rng: random.Random, file: Path) -> str:
     return what
 
 
-def _damaged(rng: random.Random, content: object) -> tuple[object, str]:
+def damaged(rng: random.Random, content: object) -> tuple[object, str]:
     """Returns a copy of nested mappings and lists with one thing changed, and the words for it."""
-    content = copy.deepcopy(content)
-    parent, key, path = {"": content}, "", ""
+    root = {"": copy.deepcopy(content)}
+    parent, key, path = root, "", ""
     while True:
         value = parent[key]
         is_inner = isinstance(value, dict | list) and len(value) > 0
@@ -186,13 +197,13 @@ def _damaged(rng: random.Random, content: object) -> tuple[object, str]:
     how = rng.random()
     if how < 0.15 and path:
         del parent[key]
-        return content, f"without {path}"
+        return root[""], f"without {path}"
     if how < 0.25 and isinstance(parent, dict) and path:
         parent[rng.choice(["other", "", "x" * 10**5, "a\nb"])] = rng.choice(ODD)
-        return content, f"one more beside {path}"
+        return root[""], f"one more beside {path}"
     odd = rng.choice(ODD)
     parent[key] = odd if path else [odd]
-    return content, f"{path} = {odd!r:.40}"
+    return root[""], f"{path} = {odd!r:.40}"
 
 
 def _damage_safetensors(rng: random.Random, file: Path) -> str:
@@ -200,12 +211,12 @@ def _damage_safetensors(rng: random.Random, file: Path) -> str:
         metadata = opened.metadata()
     tensors = load_file(file)
     if "card" in (metadata or {}) and rng.random() < 0.6:
-        card, what = _damaged(rng, json.loads(metadata["card"]))
+        card, what = damaged(rng, json.loads(metadata["card"]))
         metadata = {"card": json.dumps(card)}
     elif rng.random() < 0.3:
         content = bytearray(file.read_bytes())
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        changed, what = _damaged(rng, header)
+        changed, what = damaged(rng, header)
         text = json.dumps(changed).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + len(json.dumps(header)) :])
         return f"header: {what}"
@@ -230,7 +241,7 @@ def _damage_pickle(rng: random.Random, file: Path) -> str:
         content = {"card": Allocation(), **content}
         what = "a pickled allocation"
     elif "card" in content and how < 0.7:
-        content["card"], what = _damaged(rng, content["card"])
+        content["card"], what = damaged(rng, content["card"])
     elif how < 0.75:
         content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
     else:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -212,6 +213,8 @@ def test_a_configuration_of_millions_of_classes_makes_no_names(saved, tmp_path):
 
 def test_brief_texts():
     assert [brief(value) for value in (None, 1, 1.5, True, "x")] == ["None", "1", "1.5", "True", "'x'"]
+    assert brief(np.int64(32)) == repr(np.int64(32))
+    assert brief(np.zeros(2)) == "a ndarray"
     nested = "x"
     for _ in range(60):
         nested = (nested, nested)

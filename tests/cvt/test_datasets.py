@@ -222,5 +222,13 @@ def test_bad_data_sets(tmp_path, monkeypatch):
         ImageDataset([image], [0], ["a"], 8)
     with pytest.raises(ValueError, match="corrupt: got 'ignore', expected 'error' or 'skip'"):
         Batches(ImageDataset([image], [0], ["a", "b"], 8), 1, corrupt="ignore")
+    for error, message, options in (
+        (ValueError, "batch_size: got 0, expected an integer of at least 1", {"batch_size": 0}),
+        (ValueError, "batch_size: got 1048577, expected", {"batch_size": 2**20 + 1}),
+        (TypeError, "seed: got 'a', expected an integer", {"seed": "a"}),
+        (ValueError, "seed: got 9223372036854775808, expected", {"seed": 2**63}),
+    ):
+        with pytest.raises(error, match=message):
+            Batches(ImageDataset([image], [0], ["a", "b"], 8), **{"batch_size": 1, **options})
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     fails(r"scikit-learn is not installed; .*'\.\[train\]'", "digits", ModuleNotFoundError)

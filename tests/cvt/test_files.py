@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,14 @@ def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivo
     replace(path, b"next")  # over what the killed one left
     assert path.read_bytes() == b"next"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["x" * 251 + ".pth", "x" * 255, "x." + "é" * 126, "ü" * 125 + ".json"])
+def test_names_of_any_length(tmp_path, name):
+    with replacing(tmp_path / name) as scratch:
+        assert scratch.name.endswith(Path(name).suffix[:16])
+        assert len(list(tmp_path.iterdir())) == 1
+    assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_an_error_leaves_the_file_as_it_was_and_nothing_else(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,12 @@ def colors(image):
 
 def near(actual, expected, tolerance):
     return np.abs(np.array(actual, dtype=int) - np.array(expected)).max() <= tolerance
+
+
+@pytest.mark.parametrize("path", ["a.png", Path("a.png")])
+def test_a_single_path_is_not_taken_for_several(path):
+    with pytest.raises(TypeError, match=r"paths: got 'a.png', expected a sequence of paths"):
+        load_images(path)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
@@ -236,7 +243,7 @@ def test_labels(tmp_path, name, content):
         ("a.json", b'{"0": "a", "1": "b", "2": "c", "3": "d"}', "a.json names 4 classes, expected 3"),
         ("a.json", b'{"0": "a", "1": "b", "1": "c"}', "a.json has the key '1' more than once"),
         ("a.json", b'{"0": "a", "1": 2, "2": "c"}', "a.json has no list of names and no object"),
-        ("a.json", b'{"-1": "a", "00": "b", "1.0": "c", "x": "d"}', "'0', '1', '2', .* '1.0' and 1 more"),
+        ("a.json", b'{"-1": "a", "00": "b", "1.0": "c", "x": "d"}', "'0', '1', '2', .* '1.0', and 1 more"),
     ],
 )
 def test_bad_labels(tmp_path, name, content, message):

@@ -7,7 +7,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkpoint, save_huggingface
-from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
+from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import PRESETS
 from cvt.quantized import compact, install_layers, quantized_layers, why_damaged
 from cvt_kernels.ops.linear_int8.modules import ConvInt8

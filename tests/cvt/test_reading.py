@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from cvt import CheckpointError, read_checkpoint
+from cvt.checkpoints import save_safetensors
 from cvt.reading import load_pickle, read_json, why_larger
 from tests.cvt.damage import Allocation
 
@@ -136,11 +137,35 @@ def test_tensors_are_no_larger_than_their_file(tmp_path):
     shared = torch.ones(100)
     torch.save({f"stage0.x{i}": shared.expand(100, 100) for i in range(3)}, tmp_path / "w.pth")
     with pytest.raises(
-        CheckpointError, match=r"w.pth: has \d+ bytes, and its tensors have 120000; expected ev"
+        CheckpointError, match=r"w.pth: has \d+ bytes, and its tensors have 40000; expected ev"
     ):
         read_checkpoint(tmp_path / "w.pth")
     assert why_larger({"a": shared, "b": shared.to("meta").expand(10**6, 100)}, 400) is None
     assert why_larger({"a": shared}, 399) is not None
+
+
+def test_tensors_may_share_their_numbers(tmp_path):
+    """A module in the places of four is saved once; files are small whose tensors are large only together."""
+    shared = torch.randn(100, 100)
+    torch.save({f"stage0.blocks.{i}.mlp.fc1.weight": shared for i in range(4)}, tmp_path / "w.pth")
+    checkpoint = read_checkpoint(tmp_path / "w.pth")
+    assert all(torch.equal(tensor, shared) for tensor in checkpoint.tensors.values())
+    save_safetensors(checkpoint, tmp_path / "w.safetensors")
+    parts = {str(i): part for i, part in enumerate(shared)}  # of one storage, not of one tensor
+    assert why_larger(parts, 40000) is None
+    assert why_larger({str(i): shared for i in range(32)}, 40000) is None
+    reason = why_larger({str(i): shared for i in range(33)}, 40000)
+    assert reason == "has 40000 bytes, and its tensors have 1320000, more than 32 times as many"
+
+
+def test_a_file_without_checksums_is_read(tmp_path):
+    computed = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(1000.0)}, tmp_path / "w.pth")
+    finally:
+        torch.serialization.set_crc32_options(computed)
+    assert torch.equal(load_pickle(tmp_path / "w.pth")["a"], torch.arange(1000.0))
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint
-from cvt.checkpoints import ModelCard, read_checkpoint
+from cvt.card import ModelCard
+from cvt.checkpoints import read_checkpoint
 from cvt.datasets import Batches, RandomCrop
 from cvt.evaluation import add_up_pixels, cost, evaluate_pixels
 from cvt.factory import randomize

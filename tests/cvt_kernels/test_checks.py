@@ -1,10 +1,15 @@
 """Tests of the checks of arguments, and of what autocast does to them."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import checks
+from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 
 
 def test_names_of_dtypes():
@@ -41,3 +46,40 @@ def test_autocast_leaves_a_projection_of_float64(backend):
             (y,) = ck.conv_projection(x, (4, 4), [conv], training=False)
     assert y.dtype == torch.float64
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_integers_of_numpy_are_taken():
+    checks.check_int("n", np.int64(3), 1, 3)
+    with pytest.raises(ValueError, match=r"n: got np\.int64\(4\), expected an integer of at most 3"):
+        checks.check_int("n", np.int64(4), 1, 3)
+    image, weight = torch.randn(2, 3, 8, 8), torch.randn(8, 3, 3, 3)
+    tokens = ck.conv_embedding(image, weight, None, stride=np.int8(2), padding=np.int64(1))
+    assert torch.equal(tokens, ck.conv_embedding(image, weight, None, stride=2, padding=1))
+    assert checks.check_geometry("", 100, (200, 200), np.int8(1), np.int8(100)) == (301, 301)
+    conv = nn.Conv2d(3, 4, np.int64(3))
+    assert ConvInt8.from_float(conv).kernel_size == ConvInt8(3, 4, [3, 3]).kernel_size == (3, 3)
+    assert type(LinearInt8(np.int64(8), 4).in_features) is int
+
+
+def test_pairs_are_tuples_or_lists():
+    for pair in ((1, 2), [np.int64(1), 2]):
+        checks.check_pair("size", pair, 1)
+    with pytest.raises(TypeError, match=r"size: got \[1\], expected a pair of integers"):
+        checks.check_pair("size", [1], 1)
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "got"),
+    [
+        (lambda value: checks.check_int("x", value, 1, 10), 10**5000, "int"),
+        (lambda value: checks.check_pair("x", value, 1), [10**5000], "list"),
+        (lambda value: checks.check_pair("x", value, 1), [torch.zeros(9)] * 9, "[Tensor, Tensor, Tensor, "),
+        (lambda value: checks.check_positive("x", value), 10**5000, "int"),
+        (lambda value: checks.check_choice("x", value, ("a",)), "y" * 10**6, "'yyy"),
+    ],
+    ids=["int", "list", "tensors", "number", "text"],
+)
+def test_large_values_are_shortened(check, value, got):
+    with pytest.raises((TypeError, ValueError), match=f"^x: got {re.escape(got)}.*, expected") as caught:
+        check(value)
+    assert len(str(caught.value)) < 150

@@ -143,13 +143,30 @@ def test_a_statement_within_a_compiled_function():
     assert requested_backends() == NATIVE
     with ck.use_backend("reference"):
         request(torch.zeros(1))
-        assert requested_backends() == NATIVE
+        assert requested_backends() == REFERENCE
     assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
     ck.use_backend("reference")
     assert requested_backends() == REFERENCE
 
 
 @pytest.mark.filterwarnings("ignore:cvt_kernels")
+def test_a_statement_within_a_compiled_function_leaves_open_blocks_alone():
+    @torch.compile(backend="eager", fullgraph=True)
+    def requests(x):
+        ck.use_backend("reference")
+        return x + 1
+
+    with ck.use_backend("sdpa"):
+        thread = threading.Thread(target=requests, args=(torch.ones(2),))
+        thread.start()
+        thread.join()
+        assert requested_backends() == ("sdpa",)
+        with ck.use_backend("native"):
+            assert requested_backends() == ("native",)
+        assert requested_backends() == ("sdpa",)
+    assert requested_backends() == ("reference",)
+
+
 def test_threads_at_once():
     """Each sees its own choice all the time, and nothing of it is left."""
     model, images, start = create_model(ONE_STAGE), torch.rand(1, 3, 32, 32), threading.Barrier(4)

@@ -22,14 +22,19 @@ from . import campaign, cases, subjects, worker
 
 def main() -> int:
     """Runs the command; returns 1 if a case has failed."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     ask = subjects.asking(triton=options.triton)
     if options.worker:
         worker.answer_lines(ask)
         return 0
-    if options.case:
-        print(cases.parsed(options.case), flush=True)
+    if options.case is not None:
+        try:
+            case = cases.parsed(options.case)
+        except ValueError as error:
+            parser.error(str(error))
+        print(case, flush=True)
         answer = ask(options.case)
         print("\n".join(answer.flaws) or f"no failure; {answer.served} backends served it")
         return 1 if answer.flaws else 0

@@ -48,15 +48,18 @@ def parsed(line: str) -> Case:
     Raises:
         ValueError: There is no such subject, setting or choice.
     """
-    subject, *words = line.split()
+    subject, *words = line.split() or [""]
     subject, _, seed = subject.partition(":")
     if subject not in CHOICES:
         raise ValueError(f"case: got {subject!r}, expected one of {', '.join(CHOICES)}")
     if seed:
-        return _drawn(subject, int(seed))
+        return _drawn(subject, _number(seed))
     choices = CHOICES[subject]
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"case: got {word!r}, expected a setting and its choice, such as seed=1")
     given = dict(word.split("=", 1) for word in words)
-    number = int(given.pop("seed", 0))
+    number = _number(given.pop("seed", "0"))
     settings = {name: values[0] for name, values in choices.items()}
     for name, text in given.items():
         named = {str(value): value for value in choices.get(name, ())}
@@ -64,6 +67,12 @@ def parsed(line: str) -> Case:
             raise ValueError(f"case: got {name}={text} for {subject}, expected one of {choices}")
         settings[name] = named[text]
     return Case(subject, settings, number)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"case: got the seed {text!r}, expected an integer of at least 0")
+    return int(text)
 
 
 def _drawn(subject: str, seed: int) -> Case:

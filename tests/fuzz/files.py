@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.cvt import damage
+
 from . import world
 from .worker import Answer
 
@@ -39,31 +41,6 @@ def _empty(data: bytes, source: random.Random) -> bytes:
     return b""
 
 
-def _cut(data: bytes, source: random.Random) -> bytes:
-    return data[: source.randrange(len(data) + 1)]
-
-
-def _flip(data: bytes, source: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(source.choice((1, 2, 8, 64))):
-        # The first bytes say what the rest means.
-        place = source.randrange(min(len(data), source.choice((16, 256, 4096, len(data)))) or 1)
-        if place < len(changed):
-            changed[place] = source.randrange(256)
-    return bytes(changed)
-
-
-def _insert(data: bytes, source: random.Random) -> bytes:
-    place = source.randrange(len(data) + 1)
-    return data[:place] + source.randbytes(source.choice((1, 8, 1000))) + data[place:]
-
-
-def _zero(data: bytes, source: random.Random) -> bytes:
-    place = source.randrange(len(data) + 1)
-    size = source.choice((8, 512, 65536))
-    return data[:place] + bytes(len(data[place : place + size])) + data[place + size :]
-
-
 def _double(data: bytes, source: random.Random) -> bytes:
     return data + data
 
@@ -74,49 +51,26 @@ def _other(data: bytes, source: random.Random) -> bytes:
     )
 
 
-#: Values in the place of one of a JSON file.
-_VALUES = (
-    None, True, -1, 0, 1.5, 1e308, 10**30, float("nan"), float("inf"), "", "x" * 1000, "\ud800", "cvt",
-    [], {}, [[]], {"0": 1}, [None], [1, 2, 3], [-1], 2**31, 2**63,
-)  # fmt: skip
-
-
 def _json(data: bytes, source: random.Random) -> bytes:
-    """Replaces a value somewhere in a file of JSON, or drops it; other files are damaged as bytes."""
+    """Changes one thing in a file of JSON; other files are damaged as bytes."""
     try:
         content = json.loads(data)
     except ValueError:
-        return _flip(data, source)
-    places = list(_places(content))
-    if not places:
-        return _other(data, source)
-    container, key = source.choice(places)
-    if source.random() < 0.3:
-        del container[key]
-    else:
-        container[key] = source.choice(_VALUES)
-    return json.dumps(content).encode()
+        return damage.damaged_bytes(source, data, "bits")
+    return json.dumps(damage.damaged(source, content)[0]).encode()
 
 
-def _places(content: Any) -> list[tuple[Any, Any]]:
-    """Returns all places of values in a JSON value, each as its container and its key."""
-    pairs = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
-    places = []
-    for key, value in pairs:
-        places += [(content, key), *_places(value)]
-    return places
+def _of_bytes(what: str) -> Callable[[bytes, random.Random], bytes]:
+    return lambda data, source: damage.damaged_bytes(source, data, what)
 
 
 _DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    "empty": _empty, "cut": _cut, "flip": _flip, "insert": _insert, "zero": _zero, "double": _double,
-    "other": _other, "json": _json,
-}  # fmt: skip
+    "empty": _empty,
+    **{what: _of_bytes(what) for what in damage.BYTES},
+    "double": _double,
+    "other": _other,
+    "json": _json,
+}
 #: The settings of a case.
 CHOICES: dict[str, tuple[Any, ...]] = {"file": tuple(_FILES), "damage": tuple(_DAMAGES), "again": (1, 2, 3)}
 

@@ -65,7 +65,7 @@ def test_commands_and_files():
         "commands command=bench first=absurd second=drop seed=2",
     ):
         assert ask(case).flaws == []
-    for name, damage in (("photo.png", "cut"), ("labels.json", "json"), ("model/config.json", "other")):
+    for name, damage in (("photo.png", "truncated"), ("labels.json", "json"), ("model/config.json", "other")):
         assert ask(f"files file={name} damage={damage} seed=1").flaws == []
 
 
@@ -85,7 +85,7 @@ def test_a_line_names_a_case():
     ]
 
 
-@pytest.mark.parametrize("line", ["gemm:1", "gelu rows=3000", "gelu columns=3"])
+@pytest.mark.parametrize("line", ["gemm:1", "gelu:x", "gelu rows=3000", "gelu columns=3", "gelu rows", ""])
 def test_lines_that_name_none(line):
     with pytest.raises(ValueError, match="case: got"):
         cases.parsed(line)

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from cvt import create_model, save_huggingface
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import main
 from cvt.factory import randomize
 from cvt_kernels import backends, verdicts

@@ -202,11 +202,11 @@ def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
     checks.check_float_tensor("x", x, "(..., channels)")
     if x.ndim == 0 or not x.shape[-1]:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
-    check_dtype(dtype)
+    check_format(dtype)
     check_scale("scale", scale, x)
 
 
-def check_dtype(dtype: torch.dtype) -> None:
+def check_format(dtype: torch.dtype) -> None:
     """Raises TypeError unless ``dtype`` is one of 8-bit numbers."""
     if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
         raise TypeError(f"dtype: got {checks.shown(dtype)}, expected torch.int8 or torch.float8_e4m3fn")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...reference import GeluVariant, QuantizedLinear, QuantizedRows
-from . import MOST_INPUTS, check_dtype, linear_int8
+from . import MOST_INPUTS, check_format, linear_int8
 
 _MOST_OUTPUTS = 2**24
 
@@ -34,7 +34,7 @@ class QuantizedLayer(nn.Module):
     input_scale: Tensor | None
 
     def __init__(self, outputs: int, inputs: int, bias: bool, static: bool, dtype: torch.dtype):
-        check_dtype(dtype)
+        check_format(dtype)
         checks.check_flag("bias", bias)
         checks.check_flag("static", static)
         super().__init__()
@@ -176,7 +176,7 @@ class LinearInt8(QuantizedLayer):
         checks.check_int("in_features", in_features, 0, MOST_INPUTS)
         checks.check_int("out_features", out_features, 0, _MOST_OUTPUTS)
         super().__init__(out_features, in_features, bias, static, dtype)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = int(in_features), int(out_features)
 
     @classmethod
     @torch.no_grad()
@@ -231,10 +231,10 @@ class ConvInt8(QuantizedLayer):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: tuple[int, int],
-        stride: tuple[int, int] = (1, 1),
-        padding: tuple[int, int] = (0, 0),
-        dilation: tuple[int, int] = (1, 1),
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (1, 1),
+        padding: Sequence[int] = (0, 0),
+        dilation: Sequence[int] = (1, 1),
         bias: bool = True,
         *,
         static: bool = False,
@@ -247,9 +247,10 @@ class ConvInt8(QuantizedLayer):
             checks.check_pair(name, pair, least=0 if name == "padding" else 1)
         inputs = in_channels * kernel_size[0] * kernel_size[1]
         super().__init__(out_channels, inputs, bias, static, dtype)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride = kernel_size, stride
-        self.padding, self.dilation = padding, dilation
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
+        self.kernel_size, self.stride, self.padding, self.dilation = (
+            (int(pair[0]), int(pair[1])) for pair in pairs.values()
+        )
 
     @classmethod
     @torch.no_grad()

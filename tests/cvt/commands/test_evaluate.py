@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from cvt import create_model
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import main
 from cvt.commands.evaluate import as_json, report
 from cvt.evaluation import Cost, Evaluation

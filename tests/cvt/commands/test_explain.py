@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from cvt import CvTConfig, create_model
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import main
 from cvt.explanation import explain, heat_map, overlay, photograph
 from cvt.factory import randomize

@@ -11,7 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import export as export_module
 from cvt.commands import main
 from cvt.commands.export import export

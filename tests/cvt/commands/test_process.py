@@ -1,5 +1,6 @@
 """The process of a command: streams that are closed or full, signals, memory, and what terminals obey."""
 
+import argparse
 import io
 import json
 import os
@@ -13,9 +14,10 @@ from PIL import Image
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.checkpoints import Checkpoint, ModelCard, save_safetensors
+from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.commands import evaluate, main
-from cvt.commands.process import temporary_files_together
+from cvt.commands.process import orderly, temporary_files_together, why_too_large
 from cvt.explanation import class_title
 from cvt.factory import randomize
 from cvt.training.recipe import MODELS
@@ -61,6 +63,15 @@ def test_a_full_stdout_is_an_error(capsys, monkeypatch, classify, arguments):
         monkeypatch.setattr(sys, "stdout", full)
         error = bad(capsys, main, *(classify if arguments == ["classify"] else arguments))
     assert error.endswith("error: standard output cannot be written to: No space left on device")
+
+
+def test_a_full_stdout_costs_no_descriptor(monkeypatch):
+    before = len(os.listdir("/dev/fd"))
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with orderly():
+            full.write("x")
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_a_stdout_of_ascii_gets_escapes(monkeypatch, classify):
@@ -119,6 +130,34 @@ def test_a_signal_ends_a_command_without_leftovers(name, tmp_path, photo):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="locks a mutex of Linux twice")
+def test_a_signal_ends_a_command_that_never_returns_to_python():
+    code = """
+import ctypes, os, signal, time
+from cvt.commands import process
+process._PATIENCE = 0.2
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+library.pthread_mutex_lock(mutex)
+with process.orderly():
+    if os.fork() == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(0)
+    os.wait()
+    time.sleep(0.5)
+    print("the signal of a forked process is its own", flush=True)
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os.kill(parent, signal.SIGTERM)
+        os._exit(0)
+    library.pthread_mutex_lock(mutex)
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stdout) == (143, "the signal of a forked process is its own\n")
+
+
 def test_a_signal_that_somebody_handles_stays_theirs(monkeypatch):
     def end(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -161,6 +200,12 @@ def test_too_little_memory_is_an_error_that_names_the_sizes(capsys, monkeypatch,
     error = bad(capsys, main, *EVALUATE, "--batch-size", "7")
     assert error.startswith("cvt evaluate: error: there is not enough memory for --batch-size 7: ")
     assert message in error
+
+
+def test_sizes_that_were_not_given_are_not_named():
+    arguments = argparse.Namespace(image_sizes=[None], image_size=None, batch_sizes=[256, 1], jobs=2)
+    reason = why_too_large(MemoryError(), arguments)
+    assert reason == "there is not enough memory for --batch-size 256 1, --jobs 2: MemoryError"
 
 
 def test_other_errors_of_torch_are_not_of_memory(monkeypatch):

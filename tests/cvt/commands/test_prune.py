@@ -159,7 +159,7 @@ def test_bad_input(capsys, tmp_path):
     for name in ("p.pth", "p.onnx", "p.pt2", "P.SAFETENSORS"):
         line = fails(output=tmp_path / name)
         assert f"{name}', expected a name that ends with .safetensors, or a directory" in line
-    assert "--output: got '', expected a name that ends with .safetensors" in fails(output="")
+    assert "argument --output: got '', expected a path" in fails(output="")
     assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
     assert "file is a file, expected a directory" in fails(output=tmp_path / "file")
     assert "no part of --checkpoint" in fails(output=tmp_path / "model")

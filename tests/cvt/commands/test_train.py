@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from cvt import create_model, read_checkpoint, save_huggingface
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import main, train
 from cvt.datasets import open_dataset
 from cvt.images import read_image, sample_photos
@@ -124,6 +124,20 @@ def test_activation_on_the_command_line(capsys, tmp_path):
     assert run(capsys, *arguments)[0] == 0
     assert read_checkpoint(tmp_path).card.config.activation == "gelu"
     assert "invalid choice: 'relu'" in bad(capsys, main, *arguments, "--activation", "relu")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--image-size", 16385, "a positive integer of at most 16384"),
+        ("--batch-size", 2**20 + 1, "a positive integer of at most 1048576"),
+        ("--seed", -5, "an integer from 0 to 9223372036854775807"),
+        ("--rand-augment", 30, "an integer from 0 to 29"),
+    ],
+)
+def test_numbers_beyond_any_training(capsys, tmp_path, option, value, expected):
+    error = bad(capsys, main, "train", "--data", "digits", "--output", tmp_path, f"{option}={value}")
+    assert f"argument {option}: got '{value}', expected {expected}" in error
 
 
 @pytest.mark.parametrize(

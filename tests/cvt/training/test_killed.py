@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 
@@ -119,6 +120,16 @@ def test_a_run_that_came_between_is_noticed(tmp_path):
     trainer(tmp_path, **SHORT).fit()
     with pytest.raises(ValueError, match=r"^output: another run has written .*last.pth since this one began"):
         late.fit()
+
+
+def test_a_system_without_locks_is_named(tmp_path, monkeypatch):
+    """Windows has no such module."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with (
+        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: this system has no"),
+        locked(tmp_path),
+    ):
+        assert (tmp_path / LOCK).exists()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

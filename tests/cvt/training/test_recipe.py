@@ -68,6 +68,11 @@ def test_distillation_against_its_formula():
     ("options", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "epochs: got 0, expected at least 1"),
+        ({"epochs": 10**30}, ValueError, r"epochs: got 10{30}, expected at least 1 and below 1e\+06"),
+        ({"batch_size": 2**40}, ValueError, r"batch_size: got 1099511627776, expected at least 1 and below"),
+        ({"accumulate": 2**40}, ValueError, r"accumulate: got 1099511627776, expected at least 1 and below"),
+        ({"seed": 2**63}, ValueError, "seed: got 9223372036854775808, expected at least 0 and below"),
+        ({"seed": -1}, ValueError, "seed: got -1, expected at least 0"),
         ({"lr": "fast"}, TypeError, "lr: got 'fast', expected float"),
         ({"label_smoothing": 1.0}, ValueError, "label_smoothing: got 1.0"),
         ({"precision": "int8"}, ValueError, "precision: got 'int8', expected one of fp32, bf16, fp16"),

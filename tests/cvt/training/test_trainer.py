@@ -317,7 +317,7 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
         "labels": [*CLASSES[:2], "z"],
         "config": {**ours._same["config"], "token_keep": 0.5},
     }
-    assert _differences(then, ours._same) == ["token_keep 0.5, now 1.0", "labels[2] z, now c"]
+    assert _differences(then, ours._same) == ["token_keep 0.5, now 1.0", "labels[2] 'z', now 'c'"]
     with pytest.raises(ValueError, match=r"output: .*last.pth exists; go on with --resume"):
         trainer(uninterrupted)
     with pytest.raises(FileNotFoundError, match=r"resume: .*last.pth does not exist"):

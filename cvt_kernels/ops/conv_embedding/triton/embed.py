@@ -333,6 +333,7 @@ def embed(
     """Returns the tokens of an image that is read as it lies, in ``dtype``."""
     batch, _, height, width = image.shape
     channels, _, kernel_size, _ = weight.shape
+    stride, padding = int(stride), int(padding)  # Triton takes no integers of NumPy
     out_height, out_width = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
     tokens = out_height * out_width
     window = Window.of(image, kernel_size, stride, padding, has_bias=bias is not None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cvt import create_model
-from cvt.checkpoints import ModelCard
+from cvt.card import ModelCard
 from cvt.commands import main
 from cvt.factory import randomize
 from cvt.images import sample_photos
