@@ -98,7 +98,7 @@ def test_a_pickle_takes_no_memory_that_its_file_does_not(tmp_path, new):
 
 
 class Call:
-    """What a pickle makes of itself by a call."""
+    """An object that a pickle makes by a call."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
