@@ -267,6 +267,8 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 #: The largest stride, padding and dilation of a convolution: kernels count with 32 bits.
 _MOST_STEPS = 2**20
 _MOST_PIXELS = 2**31 - 1
+# A padding of this much is taken whatever the sizes are.
+_LEAST_MOST_PADDING = 64
 
 
 def check_geometry(
@@ -274,7 +276,7 @@ def check_geometry(
 ) -> tuple[int, ...]:
     """Returns the sizes of the output of a convolution; raises for settings that no convolution has.
 
-    A padding beyond the map and the kernel would only add zeros, without limit.
+    A padding far beyond the map and the kernel would only add zeros, without limit.
 
     Args:
         prefix: Stands before the names in messages.
@@ -295,10 +297,10 @@ def check_geometry(
         stride, padding, dilation = _steps(prefix, stride, padding, dilation)
     reach = dilation * (kernel - 1)
     rows, columns = sizes
-    if padding > rows + reach and padding > columns + reach:
+    if padding > _LEAST_MOST_PADDING and padding > rows + reach and padding > columns + reach:
         raise ValueError(
-            f"{prefix}padding: got {padding}, expected at most {max(sizes) + reach}, the map of "
-            f"{rows}×{columns} and the kernel together"
+            f"{prefix}padding: got {padding}, expected at most "
+            f"{max(*sizes, _LEAST_MOST_PADDING - reach) + reach}, for a map of {rows}×{columns}"
         )
     more = 2 * padding - reach - 1
     height, width = (rows + more) // stride + 1, (columns + more) // stride + 1

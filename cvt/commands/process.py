@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -115,6 +116,7 @@ def temporary_files_together() -> Iterator[None]:
 
     Else a process that is ended would leave its own, as Triton's assembler does.
     """
+    multiprocessing.util.get_temp_dir()  # is remembered: it has to outlive the block
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder

@@ -603,7 +603,10 @@ def bench_file(path, **peaks):
     results = {
         "schema": bench_results.SCHEMA,
         "version": bench_results.VERSION,
+        "date": "2026-01-02T03:04:05+00:00",
         "config": config,
+        "machine": {"cpu": "Some CPU", "gpus": []},
+        "versions": {"torch": "2.13.0"},
         "contenders": {key: {"about": key, "ours": key == "cvt", "note": None} for key in ("hf", "cvt")},
         "batches": [{"batch_size": 8, "rows": rows}],
     }

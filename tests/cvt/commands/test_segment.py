@@ -124,7 +124,7 @@ def test_a_training_that_fails_at_once_leaves_no_log(train, label_maps, tmp_path
     code, _, err = train("--task", "segment", "--epochs", 1)
     assert code == 2
     assert "is not a readable label map" in err
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_the_help_has_the_defaults_of_the_task(capsys):
