@@ -20,7 +20,8 @@ demo: $(INSTALLED)
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
 # Everything CI runs.
-WORKERS := $(shell nproc 2>/dev/null || echo 2)
+# One more than there are processors, since some tests wait for processes or for time.
+WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) benchmarks --benchmark-disable -q
