@@ -156,7 +156,7 @@ def test_dtypes(dtype, training):
     assert_backends_agree(*reorder(make(2, (3, 4), 24, 1, dtype=dtype), (3, 4)), training)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.data())
 def test_odd_sizes(data):
     def draw(low, high):

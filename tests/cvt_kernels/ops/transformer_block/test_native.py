@@ -43,9 +43,7 @@ def test_values(name):
 
 
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    ("family", "flags"), [("linear", TILES), ("transformer_block", ""), ("transformer_block", TILES)]
-)
+@pytest.mark.parametrize(("family", "flags"), [("linear", TILES), ("transformer_block", "")])
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
     run_sanitized(family, tmp_path, flags)
 
