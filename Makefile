@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test fuzz matrix docs bench gpu results lint wheel clean
+.PHONY: demo test suite smoke sanitize fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -19,12 +19,22 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Everything CI runs. There is one more worker than processors, since some tests wait; the files with few but long tests are
-# not left to the end, as the workers of --dist loadfile would.
+# Everything CI runs: linters, the tests and a smoke test of the benchmarks, side by side. There is one more worker than
+# processors, since some tests wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) benchmarks --benchmark-disable -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(INSTALLED)
+	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
+
+suite: $(INSTALLED)
+	$(PYTEST) -m 'not sanitized'
+
+smoke: $(INSTALLED)
+	$(PYTEST) benchmarks --benchmark-disable -q
+
+# The loops of the CPU kernels with AddressSanitizer and UBSan: after an edit in csrc/.
+sanitize: $(INSTALLED)
+	$(PYTEST) -m sanitized
 
 # Random calls of the operators, command lines and damaged files, other ones with another SEED: see docs/fuzz.md.
 # make fuzz MINUTES=60 ONLY="attention linear"

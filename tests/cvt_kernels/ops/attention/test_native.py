@@ -216,6 +216,7 @@ def test_other_instruction_sets(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 @pytest.mark.skipif("avx2" not in instruction_sets_here(), reason="this CPU has no avx2")
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path):

@@ -514,6 +514,7 @@ def test_other_instruction_sets(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 def test_loops_stay_within_their_buffers(tmp_path):
     run_sanitized("conv_projection", tmp_path)

@@ -491,6 +491,7 @@ def test_unknown_instruction_set():
     assert "CVT_KERNELS_CPU: got 'sse', expected plain" in result.stderr
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 @pytest.mark.skipif("avx2" not in instruction_sets_here(), reason="this CPU has no avx2")
 def test_loops_stay_within_their_buffers(tmp_path):

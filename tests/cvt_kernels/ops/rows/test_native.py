@@ -77,6 +77,7 @@ def test_values(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
     run_sanitized("rows", tmp_path, "-DKERNELS_VECTOR_BYTES=64")

@@ -42,8 +42,11 @@ def test_values(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
+@pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("family", "flags"), [("linear", TILES), ("transformer_block", "")])
+@pytest.mark.parametrize(
+    ("family", "flags"), [("linear", TILES), ("transformer_block", ""), ("transformer_block", TILES)]
+)
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
     run_sanitized(family, tmp_path, flags)
 
