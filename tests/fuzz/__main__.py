@@ -24,6 +24,8 @@ def main() -> int:
     """Runs the command; returns 1 if a case has failed."""
     parser = _parser()
     options = parser.parse_args()
+    if options.seed < 0:
+        parser.error(f"argument --seed: got {options.seed}, expected an integer of at least 0")
     torch.set_num_threads(1)
     ask = subjects.asking(triton=options.triton)
     if options.worker:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 import cvt_kernels
 from cvt_kernels import accuracy, backends, proofs, reference
-from cvt_kernels.reference import QuantizedRows
+from cvt_kernels.proofs import Results
+from cvt_kernels.reference import LIMITS, QuantizedRows
 
 from .cases import Case
 from .operators import Made, make
@@ -24,20 +26,10 @@ from .worker import Answer
 
 #: What serves the parts of operators that are made of others.
 _PARTS = ("native", "reference")
-_UNITS_OF_FLOAT64 = 1000.0  # where PyTorch has no error, being the measure itself
-_UNITS_OF_OTHERS = 16.0  # allowed to gradients besides, in units of the largest other one, as of proofs
 _SLACK_OF_PYTORCHS = 8.0  # more than that of ours, since their faults are not ours to mend
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
-_CANCELS = 1e-6  # times other numbers: what a gradient is at most that is zero but for rounding
-
-
-class _Run(NamedTuple):
-    outputs: list[Tensor]
-    gradients: list[Tensor]
-    arguments: list[Tensor]
-
-    def results(self) -> list[Tensor]:
-        return [*self.outputs, *self.gradients]
+#: The operators whose reference multiplies matrices by einsum.
+_WITH_EINSUM = ("attention", "transformer_block", "pyramid_block")
 
 
 class _Standards(NamedTuple):
@@ -50,10 +42,10 @@ class _Standards(NamedTuple):
         beside: Computes both for other arguments in the same dtype, by a seed.
     """
 
-    same: _Run
-    exact: _Run
-    nudged: Callable[[bool, int], _Run]
-    beside: Callable[[int], tuple[_Run, _Run]]
+    same: Results
+    exact: Results
+    nudged: Callable[[bool, int], Results]
+    beside: Callable[[int], tuple[Results, Results]]
 
 
 def judge(case: Case, *, triton: bool = False) -> Answer:
@@ -63,13 +55,11 @@ def judge(case: Case, *, triton: bool = False) -> Answer:
         public = functools.partial(_call_public, case.subject)
         try:
             with backends.use_backend("reference"):
-                same, douts = _run(public, made.call.map(proofs._copied), made.douts)
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-        ):  # the last is PyTorch's, as of half precision under autocast
-            return Answer([], 0)
+                forward = made.call._replace(gradient=False).map(proofs._copied)
+                douts = [made.douts(out) for out in proofs.run(public, forward, []).outputs]
+                same = proofs.run(public, made.call.map(proofs._copied), douts)
+        except (ValueError, TypeError, RuntimeError):
+            return Answer([], 0)  # the last is PyTorch's, as of half precision under autocast
         names = _able(case.subject, made.call, triton)
         standards = list(_standards(case, made, same, douts))
         flaws, worst = [], 0.0
@@ -116,45 +106,30 @@ def _call_public(operator: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(cvt_kernels, operator)(*args, **kwargs)
 
 
-def _run(function: Any, call: proofs.Call, douts: Any) -> tuple[_Run, list[Tensor]]:
-    """Runs a function and its backward; returns the results and the gradients of the outputs.
-
-    Args:
-        function: Takes the arguments of the call.
-        call: The call, which the function may change.
-        douts: The gradients of the outputs, or what makes the one of each.
-    """
-    with torch.set_grad_enabled(call.gradient):
-        outputs = proofs._flat(function(*call.args, **call.kwargs))
-    made = [douts(out) for out in outputs] if callable(douts) else douts
-    gradients = proofs._gradients(call, outputs, made) if call.gradient else []
-    return _Run([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()]), made
-
-
-def _standards(case: Case, made: Made, same: _Run, douts: list[Tensor]) -> Iterator[_Standards]:
+def _standards(case: Case, made: Made, same: Results, douts: list[Tensor]) -> Iterator[_Standards]:
     """Yields what results may be compared with: one, or two where some backends do not round."""
     described = backends.operators[case.subject]
     plain = getattr(reference, case.subject)
     yield _standard(plain, described.exact or plain, made, same, douts)
     if described.unrounded is not None:
-        unrounded, _ = _run(described.unrounded, made.call.map(proofs._copied), douts)
+        unrounded = proofs.run(described.unrounded, made.call.map(proofs._copied), douts)
         yield _standard(described.unrounded, described.unrounded, made, unrounded, douts)
 
 
-def _standard(plain: Any, oracle: Any, made: Made, same: _Run, douts: list[Tensor]) -> _Standards:
+def _standard(plain: Any, oracle: Any, made: Made, same: Results, douts: list[Tensor]) -> _Standards:
     wide = [dout.double() for dout in douts]
 
-    def run(change: Callable[[Tensor], Tensor], call: proofs.Call = made.call) -> _Run:
+    def run(change: Callable[[Tensor], Tensor], call: proofs.Call = made.call) -> Results:
         with torch.autocast("cpu", enabled=False):
-            return _run(oracle, call.map(change), wide)[0]
+            return proofs.run(oracle, call.map(change), wide)
 
     @functools.cache
-    def nudged(coarsely: bool, seed: int) -> _Run:
+    def nudged(coarsely: bool, seed: int) -> Results:
         generator = torch.Generator().manual_seed(seed)
         return run(lambda tensor: _nudged(tensor, generator, coarsely))
 
     @functools.cache
-    def beside(seed: int) -> tuple[_Run, _Run]:
+    def beside(seed: int) -> tuple[Results, Results]:
         generator = torch.Generator().manual_seed(seed)
 
         def change(tensor: Tensor) -> Tensor:
@@ -164,7 +139,7 @@ def _standard(plain: Any, oracle: Any, made: Made, same: _Run, douts: list[Tenso
 
         call = made.call.map(change)
         exact = run(proofs._in_float64, call)
-        return _run(plain, call, douts)[0], exact
+        return proofs.run(plain, call, douts), exact
 
     return _Standards(same, run(proofs._in_float64), nudged, beside)
 
@@ -199,19 +174,18 @@ def _judge_backend(
         with backends.use_backend(name, *_PARTS):
             torch.set_num_threads(1)
             with proofs.guarded_memory() as memory:
-                mine, _ = _run(public, made.call.map(memory.copy), douts)
+                mine = proofs.run(public, made.call.map(memory.copy), douts)
             if memory.is_overwritten():
                 return "writes outside of its tensors", 0.0
-            if (flaw := _changed(made, mine, standards[0].same)) is not None:
+            if (flaw := _changed(case, made, mine, standards[0].same)) is not None:
                 return flaw, 0.0
             found = [_compare(case, made, name, mine, douts, standard) for standard in standards]
             flaw, ratio = next((each for each in found if each[0] is None), found[0])
-            if (
-                flaw is None and name in backends.OURS
-            ):  # PyTorch's products may depend on threads and addresses
+            if flaw is None and name in backends.OURS:  # PyTorch's may depend on threads and addresses
                 torch.set_num_threads(threads)
-                again, _ = _run(public, made.call.map(_in_other_memory), douts)
-                if not all(map(_same_bits, mine.results(), again.results())):
+                again = proofs.run(public, made.call.map(_in_other_memory), douts)
+                pairs = zip(mine.outputs + mine.gradients, again.outputs + again.gradients, strict=True)
+                if not all(_same_numbers(*pair) for pair in pairs):
                     return f"gives other bits with {threads} threads than with 1 elsewhere in memory", 0.0
     except Exception as error:
         return f"fails: {proofs.describe_error(error)}", 0.0
@@ -229,10 +203,21 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
 
 
-def _changed(made: Made, mine: _Run, same: _Run) -> str | None:
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Says whether two results have the same bits; which of its NaN two processors make is their own."""
+    if not a.is_floating_point() or not b.is_floating_point():
+        return _same_bits(a, b)
+    a, b = (t.masked_fill(t.isnan(), math.nan) for t in (a, b))
+    return _same_bits(a, b)
+
+
+def _changed(case: Case, made: Made, mine: Results, same: Results) -> str | None:
     """Says which argument was changed that the operator leaves as it is; None if there is none."""
+    replaced = [out.data_ptr() for out in mine.outputs] if case.settings.get("inplace") else []
     triples = zip(made.call.tensors(), mine.arguments, same.arguments, strict=True)
     for i, (given, after, expected) in enumerate(triples):
+        if after.data_ptr() in replaced:
+            continue
         if _same_bits(given.detach(), expected) and not _same_bits(given.detach(), after):
             return f"changes tensor {i} of its arguments"
     return None
@@ -250,7 +235,8 @@ class _Rule(NamedTuple):
         is_odd_judged: Whether numbers that are not finite are judged: not where sums of squares overflow, and
             not of PyTorch's own backends, as SDPA, which has 0 for NaN, or oneDNN, of which NaN spreads.
         slack: By what all that is allowed is multiplied: SDPA's exponential has 20 bits.
-        is_argument: Whether the result is a running statistic, of which NaN is as good as an infinity.
+        is_nan_infinite: Whether NaN is as good as an infinity: of running statistics, and of compositions,
+            which overflow elsewhere on the way.
         may_be_finite: Whether a number may be finite where PyTorch has NaN: gradients of convolutions need
             not multiply zeros of the padding.
         others: The size of other gradients and of those of the outputs, for a gradient; None for results.
@@ -260,13 +246,13 @@ class _Rule(NamedTuple):
     autocast: bool
     is_odd_judged: bool
     slack: float
-    is_argument: bool
+    is_nan_infinite: bool
     may_be_finite: bool
     others: float | None
 
 
 def _compare(
-    case: Case, made: Made, name: str, mine: _Run, douts: list[Tensor], standard: _Standards
+    case: Case, made: Made, name: str, mine: Results, douts: list[Tensor], standard: _Standards
 ) -> tuple[str | None, float]:
     """Returns the first result that is wrong, or None; and the largest error as a part of what is allowed."""
     worst = 0.0
@@ -278,34 +264,47 @@ def _compare(
     is_ours = name in backends.OURS
     if is_pytorchs and case.settings["values"] in ("shifted", "large", "huge", "largest"):
         return None, 0.0  # SDPA's backward computes probabilities from scores again
-    is_odd_judged = case.settings["values"] != "largest" and not is_pytorchs
+    is_odd_judged = not (is_pytorchs or _overflows(case, name))
     slack = _SLACK_OF_PYTORCHS if is_pytorchs else 1.0
-    rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, False, False, None)
+    rule = _Rule(floor, case.settings["autocast"], is_odd_judged, slack, name == "composed", False, None)
     gradients = rule._replace(others=others, may_be_finite="conv" in case.subject or "block" in case.subject)
     for kind, rules in (
         ("outputs", rule),
         ("gradients", gradients),
-        ("arguments", rule._replace(is_argument=True)),
+        ("arguments", rule._replace(is_nan_infinite=True)),
     ):
         for i, result in enumerate(getattr(mine, kind)):
             same, exact = getattr(standard.same, kind)[i], getattr(standard.exact, kind)[i]
             if kind == "arguments" and _same_bits(result, same):
                 continue
-            if rule.autocast and result.dtype == torch.bfloat16:
-                same = same.bfloat16()  # PyTorch's einsum is wider where a size is 1
+            if rule.autocast and result.dtype == torch.bfloat16 and case.subject in _WITH_EINSUM:
+                same = same.bfloat16()  # which is wider where a size is 1
             if result.dtype != same.dtype or result.shape != same.shape:
                 got, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (result, same))
                 return f"returns {got} as {kind} {i}, expected {expected}", 0.0
-            if kind == "outputs" and made.ignored is not None:
-                result, same, exact = (
-                    t.masked_fill(made.ignored[..., None, None], 0) for t in (result, same, exact)
-                )
+            if kind == "outputs" and (ignored := _ignored(case, made, standard, floor)) is not None:
+                result, same, exact = (t.masked_fill(ignored, 0) for t in (result, same, exact))
             others = functools.partial(_other_standards, standard, not is_ours, kind, i)
             flaw, ratio = _judge_tensor(rules, result, same, exact, others)
             if flaw is not None:
                 return f"{kind} {i} {flaw}", 0.0
             worst = max(worst, ratio)
     return None, worst
+
+
+def _overflows(case: Case, name: str) -> bool:
+    """Says whether sums may leave the range of their dtype: of squares, or what is rounded between parts."""
+    values, dtype = case.settings["values"], case.settings["dtype"]
+    return values == "largest" or (values == "huge" and dtype == "float16" and name == "composed")
+
+
+def _ignored(case: Case, made: Made, standard: _Standards, floor: float) -> Tensor | None:
+    """Returns where outputs mean nothing, as a mask that broadcasts; None for nowhere."""
+    if made.ignored is not None:
+        return made.ignored[..., None, None]
+    if case.subject == "gelu_quantize":  # rows whose largest number is rounding, by which all are divided
+        return standard.exact.outputs[1] * LIMITS[standard.same.outputs[0].dtype] <= floor
+    return None
 
 
 def _other_standards(
@@ -356,7 +355,10 @@ def _judge_tensor(
     if not error.passed:
         return f"is off by {error.ours:.2e}, allowed {error.allowed:.2e}, PyTorch's {error.pytorchs:.2e}", 0.0
     if rule.is_odd_judged and not bool(finite.all()):
-        wrong = ~finite & ~_is_right(rule, mine, same, exact, error.allowed)
+        # Where PyTorch has no number, its error counts as none.
+        ours = mine.isfinite() & exact.isfinite()
+        allowed = _error(rule, mine, accuracy.rounded(exact, mine.dtype), exact, ours).allowed
+        wrong = ~finite & ~_is_right(rule, mine, same, exact, max(allowed, error.allowed))
         if bool(wrong.any()):
             values = [t[wrong][0].item() for t in (mine, same, exact)]
             return "is {} where PyTorch has {} and float64 {}".format(*values), 0.0
@@ -366,7 +368,7 @@ def _judge_tensor(
 def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tensor) -> accuracy.Error:
     """Returns the error of the numbers that are all finite."""
     dtype = mine.dtype
-    units = _UNITS_OF_FLOAT64 if dtype == torch.float64 else accuracy.usual_units(mine.numel())
+    units = proofs._UNITS_OF_FLOAT64 if dtype == torch.float64 else accuracy.usual_units(mine.numel())
     factor = accuracy.VALUE_FACTOR if rule.others is None else accuracy.GRADIENT_FACTOR
     narrow = torch.bfloat16 if rule.autocast and dtype == torch.float32 else None
     if not bool(finite.all()):
@@ -377,8 +379,8 @@ def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tenso
         allowed += 4 * torch.finfo(dtype).tiny  # smaller numbers may be zeros
     if rule.others is not None:
         rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        cancels = _largest(exact) <= _CANCELS * rule.others
-        allowed += (rounding**0.5 if cancels else _UNITS_OF_OTHERS * rounding) * rule.others
+        cancels = _largest(exact) <= proofs._CANCELS * rule.others
+        allowed += (rounding**0.5 if cancels else proofs._UNITS_OF_OTHERS * rounding) * rule.others
     return error._replace(allowed=allowed * rule.slack)
 
 
@@ -387,10 +389,10 @@ def _is_right(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, allowed: f
     rounded = exact.to(mine.dtype)
     right = (mine == same) | (mine == rounded) | (mine.isnan() & (same.isnan() | exact.isnan()))
     right |= (mine.double() - exact).abs() <= allowed
-    if rule.is_argument:
+    if rule.is_nan_infinite:
         right |= ~same.isfinite() & ~mine.isfinite()
     if rule.may_be_finite:
-        right |= ~same.isfinite() & mine.isfinite()
+        right |= same.isnan() & mine.isfinite()
     return right
 
 

@@ -114,12 +114,10 @@ class _Maker:
         self, batch: int, tokens: int, count: int, *, ascending: bool = False, first: bool = False
     ) -> Tensor:
         """Returns ``count`` tokens of each image, with -1 among them, and with token 0 if ``first``."""
-        rows = torch.stack([torch.randperm(tokens, generator=self._generator)[:count] for _ in range(batch)])
-        absent = (
-            torch.rand(rows.shape, generator=self._generator)
-            < {"none": 0.0, "some": 0.3, "all": 1.0}[self.absent]
-        )
-        rows[absent] = -1
+        drawn = [torch.randperm(tokens, generator=self._generator)[:count] for _ in range(batch)]
+        rows = torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.int64)
+        share = {"none": 0.0, "some": 0.3, "all": 1.0}[self.absent]
+        rows[torch.rand(rows.shape, generator=self._generator) < share] = -1
         if ascending:
             rows = torch.where(rows < 0, tokens, rows).sort(1).values
             if first:
@@ -291,9 +289,7 @@ def _attention(m: Any) -> Any:
         sizes = m.height + m.stride * (m.key_height - 1), m.width + m.stride * (m.key_width - 1)
         rows = None
         if m.position == "rows":
-            rows = (
-                m.index(m.batch, tokens, queries) if m.batch else torch.zeros(0, queries, dtype=torch.int64)
-            )
+            rows = m.index(m.batch, tokens, queries)
             m.ignored = rows < 0
         table = m.parameter(m.heads, *sizes)
         position = PositionBias(table, (m.height, m.width), (m.key_height, m.key_width), m.stride, rows)
@@ -410,11 +406,8 @@ def _depthwise_conv_gelu(m: Any) -> Any:
     return (x, (m.height, m.width), weight, m.optional(m.channels)), {"approximate": m.approximate}
 
 
-def _index(m: Any, **options: Any) -> Tensor:
-    count = min(m.count, m.tokens)
-    return (
-        m.index(m.batch, m.tokens, count, **options) if m.batch else torch.zeros(0, count, dtype=torch.int64)
-    )
+def _index(m: Any) -> Tensor:
+    return m.index(m.batch, m.tokens, min(m.count, m.tokens))
 
 
 def _gather_rows(m: Any) -> Any:
@@ -500,11 +493,8 @@ def _transformer_block(m: Any) -> Any:
     if m.dtype == torch.bfloat16 or m.autocast:
         scores = None  # they are made of a single query that is rounded: chance would decide
     if m.count:
-        count = min(m.count, tokens)
-        settings["rows"] = (
-            m.index(m.batch, tokens, count, ascending=True, first=scores == "cls")
-            if m.batch
-            else torch.zeros(0, count, dtype=torch.int64)
+        settings["rows"] = m.index(
+            m.batch, tokens, min(m.count, tokens), ascending=True, first=scores == "cls"
         )
     if scores is not None:
         settings["scores"] = scores

@@ -1,16 +1,20 @@
 """The fuzzer: a slice of its cases passes, and faults that are planted are found and shrunk."""
 
 import itertools
+import json
 import random
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from cvt.commands.process import run_command
 from cvt_kernels import backends, reference
 from tests.checks import not_built
 from tests.fuzz import campaign, cases, commands, files, subjects, world
+from tests.fuzz.__main__ import main
 from tests.fuzz.worker import Answer, Worker
 
 ask = subjects.asking()
@@ -18,7 +22,7 @@ ask = subjects.asking()
 
 @pytest.fixture(autouse=True)
 def _as_in_a_run():
-    """Lets threads and gradients be as the fuzzer has them."""
+    """Lets PyTorch take one thread, as the fuzzer does."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,6 +50,12 @@ FOUND = (
     "linear_int8 rows=0 seed=0",
     "linear_int8 leading=tokens rows=0 seed=0",
     "linear_int8 to=float8_e4m3fn rounded=True seed=0",
+    "transformer_block dtype=bfloat16 values=nan_row channels=16 inplace=True count=1 seed=0",
+    "transformer_block dtype=bfloat16 values=tiny parameters=zeros inplace=True seed=0",
+    "transformer_block values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
+    "gelu_quantize values=large seed=7174",
+    "conv_linear dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
+    "layer_norm_mlp dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",
 )
 
 
@@ -67,6 +77,40 @@ def test_commands_and_files():
         assert ask(case).flaws == []
     for name, damage in (("photo.png", "truncated"), ("labels.json", "json"), ("model/config.json", "other")):
         assert ask(f"files file={name} damage={damage} seed=1").flaws == []
+
+
+# The command line ------------------------------------------------------------------------------------------
+
+
+def fuzz(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["fuzz", *words])
+    return main()
+
+
+def test_a_run_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert fuzz(monkeypatch, "--cases", "3", "--seed", "7", "--only", "gelu", "--json", str(file)) == 0
+    assert "gelu: 3 cases, 0 failures" in capsys.readouterr().out
+    figures = json.loads(file.read_text())[0]
+    assert (figures["subject"], figures["cases"], figures["failures"]) == ("gelu", 3, [])
+
+
+def test_a_case_alone(monkeypatch, capsys):
+    assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 0
+    assert capsys.readouterr().out.startswith("gelu rows=3 seed=1\nno failure")
+    backends.register(
+        "gelu", "native", backends.Implementation(lambda x, **settings: reference.gelu(x, **settings) + 1)
+    )
+    assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 1
+    assert "native outputs 0 is off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--case", "gemm"], ["--seed", "-1"], ["--only", "gemm"]])
+def test_wrong_command_lines(monkeypatch, capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        fuzz(monkeypatch, *words)
+    assert ended.value.code == 2
+    assert words[1] in capsys.readouterr().err
 
 
 # Lines ----------------------------------------------------------------------------------------------------
@@ -197,6 +241,11 @@ def _leave_a_file(argv):
     return 2
 
 
+def _interrupt(argv):
+    signal.raise_signal(signal.SIGPROF)
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("command", "flaw"),
     [
@@ -204,14 +253,17 @@ def _leave_a_file(argv):
         (lambda argv: 3, "ends with exit code 3: ''"),
         (lambda argv: 2, "ends with exit code 2 and 0 lines that say why: ''"),
         (_leave_a_file, "has failed, but changed world/left"),
+        (lambda argv: run_command("cvt", None, lambda: _interrupt(argv)), "ends with exit code 130: ''"),
     ],
-    ids=["exception", "code", "silence", "file"],
+    ids=["exception", "code", "silence", "file", "time"],
 )  # fmt: skip
 def test_faults_of_commands_are_found(command, flaw, monkeypatch, tmp_path):
     monkeypatch.setattr(world, "main", command)
     (tmp_path / "folder").mkdir()
     with world.copied(tmp_path / "folder") as place:
         assert world.run(place, ["classify"]).flaws == [flaw]
+        if flaw.startswith("ends with exit code 130"):
+            assert world.run(place, ["classify"], may_last=True).flaws == []
 
 
 # Figures --------------------------------------------------------------------------------------------------
