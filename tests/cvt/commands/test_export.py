@@ -50,6 +50,8 @@ def test_onnx(model, tmp_path):
         "logits",
         ["batch", 5],
     )
+    (logits,) = session.run(None, {"images": torch.zeros(0, 3, 32, 32).numpy()})
+    assert logits.shape == (0, 5)
     for batch in (1, 7):
         x = torch.randn(batch, 3, 32, 32)
         (logits,) = session.run(None, {"images": x.numpy()})
@@ -79,7 +81,7 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     assert err == ""
     with path.open("rb") as file:
         program = torch.export.load(file)
-    for batch in (1, 7):
+    for batch in (0, 1, 7):
         x = torch.randn(batch, 3, 32, 32)
         torch.testing.assert_close(program.module()(x), model(x))
 
