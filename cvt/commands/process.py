@@ -17,7 +17,7 @@ from typing import Any
 
 from cvt_kernels import BackendUnavailable
 from cvt_kernels.proofs import is_out_of_memory
-from cvt_kernels.tables import printable
+from cvt_kernels.tables import printable, printable_word
 
 # What torch says of sizes that no memory has, besides that it cannot be had.
 _TOO_LARGE = (
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Prints the usage and the error, and exits with 2."""
-        super().error(printable(message))
+        super().error(printable_word(message))
 
     def exit(self, status: int = 0, message: str | None = None) -> Any:
         """Exits, with 2 where the help could not be printed."""

@@ -268,6 +268,7 @@ def test_errors_command_no_terminal(capsys, command, tmp_path):
     error = bad(capsys, main, command, *options.get(command, []), "--checkpoint", "\x1b[31m.pth")
     assert r"\x1b[31m.pth does not exist" in error
     assert r"unrecognized arguments: \x1b" in bad(capsys, main, "doctor", "\x1b")
+    assert r"unrecognized arguments: a\nb" in bad(capsys, main, "doctor", "a\nb")
 
 
 def test_tables_of_modules_with_hostile_names_command_no_terminal():
