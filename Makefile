@@ -30,7 +30,7 @@ suite: $(INSTALLED)
 	$(PYTEST) -m 'not sanitized'
 
 smoke: $(INSTALLED)
-	$(PYTEST) benchmarks --benchmark-disable -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q
 
 # The loops of the CPU kernels with AddressSanitizer and UBSan: after an edit in csrc/.
 sanitize: $(INSTALLED)
