@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import save
 from torch import nn
 
-from cvt_kernels.checks import check_path, dtype_name
+from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.reference import LIMITS
 
 from .card import check_names
@@ -26,7 +26,6 @@ from .config import (
     LARGEST_IMAGE,
     CvTConfig,
     as_number,
-    brief,
     check_images,
     default_image_size,
     preset_of,
@@ -203,7 +202,7 @@ def shards(index: Path) -> list[str]:
     for file in weight_map.values():
         if not isinstance(file, str) or not _SHARD.fullmatch(file):
             raise CheckpointError(
-                f"{index}: names {brief(file)}, expected a file of weights in the same folder"
+                f"{index}: names {shown(file)}, expected a file of weights in the same folder"
             )
     return sorted(set(weight_map.values()))
 
@@ -289,7 +288,7 @@ def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConf
         CheckpointError: It describes no CvT that this package can build.
     """
     if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
-        raise CheckpointError(f"is a model of type {brief(kind)}, expected 'cvt'")
+        raise CheckpointError(f"is a model of type {shown(kind)}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     tokens = fields.get("cls_token") or [True]
     pool = "cls" if isinstance(tokens, list) and tokens[-1] else "avg"
@@ -324,12 +323,12 @@ def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> s
     recorded = own_config(content)
     theirs = content if recorded is None else _architecture(recorded)
     if theirs.get("model_type") != "cvt":
-        return f"is a model of type {brief(theirs.get('model_type'))}, expected 'cvt'"
+        return f"is a model of type {shown(theirs.get('model_type'))}, expected 'cvt'"
     expected, defaults = _architecture(config), _architecture(CvTConfig())
     for field in _ARCHITECTURE:
         value = theirs.get(field, defaults[field])
         if value != expected[field]:
-            return f"config.json has {field} {brief(value)}, this model {expected[field]}"
+            return f"config.json has {field} {shown(value)}, this model {expected[field]}"
     return None
 
 
@@ -416,7 +415,7 @@ def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
         wanted |= {name: content[name] for name in ("size", "crop_pct", "crop_size") if name in content}
     if not wanted:
         return Preprocessing(size, crop_fraction)
-    asked = ", ".join(f"{field} {brief(value)}" for field, value in wanted.items())
+    asked = ", ".join(f"{field} {shown(value)}" for field, value in wanted.items())
     remark = (
         f"preprocessor_config.json asks for {asked}, which cvt does not do: images are resized bicubically "
         "and normalized by ImageNet's mean and standard deviation, as in the official evaluation"
