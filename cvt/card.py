@@ -6,7 +6,7 @@ A card comes from a file that anybody may have written, so every field is checke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cvt_kernels.checks import shown
@@ -79,6 +79,12 @@ def check_names(field: str, names: Any, classes: int) -> None:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"got {field} {shown(names)}, with {shown(name)}, expected a list of strings")
+    check_texts(field, names)
+
+
+def check_texts(field: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a name of a class that is too long or has half of a character."""
+    for name in names:
         if len(name) > _LONGEST_NAME or not _is_text(name):
             raise ValueError(
                 f"got {shown(name)} of {len(name)} characters among the {field}, expected text of at most "

@@ -21,7 +21,7 @@ from torch import nn
 from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.reference import LIMITS
 
-from .card import check_names
+from .card import check_names, check_texts
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
@@ -76,7 +76,8 @@ _ARCHITECTURE = (
 # What cvt.images does, whose own constants bring Pillow along.
 _NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _BICUBIC = 3
-# Its fields: type, smallest value, and what they must be below. Sizes are of many forms, which are tried.
+# The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
+# many forms, which are tried.
 _PREPROCESSOR = {
     **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize"), (bool, 0, 2)),
     "resample": (int, 0, 6),
@@ -129,8 +130,9 @@ def save_huggingface(
 
     Raises:
         TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length, a size is
-            out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
+        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length or a name
+            that no card can have, a size is out of range, or ``directory`` is one of ``cvt train``. Nothing
+            is written then.
         OSError: The directory cannot be written.
     """
     check_path("directory", directory)
@@ -171,7 +173,7 @@ def write_model(
         content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
-    size = len(json.dumps(content, indent=2))
+    size = len(json.dumps(content, indent=2)) + 1  # write_json ends the line
     if size > MOST_JSON:
         raise ValueError(f"labels: take {size} bytes in config.json, expected at most {MOST_JSON}")
     processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
@@ -231,9 +233,10 @@ def made_up_labels(classes: int) -> list[str]:
 def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
     if not is_list or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: got {labels!r}, expected one string per class")
+        raise TypeError(f"labels: got {shown(labels)}, expected one string per class")
     if len(labels) != classes:
         raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
+    check_texts("labels", labels)
     return list(labels)
 
 
