@@ -543,7 +543,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
             )
         if len(name) > _LONGEST_NAME or not name.isprintable():
             raise CheckpointError(f"{path}: got a tensor named {shown(name)}, which no CvT has")
-    reason = why_larger(content, path.stat().st_size)
+    reason = why_larger(content.values(), path.stat().st_size)
     if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
     first_part = _FIRST_PART.search(next(iter(content)))

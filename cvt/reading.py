@@ -11,7 +11,7 @@ import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,7 +112,7 @@ def load_pickle(path: Path) -> Any:
         ) from error
 
 
-def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
+def why_larger(tensors: Iterable[Tensor], size: int) -> str | None:
     """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
 
     A file may say of one number that it stands in all places of a tensor. Tensors may share their numbers, as
@@ -120,7 +120,7 @@ def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
     """
     total = 0
     held: dict[int, int] = {}
-    for tensor in filter(is_plain, tensors.values()):
+    for tensor in filter(is_plain, tensors):
         storage, needed = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         total += needed
         held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes(), needed)

@@ -102,7 +102,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def _check_tensors(state: Mapping[str, Any], size: int) -> None:
     """Raises for tensors, wherever they are, whose numbers are not all in the file of ``size`` bytes."""
-    tensors: dict[str, Tensor] = {}
+    tensors: list[Tensor] = []
     seen, left = set(), [*state.values()]
     while left:
         part = left.pop()
@@ -112,7 +112,7 @@ def _check_tensors(state: Mapping[str, Any], size: int) -> None:
         if isinstance(part, Tensor):
             if not is_plain(part):
                 raise ValueError(f"got a tensor of {part.layout} on {part.device}, expected one in memory")
-            tensors[str(len(tensors))] = part
+            tensors.append(part)
         elif isinstance(part, Mapping):
             left += part.values()
         elif isinstance(part, list | tuple):
