@@ -6,10 +6,12 @@ A card comes from a file that anybody may have written, so every field is checke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .config import CvTConfig, brief, check_images
+from cvt_kernels.checks import shown
+
+from .config import CvTConfig, check_images
 
 # The most characters of the name of a class.
 _LONGEST_NAME = 1000
@@ -49,11 +51,11 @@ class ModelCard(NamedTuple):
                 each class.
         """
         if not isinstance(content, Mapping):
-            raise TypeError(f"card: got {brief(content)}, expected an object of fields")
+            raise TypeError(f"card: got {shown(content)}, expected an object of fields")
         missing = [name for name in cls._fields if name not in content and name not in cls._field_defaults]
         unknown = [name for name in content if name not in cls._fields]
         if missing or unknown:
-            what = f"no {missing[0]}" if missing else f"the field {brief(unknown[0])}, which is not known"
+            what = f"no {missing[0]}" if missing else f"the field {shown(unknown[0])}, which is not known"
             raise ValueError(f"card: has {what}")
         card = cls(**{**content, "config": CvTConfig.from_dict(content["config"])})
         check_names("labels", card.labels, card.config.num_classes)
@@ -71,15 +73,21 @@ def check_names(field: str, names: Any, classes: int) -> None:
         ValueError: Another number of names, or one that is too long or has half of a character.
     """
     if not isinstance(names, list):
-        raise TypeError(f"got {field} {brief(names)}, expected a list of strings")
+        raise TypeError(f"got {field} {shown(names)}, expected a list of strings")
     if len(names) != classes:
         raise ValueError(f"got {len(names)} {field} for {classes} classes")
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"got {field} {brief(names)}, with {brief(name)}, expected a list of strings")
+            raise TypeError(f"got {field} {shown(names)}, with {shown(name)}, expected a list of strings")
+    check_texts(field, names)
+
+
+def check_texts(field: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a name of a class that is too long or has half of a character."""
+    for name in names:
         if len(name) > _LONGEST_NAME or not _is_text(name):
             raise ValueError(
-                f"got {brief(name)} of {len(name)} characters among the {field}, expected text of at most "
+                f"got {shown(name)} of {len(name)} characters among the {field}, expected text of at most "
                 f"{_LONGEST_NAME}"
             )
 

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cvt_kernels.checks import check_path
+from cvt_kernels.checks import check_path, shown
 from cvt_kernels.reference import LIMITS, resize_table
 
 from . import hub
 from .card import ModelCard
-from .config import MOST_STAGES, PRESETS, CvTConfig, Head, brief, preset_of, resolve_config
+from .config import MOST_STAGES, PRESETS, CvTConfig, Head, preset_of, resolve_config
 from .files import replacing
 from .huggingface import (
     BEST,
@@ -535,15 +535,15 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{path}: got {type(value).__name__} under {brief(name)}, expected tensors only"
+                f"{path}: got {type(value).__name__} under {shown(name)}, expected tensors only"
             )
         if value.is_nested:
             raise CheckpointError(
-                f"{path}: got a nested tensor under {brief(name)}, expected one of one size"
+                f"{path}: got a nested tensor under {shown(name)}, expected one of one size"
             )
         if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise CheckpointError(f"{path}: got a tensor named {brief(name)}, which no CvT has")
-    reason = why_larger(content, path.stat().st_size)
+            raise CheckpointError(f"{path}: got a tensor named {shown(name)}, which no CvT has")
+    reason = why_larger(content.values(), path.stat().st_size)
     if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
     first_part = _FIRST_PART.search(next(iter(content)))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 
+from cvt_kernels.checks import shown
 from cvt_kernels.reference import GeluVariant
 
 Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
@@ -230,14 +229,14 @@ class CvTConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.embed_dims, tuple | list) or not self.embed_dims:
-            raise TypeError(f"embed_dims: got {brief(self.embed_dims)}, expected one integer per stage")
+            raise TypeError(f"embed_dims: got {shown(self.embed_dims)}, expected one integer per stage")
         stages = len(self.embed_dims)
         if stages > MOST_STAGES:
             raise ValueError(f"embed_dims: got {stages} stages, expected at most {MOST_STAGES}")
         for name, choices in _WORDS.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
-                raise ValueError(f"{name}: got {brief(value)}, expected one of {', '.join(choices)}")
+                raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}")
         for name in (*_PER_STAGE, *_SINGLE):
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -261,11 +260,11 @@ class CvTConfig:
             ValueError: It has a field that is not known, or a value out of range.
         """
         if not isinstance(content, Mapping):
-            raise TypeError(f"config: got {brief(content)}, expected an object of fields")
+            raise TypeError(f"config: got {shown(content)}, expected an object of fields")
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = [name for name in content if name not in known]
         if unknown:
-            raise ValueError(f"config: got the field {brief(unknown[0])}, which is not known")
+            raise ValueError(f"config: got the field {shown(unknown[0])}, which is not known")
         return cls(**content)
 
     def _check_token_keep(self) -> None:
@@ -290,7 +289,7 @@ class CvTConfig:
         bounds = self.token_keep_bounds
         if not isinstance(bounds, tuple | list) or len(bounds) != 2:
             raise TypeError(
-                f"token_keep_bounds: got {brief(bounds)}, expected a least and a greatest fraction"
+                f"token_keep_bounds: got {shown(bounds)}, expected a least and a greatest fraction"
             )
         least, most = (check_fraction("token_keep_bounds", each) for each in bounds)
         if least > most:
@@ -408,16 +407,16 @@ def check_fraction(name: str, value: Any) -> float:
         ValueError: It is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: got {brief(value)}, expected a number")
+        raise TypeError(f"{name}: got {shown(value)}, expected a number")
     if not 0 < value <= 1:
-        raise ValueError(f"{name}: got {brief(value)}, expected a fraction above 0 and at most 1")
+        raise ValueError(f"{name}: got {shown(value)}, expected a fraction above 0 and at most 1")
     return float(value)
 
 
 def _check_keep(value: Any) -> TokenKeep:
     if isinstance(value, str):
         if value != "entropy":
-            raise ValueError(f"token_keep: got {brief(value)}, expected a fraction or 'entropy'")
+            raise ValueError(f"token_keep: got {shown(value)}, expected a fraction or 'entropy'")
         return "entropy"
     return check_fraction("token_keep", value)
 
@@ -427,10 +426,10 @@ def as_number(name: str, value: Any, kind: type, least: float, below: float) -> 
     accepted = (int, float) if kind is float else kind
     right_type = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
     if not right_type:
-        raise TypeError(f"{name}: got {brief(value)}, expected {kind.__name__}")
+        raise TypeError(f"{name}: got {shown(value)}, expected {kind.__name__}")
     if not least <= value < below:
         upper = " and finite" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name}: got {brief(value)}, expected at least {least:g}{upper}")
+        raise ValueError(f"{name}: got {shown(value)}, expected at least {least:g}{upper}")
     return kind(value)
 
 
@@ -447,29 +446,8 @@ def check_images(image_size: int, crop_fraction: float | None) -> None:
     as_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
     if not image_size / LARGEST_IMAGE <= crop_fraction <= 1:
         raise ValueError(
-            f"crop_fraction: got {brief(crop_fraction)}, expected a part of the image, 1 at most"
+            f"crop_fraction: got {shown(crop_fraction)}, expected a part of the image, 1 at most"
         )
-
-
-class _Brief(reprlib.Repr):
-    """Texts of values of JSON and of pickles, which may be of any length and depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxlong = 60
-        self.maxlevel = 3
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        is_short = x is None or isinstance(x, bool | float | np.number | np.bool_)
-        return repr(x) if is_short else f"a {type(x).__name__}"
-
-
-def brief(value: Any) -> str:
-    """Returns a value as a short line for an error."""
-    try:
-        return _Brief().repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
-        return f"a {type(value).__name__} of too many digits"
 
 
 #: The models of the paper by name.

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from cvt_kernels import checks
 
+from .card import check_names
 from .config import MOST_IMAGES, MOST_SEED
 from .extras import require
 from .images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
@@ -101,7 +102,9 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
         seed: Likewise.
 
     Raises:
-        ValueError: There is no image, fewer than two classes, or a label out of range.
+        TypeError: A class has a name that is no string.
+        ValueError: There is no image, fewer than two classes, a name that no card of a model can have, or a
+            label out of range.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
     ):
         if len(classes) < 2:
             raise ValueError(f"classes: got {list(classes)}, expected at least two")
+        check_names("classes", list(classes), len(classes))
         if len(images) != len(labels) or not images:
             raise ValueError(f"labels: got {len(labels)} for {len(images)} images, expected one for each")
         self._check_labels(labels, len(classes))
@@ -340,7 +344,8 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
             elif not stat.S_ISDIR(status.st_mode):
                 unusable.append(f"{path} is no file")
             elif not deep:
-                unusable.append(f"{path} is a folder")
+                if path.name[0] != ".":
+                    unusable.append(f"{path} is a folder")
             elif path.resolve() not in listed:
                 visit(path)
 
@@ -367,10 +372,11 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
     """Raises ImageError for things in a folder that are of no use, or warns: how many, and the first."""
     if not unusable:
         return
+    count = f"{len(unusable)} {'entry' if len(unusable) == 1 else 'entries'} of {folder}"
     shown = first_of(unusable, "; ")
     if corrupt == "error":
-        raise ImageError(f"data: {len(unusable)} entries of {folder} cannot be used as images: {shown}")
-    warnings.warn(f"data: skipped {len(unusable)} entries of {folder}: {shown}", stacklevel=3)
+        raise ImageError(f"data: {count} cannot be used: {shown}")
+    warnings.warn(f"data: skipped {count}: {shown}", stacklevel=3)
 
 
 # Batches --------------------------------------------------------------------------------------------------

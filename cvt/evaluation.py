@@ -202,8 +202,8 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
 
     Raises:
         TypeError: An argument of the wrong type, or a batch that is no pair of tensors.
-        ValueError: There is no image, a batch is not images with a label each, a label is out of range, or
-            logits are not finite.
+        ValueError: There is no image, a batch is not images with a label each, a label is out of range,
+            logits are not finite, or the model has no parameters.
     """
     batches = _checked(model, batches, autocast)
     device = next(model.parameters()).device
@@ -472,6 +472,17 @@ def _checked(model: nn.Module, batches: LabeledImages, autocast: torch.dtype | N
     checks.check_kind("model", model, nn.Module)
     if autocast is not None:
         checks.check_float_dtype("autocast", autocast)
+    if next(model.parameters(), None) is None:
+        raise ValueError("model: has no parameters, expected a model with weights")
+    return pairs(batches)
+
+
+def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
+    """Returns the pairs of images and labels, each of which is checked when its turn comes.
+
+    Raises:
+        TypeError: These are no batches; later: one is no pair of tensors.
+    """
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")
     return map(_pair, itertools.count(), batches)

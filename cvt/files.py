@@ -31,12 +31,12 @@ _LONGEST_NAME = 143  # bytes that every file system takes; most take 255
 def making(directory: _PathLike) -> Iterator[None]:
     """Makes a folder and its parents; those that are new are gone again after an error, if they are empty."""
     new = [folder for folder in (Path(directory), *Path(directory).parents) if not folder.exists()]
-    Path(directory).mkdir(parents=True, exist_ok=True)
     try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        with suppress(OSError):
-            for folder in new:
+        for folder in new:
+            with suppress(OSError):
                 folder.rmdir()
         raise
 
@@ -205,6 +205,8 @@ def _why_not_written_to(path: Path) -> str | None:
     """Says why a device, a pipe or an open file takes nothing; None if it does."""
     if _descriptor(path) is None and stat.S_ISSOCK(path.stat().st_mode):
         return "is a socket, expected a file"
+    if not path.exists():
+        return "is no open file"
     return None if os.access(path, os.W_OK) else "cannot be written to: permission denied"
 
 

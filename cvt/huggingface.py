@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 from safetensors.torch import save
 from torch import nn
 
-from cvt_kernels.checks import check_path, dtype_name
+from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.reference import LIMITS
 
-from .card import check_names
+from .card import check_names, check_texts
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
     as_number,
-    brief,
     check_images,
     default_image_size,
     preset_of,
@@ -77,7 +76,8 @@ _ARCHITECTURE = (
 # What cvt.images does, whose own constants bring Pillow along.
 _NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _BICUBIC = 3
-# Its fields: type, smallest value, and what they must be below. Sizes are of many forms, which are tried.
+# The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
+# many forms, which are tried.
 _PREPROCESSOR = {
     **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize"), (bool, 0, 2)),
     "resample": (int, 0, 6),
@@ -130,8 +130,9 @@ def save_huggingface(
 
     Raises:
         TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length, a size is
-            out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
+        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length or a name
+            that no card can have, a size is out of range, or ``directory`` is one of ``cvt train``. Nothing
+            is written then.
         OSError: The directory cannot be written.
     """
     check_path("directory", directory)
@@ -172,7 +173,7 @@ def write_model(
         content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
-    size = len(json.dumps(content, indent=2))
+    size = len(json.dumps(content, indent=2)) + 1  # write_json ends the line
     if size > MOST_JSON:
         raise ValueError(f"labels: take {size} bytes in config.json, expected at most {MOST_JSON}")
     processor = _preprocessor_config(_preprocessing_of(model, image_size, crop_fraction))
@@ -203,7 +204,7 @@ def shards(index: Path) -> list[str]:
     for file in weight_map.values():
         if not isinstance(file, str) or not _SHARD.fullmatch(file):
             raise CheckpointError(
-                f"{index}: names {brief(file)}, expected a file of weights in the same folder"
+                f"{index}: names {shown(file)}, expected a file of weights in the same folder"
             )
     return sorted(set(weight_map.values()))
 
@@ -232,9 +233,10 @@ def made_up_labels(classes: int) -> list[str]:
 def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
     if not is_list or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: got {labels!r}, expected one string per class")
+        raise TypeError(f"labels: got {shown(labels)}, expected one string per class")
     if len(labels) != classes:
         raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
+    check_texts("labels", labels)
     return list(labels)
 
 
@@ -289,7 +291,7 @@ def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConf
         CheckpointError: It describes no CvT that this package can build.
     """
     if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
-        raise CheckpointError(f"is a model of type {brief(kind)}, expected 'cvt'")
+        raise CheckpointError(f"is a model of type {shown(kind)}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     tokens = fields.get("cls_token") or [True]
     pool = "cls" if isinstance(tokens, list) and tokens[-1] else "avg"
@@ -324,12 +326,12 @@ def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> s
     recorded = own_config(content)
     theirs = content if recorded is None else _architecture(recorded)
     if theirs.get("model_type") != "cvt":
-        return f"is a model of type {brief(theirs.get('model_type'))}, expected 'cvt'"
+        return f"is a model of type {shown(theirs.get('model_type'))}, expected 'cvt'"
     expected, defaults = _architecture(config), _architecture(CvTConfig())
     for field in _ARCHITECTURE:
         value = theirs.get(field, defaults[field])
         if value != expected[field]:
-            return f"config.json has {field} {brief(value)}, this model {expected[field]}"
+            return f"config.json has {field} {shown(value)}, this model {expected[field]}"
     return None
 
 
@@ -416,7 +418,7 @@ def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
         wanted |= {name: content[name] for name in ("size", "crop_pct", "crop_size") if name in content}
     if not wanted:
         return Preprocessing(size, crop_fraction)
-    asked = ", ".join(f"{field} {brief(value)}" for field, value in wanted.items())
+    asked = ", ".join(f"{field} {shown(value)}" for field, value in wanted.items())
     remark = (
         f"preprocessor_config.json asks for {asked}, which cvt does not do: images are resized bicubically "
         "and normalized by ImageNet's mean and standard deviation, as in the official evaluation"

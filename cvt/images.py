@@ -18,6 +18,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from .card import check_texts
 from .config import check_images
 from .extras import require
 
@@ -161,7 +162,7 @@ def preprocess(
     Raises:
         TypeError: A size or a fraction of the wrong type.
         ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or so
-            long that to resize the whole of it would take more than half a gibibyte.
+            tall that to resize the whole of it would take more than half a gibibyte.
     """
     check_images(image_size, crop_fraction)
     width, height = image.size
@@ -170,7 +171,7 @@ def preprocess(
     if crop_fraction is None:
         crop_fraction = CROP_FRACTION if image_size < UNCROPPED_SIZE else 1.0
     if crop_fraction == 1.0:
-        if image_size * max(width, height) > max(_MOST, image_size**2):
+        if image_size * height > max(_MOST, image_size**2):
             raise ImageError(
                 f"is {width}×{height} pixels, too long to be resized to {image_size}×{image_size}"
             )
@@ -247,7 +248,8 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     Raises:
         FileNotFoundError: Nothing is there.
         ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes; an
-            object has other keys than 0 to ``count - 1``, or one of them twice.
+            object has other keys than 0 to ``count - 1``, or one of them twice; a name is no text of moderate
+            length.
     """
     path = Path(path)
     if not path.exists():
@@ -266,6 +268,7 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
         raise ValueError(f"labels: {path} has no list of names and no object of index: name")
     if len(content) != count:
         raise ValueError(f"labels: {path} names {len(content)} classes, expected {count}")
+    check_texts(f"labels of {path}", content)
     return content
 
 

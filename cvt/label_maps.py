@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from cvt_kernels import checks
 
-from .config import LARGEST_IMAGE, MOST_SEED, as_number
+from .config import LARGEST_IMAGE, MOST_SEED
 from .datasets import (
     DIGITS,
     SPLITS,
@@ -278,8 +277,8 @@ def save_digit_scenes(
         OSError: The folder cannot be made or written to.
     """
     for name, count in (("train", train), ("val", val)):
-        as_number(name, count, int, 1, math.inf)
-    as_number("image_size", image_size, int, _SMALLEST_SCENE, LARGEST_IMAGE + 1)
+        checks.check_int(name, count, 1)
+    checks.check_int("image_size", image_size, _SMALLEST_SCENE, LARGEST_IMAGE)
     checks.check_int("seed", seed, 0, MOST_SEED)
     folder = Path(folder)
     photos = [read_image(path) for path in sample_photos()]

@@ -11,7 +11,7 @@ import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,13 +30,17 @@ _PICKLES_OF_OLD_FILES = 5
 # What torch.load lets a pickle call, and which makes more of its arguments than the file has bytes: zeros,
 # twice the length in "hex", or a tensor of lists that hold one list twice, or of one number in all places.
 _ALLOCATING = re.compile(
-    r"(?:__builtin__|builtins) (bytearray)|_codecs (encode)|torch[.\w]* (\w*Tensor|per_channel_\w+)"
-    r"|torch\._utils (_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
+    r"(?:__builtin__|builtins)\.(bytearray)|_codecs\.(encode)|torch[.\w]*\.(\w*Tensor|per_channel_\w+)"
+    r"|torch\._utils\.(_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
 )
 # The most tensors that share their numbers; no model of the paper has as many blocks.
 _MOST_SHARING = 32
 _ZIP = b"PK\3\4"
 _ZIP_HEADER = 30
+# What an archive ends with, and the bytes of all three: the end of its directory. Large archives and those of
+# torch.save have a longer form of it and the place of that before.
+_ZIP_END, _ZIP_END_PLACE, _ZIP_END_64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
+_ZIP_ENDS = 22 + 20 + 56
 
 
 class CheckpointError(ValueError):
@@ -91,13 +95,12 @@ def load_pickle(path: Path) -> Any:
     _check_regular(path)
     with open(path, "rb") as file:
         start = file.read(16)
-        file.seek(0)
-        reason = _why_no_archive(file) if start.startswith(_ZIP) else _why_allocating(file)
-    if reason is not None:
-        raise CheckpointError(f"{path}: {reason}")
     try:
+        _check_pickles(path, start)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling damaged bytes can raise anything
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickletools and unpickling raise anything for damaged bytes
         unsafe = re.search(r"GLOBAL (\S{1,100})", str(error))
         if unsafe:
             raise CheckpointError(
@@ -109,7 +112,7 @@ def load_pickle(path: Path) -> Any:
         ) from error
 
 
-def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
+def why_larger(tensors: Iterable[Tensor], size: int) -> str | None:
     """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
 
     A file may say of one number that it stands in all places of a tensor. Tensors may share their numbers, as
@@ -117,7 +120,7 @@ def why_larger(tensors: Mapping[str, Tensor], size: int) -> str | None:
     """
     total = 0
     held: dict[int, int] = {}
-    for tensor in filter(is_plain, tensors.values()):
+    for tensor in filter(is_plain, tensors):
         storage, needed = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         total += needed
         held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes(), needed)
@@ -145,6 +148,13 @@ def _line(error: object) -> str:
     return printable(" ".join(str(error).split()))[:300]
 
 
+def _check_pickles(path: Path, start: bytes) -> None:
+    with open(path, "rb") as file:
+        reason = _why_no_archive(file) if start.startswith(_ZIP) else _why_allocating(file)
+    if reason is not None:
+        raise CheckpointError(f"{path}: {reason}")
+
+
 def _why_no_archive(file: BinaryIO) -> str | None:
     """Says what keeps an archive of zip from being one that ``torch.save`` wrote, or returns None.
 
@@ -154,18 +164,40 @@ def _why_no_archive(file: BinaryIO) -> str | None:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            reason = _why_packed(archive)
+            reason = _why_packed(archive) or _why_another(archive, file)
+            if reason is not None:
+                return reason
             if not any(member.CRC for member in archive.infolist()):
                 for member in archive.infolist():
                     member.CRC = None  # type: ignore[assignment]  # by which zipfile compares none
-            if reason is None and (damaged := archive.testzip()) is not None:
-                reason = f"is damaged: the checksum of {damaged!r:.100} is another"
-            for member in archive.infolist() if reason is None else ():
-                if member.filename.endswith(".pkl"):
-                    reason = reason or _why_allocating(io.BytesIO(archive.read(member)))
-        return reason
+            if (damaged := archive.testzip()) is not None:
+                return f"is damaged: the checksum of {damaged!r:.100} is another"
+            # In whatever case, as torch.load finds it, and by the name that no extra field has replaced.
+            pickles = [each for each in archive.infolist() if each.orig_filename.lower().endswith(".pkl")]
+            reasons = (_why_allocating(io.BytesIO(archive.read(member))) for member in pickles)
+            return next(filter(None, reasons), None)
     except Exception as error:  # zipfile raises errors of many classes for damaged archives
         return f"is not a file of torch.save, or damaged: {_line(error)}"
+
+
+def _why_another(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
+    """Says that torch.load may find another directory in an archive than zipfile, or returns None.
+
+    It goes by the places that the end of the archive names; zipfile knows that the directory and the longer
+    form of the end are right before that.
+    """
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(size - _ZIP_ENDS, 0))
+    ends = file.read()
+    if archive.comment or ends[-22:-18] != _ZIP_END:
+        return "is damaged: has bytes after its end"
+    place, is_found = ends[-6:-2], True
+    if ends[-42:-38] == _ZIP_END_PLACE:
+        is_found = ends[:4] == _ZIP_END_64 and int.from_bytes(ends[-34:-26], "little") == size - _ZIP_ENDS
+        place = ends[48:56]
+    if not is_found or int.from_bytes(place, "little") != archive.start_dir:
+        return "is damaged: its directory is not in its place"
+    return None
 
 
 def _why_packed(archive: zipfile.ZipFile) -> str | None:
@@ -177,17 +209,25 @@ def _why_packed(archive: zipfile.ZipFile) -> str | None:
         if member.header_offset < end or (not end and member.header_offset):
             return f"is damaged: its member {member.filename!r:.100} overlaps another or is not in its place"
         end = member.header_offset + _ZIP_HEADER + len(member.filename) + member.compress_size
-    return "is damaged: has bytes after its end" if archive.comment else None
+    return None
 
 
 def _why_allocating(file: BinaryIO) -> str | None:
-    """Says that pickles at the start of a file may take memory that the file does not, or returns None."""
-    try:
-        for _ in range(_PICKLES_OF_OLD_FILES):
-            for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL" and (call := _ALLOCATING.fullmatch(str(argument))):
-                    name = call[call.lastindex or 0]
-                    return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
-    except Exception:  # pickletools raises errors of many classes; torch.load stops at the same place
-        pass
+    """Says that pickles at the start of a file may take memory that the file does not, or returns None.
+
+    Raises:
+        Exception: Of many classes, for what are no whole pickles; torch.load is not to look further either.
+    """
+    for _ in range(_PICKLES_OF_OLD_FILES):
+        start = file.tell()
+        if not file.read(1):
+            break
+        file.seek(start)
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name != "GLOBAL":
+                continue
+            # Joined as torch.load does, which does not care where the module ends and the name begins.
+            if call := _ALLOCATING.fullmatch(str(argument).replace(" ", ".")):
+                name = call[call.lastindex or 0]
+                return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
     return None

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from cvt_kernels import checks
 
 from .config import CvTConfig, as_number
+from .evaluation import pairs
 from .factory import create_model
 from .model import Attention, Block, Mlp
 from .pretrained import PretrainedModel
@@ -75,8 +76,7 @@ def prune_weights(
     config = pruned_config(whole_config, mlp=mlp, heads=heads)
     if saliency is not None:
         checks.check_choice("saliency", saliency, get_args(Saliency))
-    if batches is not None and not isinstance(batches, Iterable):
-        raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")
+    batches = None if batches is None else pairs(batches)
     chosen = saliency or ("magnitude" if batches is None else "taylor")
     whole = _copy_of(model, whole_config)
     if chosen == "magnitude":
@@ -217,10 +217,9 @@ def _taylor(
         sizes = attention.num_heads, mlp.fc2.in_features
         sums[path] = _Saliency(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
     images_seen = 0
-    for number, batch in enumerate(batches):
-        images, labels = _labeled(f"batches[{number}]", batch, device)
+    for number, (images, labels) in enumerate(batches):
         images_seen += len(images)
-        loss = _loss(f"batches[{number}]", model(images), labels)
+        loss = _loss(f"batches[{number}]", model(images.to(device)), labels.to(device))
         gradients = torch.autograd.grad(loss, list(inputs.values()))
         parts = zip(inputs.items(), gradients, strict=True)
         changes = {layer: (x.detach() * gradient).double() for (layer, x), gradient in parts}
@@ -244,15 +243,6 @@ def _inputs_of_last_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
         for layer in (attention.proj, mlp.fc2):
             layer.register_forward_pre_hook(keep)
     return inputs
-
-
-def _labeled(name: str, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise ValueError(f"{name}: got a {type(batch).__name__}, expected images with their labels")
-    images, labels = batch
-    for each in batch:
-        checks.check_tensor(name, each, "of images and one of labels")
-    return images.to(device), labels.to(device)
 
 
 def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ _DENSE = torch.strided
 _FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))
 
 
+# The most characters of a value in a message.
+_LONGEST = 80
 _PLAIN = (type(None), bool, int, float, complex, str, np.generic, torch.dtype)
 
 
@@ -45,15 +47,16 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Returns an argument as a message has it: small plain values as they are, others by their type."""
-    name = type(value).__name__
-    if not isinstance(value, (*_PLAIN, tuple, list)):
-        return name
+    """Returns a value as a message has it: plain ones and their containers as they are, if that is short.
+
+    What is longer, or something else, such as a tensor, is its type.
+    """
+    name = type(value).__name__[:_LONGEST]
     try:
         text = _Shown().repr(value)
     except ValueError:  # Python does not write integers of thousands of digits
         return name
-    return text if len(text) <= 80 else name
+    return text if len(text) <= _LONGEST else name
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cvt_kernels.checks import shown
+
 from ..checkpoints import why_not_finite
-from ..config import CvTConfig, brief
+from ..config import CvTConfig
 from ..reading import CheckpointError, is_plain, load_pickle, why_larger
 
 # The fields of the file, and their types.
@@ -43,12 +45,12 @@ def read_state(path: Path, score: str) -> dict[str, Any]:
     state = load_pickle(path)
     with naming(path):
         if not isinstance(state, dict):
-            raise TypeError(f"got {brief(state)}, expected an object of fields")
+            raise TypeError(f"got {shown(state)}, expected an object of fields")
         for name, kind in _FIELDS.items():
             if name not in state:
                 raise ValueError(f"has no {name}")
             if not isinstance(state[name], kind) or isinstance(state[name], bool):
-                raise TypeError(f"{name}: got {brief(state[name])}, expected {kind.__name__}")
+                raise TypeError(f"{name}: got {shown(state[name])}, expected {kind.__name__}")
         _check_tensors(state, path.stat().st_size)
         # An earlier version knew fewer fields.
         config = CvTConfig.from_dict(state["same"].get("config"))
@@ -100,7 +102,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def _check_tensors(state: Mapping[str, Any], size: int) -> None:
     """Raises for tensors, wherever they are, whose numbers are not all in the file of ``size`` bytes."""
-    tensors: dict[str, Tensor] = {}
+    tensors: list[Tensor] = []
     seen, left = set(), [*state.values()]
     while left:
         part = left.pop()
@@ -110,7 +112,7 @@ def _check_tensors(state: Mapping[str, Any], size: int) -> None:
         if isinstance(part, Tensor):
             if not is_plain(part):
                 raise ValueError(f"got a tensor of {part.layout} on {part.device}, expected one in memory")
-            tensors[str(len(tensors))] = part
+            tensors.append(part)
         elif isinstance(part, Mapping):
             left += part.values()
         elif isinstance(part, list | tuple):
@@ -125,10 +127,10 @@ def _check_history(rows: list[Any], epochs: int, score: str) -> None:
         raise ValueError(f"history: got {len(rows)} rows, expected one for each of {epochs} epochs")
     for row in rows:
         if not isinstance(row, dict):
-            raise TypeError(f"history: got {brief(row)}, expected a row of numbers")
+            raise TypeError(f"history: got {shown(row)}, expected a row of numbers")
         for name in (*_COLUMNS, score, *row):
             value = row.get(name)
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"history: got {brief(value)} for {brief(name)}, expected a number")
+                raise TypeError(f"history: got {shown(value)} for {shown(name)}, expected a number")
             if name in (*_COLUMNS, score) and not math.isfinite(value):
                 raise ValueError(f"history: got {value} for {name}, expected a finite number")

@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
+from cvt_kernels.checks import shown
+
 from ..card import ModelCard
-from ..config import brief
 from ..datasets import Batches, ImageDataset
 from ..files import replacing, writing
 from ..huggingface import BEST
@@ -436,15 +437,15 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         after = now.get(name)
         if before == after:
             continue
-        title = brief(name).strip("'")
+        title = shown(name).strip("'")
         if isinstance(before, dict) and isinstance(after, dict):
             texts += _differences(before, after)
         elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
             pairs = itertools.zip_longest(before, after)
             i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{title}[{i}] {brief(old)}, now {brief(new)}")
+            texts.append(f"{title}[{i}] {shown(old)}, now {shown(new)}")
         else:
-            texts.append(f"{title} {brief(before)}, now {brief(after)}")
+            texts.append(f"{title} {shown(before)}, now {shown(after)}")
     return texts
 
 

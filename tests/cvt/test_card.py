@@ -10,7 +10,7 @@ import torch
 from cvt import CheckpointError, CvTConfig, create_model, read_checkpoint
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
-from cvt.config import brief
+from cvt_kernels.checks import shown
 from tests.cvt.models import SMALL, small
 
 NAMES = [f"class {i}" for i in range(10)]
@@ -211,12 +211,14 @@ def test_a_configuration_of_millions_of_classes_makes_no_names(saved, tmp_path):
             create_model(model, checkpoint=tmp_path)
 
 
-def test_brief_texts():
-    assert [brief(value) for value in (None, 1, 1.5, True, "x")] == ["None", "1", "1.5", "True", "'x'"]
-    assert brief(np.int64(32)) == repr(np.int64(32))
-    assert brief(np.zeros(2)) == "a ndarray"
+def test_texts_of_values():
+    assert [shown(value) for value in (None, 1, 1.5, True, "x")] == ["None", "1", "1.5", "True", "'x'"]
+    assert shown(np.int64(32)) == repr(np.int64(32))
+    assert shown(np.zeros(2)) == "ndarray"
     nested = "x"
     for _ in range(60):
         nested = (nested, nested)
-    for value in (nested, "x" * 10**6, [10**5000], {"a": [list(range(10**5))]}, torch.ones(1000), ODD):
-        assert len(brief(value)) < 500
+    wide = [[["x" * 100] * 9] * 9] * 9
+    odd_type = type("X" * 10**5, (), {})()
+    for value in (nested, wide, "x" * 10**6, [10**5000], {"a": [list(range(10**5))]}, odd_type, ODD):
+        assert len(shown(value)) <= 80

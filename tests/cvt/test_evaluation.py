@@ -184,3 +184,8 @@ def test_a_model_that_gives_no_logits_per_image():
         ValueError, match=r"^batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"
     ):
         evaluate(Total(torch.eye(2)), [batch])
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(ValueError, match="model: has no parameters, expected a model with weights"):
+        evaluate(nn.Flatten(), [])

@@ -86,6 +86,8 @@ def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path):
     for folder in ("old", "new/below"):
         with pytest.raises(InterruptedError), making(tmp_path / folder), filling(tmp_path / folder):
             raise InterruptedError
+    with pytest.raises(OSError, match="name too long"), making(tmp_path / "new/below" / ("n" * 300)):
+        pytest.fail("the block was entered")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     with making(tmp_path / "new/below"), filling(tmp_path / "new/below") as scratch:
         (scratch / "file").touch()

@@ -62,6 +62,13 @@ def test_links_that_lead_nowhere_are_refused(tmp_path):
         assert (tmp_path / name).is_symlink()
 
 
+def test_a_file_that_is_not_open():
+    with pytest.raises(OSError, match=r"^--json: /dev/fd/987 is no open file$"):
+        check_writable("--json", "/dev/fd/987", directory=False)
+    with pytest.raises(OSError, match=r"^/dev/fd/987: is no open file$"):
+        replace("/dev/fd/987", b"")
+
+
 @pytest.mark.parametrize("make", [lambda fd: f"/dev/fd/{fd}", lambda fd: f"/proc/self/fd/{fd}"])
 @pytest.mark.parametrize("through_link", [False, True])
 def test_an_open_file_is_written_to_from_where_it_stands(tmp_path, make, through_link):

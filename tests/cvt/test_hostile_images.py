@@ -82,6 +82,11 @@ def test_long_images_are_cropped_without_the_whole(tmp_path, monkeypatch):
     assert data[0][0].shape == (3, 224, 224)
 
 
+def test_wide_images_take_little_memory():
+    """Pillow changes the width first."""
+    assert preprocess(Image.new("RGB", (700_000, 10)), 384, upscale=True).shape == (3, 384, 384)
+
+
 def test_what_is_too_long_is_named(tmp_path, monkeypatch, checkpoint, capsys):
     Image.new("L", (1, 700_000)).save(tmp_path / "long.png")
     Image.new("L", (2**20 + 1, 1)).save(tmp_path / "longer.png")
@@ -181,7 +186,7 @@ def test_what_is_left_out_is_counted_and_named(folder):
     (val / "stray.JPG").write_bytes(b"")
     (val / "README.md").write_text("no image")
     message = (
-        rf"^data: 4 entries of {val} cannot be used as images: {val}/cat/gone.png links to nothing; "
+        rf"^data: 4 entries of {val} cannot be used: {val}/cat/gone.png links to nothing; "
         rf"{val}/dog/pipe.png is no file; {val}/fox links to nothing; and 1 more$"
     )
     for opened in (lambda: open_dataset(folder, "val", 16), lambda: open_parts(val, 16)):
@@ -221,7 +226,7 @@ def test_folders_that_cannot_be_listed_are_named(folder, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(
-        ImageError, match=r"1 entries of .*val/cat/private cannot be listed: Permission denied$"
+        ImageError, match=r"1 entry of .*val/cat/private cannot be listed: Permission denied$"
     ):
         open_dataset(folder, "val", 16)
 
@@ -239,10 +244,22 @@ def test_label_maps_that_are_left_out_are_named(label_maps):
     with (
         pytest.warns(UserWarning, match="^data: skipped 2"),
         pytest.warns(
-            UserWarning, match=r"^data: skipped 1 entries of .*train/labels: .*gone.png links to nothing"
+            UserWarning, match=r"^data: skipped 1 entry of .*train/labels: .*gone.png links to nothing"
         ),
     ):
         open_label_maps(label_maps, "val", 32, corrupt="skip")
+
+
+def test_classes_that_no_checkpoint_can_have(label_maps):
+    (label_maps / "classes.txt").write_text("a\n" + "x" * 1001)
+    with pytest.raises(ValueError, match=r"of 1001 characters among the classes, expected text"):
+        open_label_maps(label_maps, "val", 32)
+
+
+def test_hidden_folders_are_left_out_of_label_maps(label_maps):
+    for name in ("images/.ipynb_checkpoints", "labels/.cache"):
+        (label_maps / "val" / name).mkdir()
+    assert len(open_label_maps(label_maps, "val", 32)) == 3
 
 
 def test_every_command_says_it_before_it_starts(folder, tmp_path, checkpoint, capsys):
@@ -263,7 +280,7 @@ def test_every_command_says_it_before_it_starts(folder, tmp_path, checkpoint, ca
     loaded = common.load_model(argparse.Namespace(**options), "cpu")
     assert [len(part) for part in common.open_calibration(argparse.Namespace(**options), loaded, 2)] == [1, 2]
     assert [remark.split(": /")[0] for remark in loaded.remarks] == [
-        f"data: skipped 1 entries of {folder / split}" for split in ("train", "val")
+        f"data: skipped 1 entry of {folder / split}" for split in ("train", "val")
     ]
 
 

@@ -62,12 +62,28 @@ def test_models_that_hugging_face_cannot_express(tmp_path, overrides, message):
         save_huggingface(small(**overrides), tmp_path / "out")
     with pytest.raises(TypeError, match=r"labels: got .* expected one string per class"):
         save_huggingface(small(), tmp_path / "out", labels=[object()] * 10)
+    for name in ("x" * 1001, "\ud800"):  # which no checkpoint is read with
+        with pytest.raises(
+            ValueError, match=f"of {len(name)} characters among the labels, expected text of at "
+        ):
+            save_huggingface(small(), tmp_path / "out", labels=[*"012345678", name])
     with pytest.raises(ValueError, match="labels: got 3 names, expected 10"):
         save_huggingface(small(), tmp_path / "out", labels=["a", "b", "c"])
     for model in (create_model(SMALL, features_only=True), small(num_classes=0), torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="expected a CvT with a classification head"):
             save_huggingface(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_is_as_long_as_it_may_be_read(tmp_path, monkeypatch):
+    model = small(activation="gelu")
+    save_huggingface(model, tmp_path)
+    size = (tmp_path / "config.json").stat().st_size
+    monkeypatch.setattr("cvt.huggingface.MOST_JSON", size)
+    save_huggingface(model, tmp_path)
+    monkeypatch.setattr("cvt.huggingface.MOST_JSON", size - 1)
+    with pytest.raises(ValueError, match=rf"labels: take {size} bytes in config.json, expected at most"):
+        save_huggingface(model, tmp_path)
 
 
 def test_a_model_of_two_stages(tmp_path):

@@ -243,6 +243,12 @@ def test_labels(tmp_path, name, content):
         ("a.json", b'{"0": "a", "1": "b", "2": "c", "3": "d"}', "a.json names 4 classes, expected 3"),
         ("a.json", b'{"0": "a", "1": "b", "1": "c"}', "a.json has the key '1' more than once"),
         ("a.json", b'{"0": "a", "1": 2, "2": "c"}', "a.json has no list of names and no object"),
+        ("a.json", b'["a", "b", "\\ud800"]', "of 1 characters among the labels of .*a.json, expected text"),
+        (
+            "a.txt",
+            b"a\nb\n" + b"x" * 1001,
+            "'xx.*' of 1001 characters among the labels of .*a.txt, expected ",
+        ),
         ("a.json", b'{"-1": "a", "00": "b", "1.0": "c", "x": "d"}', "'0', '1', '2', .* '1.0', and 1 more"),
     ],
 )

@@ -1,11 +1,15 @@
 """Files that anybody may have written: how much of them is read, and that nothing is taken for granted."""
 
 import codecs
+import io
 import json
 import os
+import pickle
 import re
 import resource
+import struct
 import zipfile
+from collections import deque
 
 import pytest
 import torch
@@ -66,6 +70,7 @@ def test_a_compressed_archive_is_not_unpacked(weights, size):
         (lambda content: b"PK\3\4" + content, "overlaps another or is not in its place"),
         (lambda content: content[:-2] + b"\5\0extra", "has bytes after its end"),
         (lambda content: content[:-30], "is not a file of torch.save, or damaged"),
+        (lambda content: content[:-34] + b"1" + content[-33:], "its directory is not in its place|is not a "),
     ],
 )  # fmt: skip
 def test_damaged_archives(weights, damage, message):
@@ -128,9 +133,51 @@ def doubled(value, function, times=20):
     ],
 )  # fmt: skip
 def test_what_makes_more_of_little(tmp_path, content, name):
-    torch.save({"a": content}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match=rf"w.pth: holds pickled code or objects \({name}.*; not "):
-        load_pickle(tmp_path / "w.pth")
+    path = tmp_path / "w.pth"
+    torch.save({"a": content}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        content = archive.read("w/data.pkl")
+    repack(path, **{"data.pkl": content.replace(b"torch._utils\n", b"torch\n_utils.")})
+    # Also where torch.load finds the same by another name.
+    for written in (whole, path.read_bytes(), whole.replace(b"/data.pkl", b"/DATA.PKL")):
+        path.write_bytes(written)
+        with pytest.raises(CheckpointError, match=rf"w.pth: holds pickled code or objects \({name}.*; not "):
+            load_pickle(path)
+
+
+def test_what_is_no_whole_pickle_is_not_loaded(tmp_path, monkeypatch):
+    path = tmp_path / "w.pth"
+    path.write_bytes(pickle.dumps(deque(), 2))
+    with pytest.raises(CheckpointError, match=r"w.pth: holds pickled code or objects \(collections.deque\)"):
+        load_pickle(path)
+    monkeypatch.delattr(torch, "load")
+    path.write_bytes(pickle.dumps(1, 2) * 2 + b"c\xff\nx\n.")  # a name that pickletools cannot read
+    with pytest.raises(CheckpointError, match=r"w.pth: is not a file of torch.save, or damaged; it begins "):
+        load_pickle(path)
+
+
+def test_an_archive_with_two_directories(tmp_path):
+    """Another archive lies in a member of the first, and the end of that names the end of the other."""
+    path, inner = tmp_path / "w.pth", io.BytesIO()
+    torch.save({"a": torch.ones(2)}, path)
+    torch.save({"a": Allocation()}, inner)
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir + 30 + len("w/data/9")
+    hidden = bytearray(inner.getvalue())
+    for place in (*(found.end() + 38 for found in re.finditer(rb"PK\x01\x02", hidden)), len(hidden) - 50):
+        moved = int.from_bytes(hidden[place : place + 4], "little") + start  # of a member, then of these
+        hidden[place : place + 4] = moved.to_bytes(4, "little")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("w/data/9", bytes(hidden))
+    content = path.read_bytes()
+    entries, size, place = struct.unpack("<HII", content[-12:-2])
+    end = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, size, place)
+    end += struct.pack("<4sIQI", b"PK\6\7", 0, start + len(hidden) - 98, 1)
+    path.write_bytes(content[:-22] + end + content[-22:])
+    assert torch._C.PyTorchFileReader(str(path)).get_record("data.pkl").count(b"bytearray")
+    with pytest.raises(CheckpointError, match=r"its directory is not in its place|is not a file of torch"):
+        load_pickle(path)
 
 
 def test_tensors_are_no_larger_than_their_file(tmp_path):
@@ -140,8 +187,8 @@ def test_tensors_are_no_larger_than_their_file(tmp_path):
         CheckpointError, match=r"w.pth: has \d+ bytes, and its tensors have 40000; expected ev"
     ):
         read_checkpoint(tmp_path / "w.pth")
-    assert why_larger({"a": shared, "b": shared.to("meta").expand(10**6, 100)}, 400) is None
-    assert why_larger({"a": shared}, 399) is not None
+    assert why_larger([shared, shared.to("meta").expand(10**6, 100)], 400) is None
+    assert why_larger([shared], 399) is not None
 
 
 def test_tensors_may_share_their_numbers(tmp_path):
@@ -151,10 +198,9 @@ def test_tensors_may_share_their_numbers(tmp_path):
     checkpoint = read_checkpoint(tmp_path / "w.pth")
     assert all(torch.equal(tensor, shared) for tensor in checkpoint.tensors.values())
     save_safetensors(checkpoint, tmp_path / "w.safetensors")
-    parts = {str(i): part for i, part in enumerate(shared)}  # of one storage, not of one tensor
-    assert why_larger(parts, 40000) is None
-    assert why_larger({str(i): shared for i in range(32)}, 40000) is None
-    reason = why_larger({str(i): shared for i in range(33)}, 40000)
+    assert why_larger(shared.unbind(), 40000) is None  # of one storage, not of one tensor
+    assert why_larger([shared] * 32, 40000) is None
+    reason = why_larger([shared] * 33, 40000)
     assert reason == "has 40000 bytes, and its tensors have 1320000, more than 32 times as many"
 
 

@@ -300,10 +300,6 @@ def test_quantized_models():
         ({"mlp": 0.5, "saliency": "taylor"}, "batches: got None, expected images with labels"),
         ({"mlp": 0.5, "batches": []}, "batches: got no images"),
         (
-            {"mlp": 0.5, "batches": [torch.zeros(1, 3, 32, 32)]},
-            r"batches\[0\]: got a Tensor, expected images",
-        ),
-        (
             {"mlp": 0.5, "batches": [labeled(0, 1), (labeled(0, 2)[0], torch.zeros(3).long())]},
             r"batches\[1\]: got labels \(3,\) of torch.int64, expected \(2,\)",
         ),
@@ -320,6 +316,9 @@ def test_bad_models():
         prune_weights(torch.nn.Linear(2, 2), mlp=0.5)
     with pytest.raises(TypeError, match=r"mlp: got '0\.5', expected float"):
         prune_weights(small(), mlp="0.5")
+    for batch, kind in ((torch.zeros(1, 3, 32, 32), "Tensor"), (5, "int")):
+        with pytest.raises(TypeError, match=rf"batches\[0\]: got a {kind}, expected images"):
+            prune_weights(small(), mlp=0.5, batches=[batch])
     with pytest.raises(ValueError, match="model: has no head"):
         prune_weights(small(num_classes=0), mlp=0.5, batches=[labeled(0, 1)])
     model = small()

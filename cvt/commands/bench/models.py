@@ -22,7 +22,7 @@ from ...checkpoints import Checkpoint, local_place, read_checkpoint
 from ...config import PRESETS, default_image_size
 from ...evaluation import cost
 from ...factory import SEED, randomize
-from ...files import filling
+from ...files import filling, making
 from ...huggingface import CheckpointError, save_huggingface
 from ...model import CvT
 from .contenders import build_huggingface, build_ours, quiet_transformers
@@ -127,8 +127,7 @@ class Subject(NamedTuple):
         if self.ours is not None:
             save_huggingface(self.ours, directory)
             return
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with filling(directory) as scratch:
+        with making(directory), filling(directory) as scratch:
             try:
                 self.hf.save_pretrained(scratch)  # type: ignore[operator]
             except SafetensorError as error:  # such as of a full disk

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt_kernels.checks import shown
 from cvt_kernels.tables import aligned
 
+from ...config import MOST_IMAGES
 from ...files import replacing, write_json
 
 #: Written into every file of results. The version changes whenever a reader of the old ones would fail.
@@ -31,7 +33,7 @@ MEMORY = (
 LEAST_ROUNDS = 4
 
 # Bounds of what a file may say, within which ratios are numbers.
-_MOST_IMAGES, _LEAST_SECONDS, _MOST_SECONDS = 10**9, 1e-9, 1e9
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9
 
 Results = dict[str, Any]
 _PathLike = str | os.PathLike[str]
@@ -87,13 +89,14 @@ def _check(results: Results) -> None:
         raise ValueError("a part of it is empty")
     for batch in results["batches"]:
         size, times = batch["batch_size"], [row["seconds"] for row in batch["rows"]]
-        if type(size) is not int or not 1 <= size <= _MOST_IMAGES:
-            raise ValueError(f"batch_size: got {size!r}, expected a positive integer")
+        if type(size) is not int or not 1 <= size <= MOST_IMAGES:
+            raise ValueError(f"batch_size: got {shown(size)}, expected an integer from 1 to {MOST_IMAGES}")
         if len(set(map(len, times))) != 1 or not times[0]:
             raise ValueError(f"batch_size {size}: expected as many seconds for each contender")
         for seconds in itertools.chain(*times):
             if type(seconds) not in (int, float) or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-                raise ValueError(f"seconds: got {seconds!r}, expected a number of them")
+                expected = f"{_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
+                raise ValueError(f"seconds: got {shown(seconds)}, expected {expected}")
 
 
 # Numbers --------------------------------------------------------------------------------------------------

@@ -166,27 +166,24 @@ def count_specializations(
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
     """Compiles everything, in this process or in several of their own, and returns a row for each kernel."""
     progress = functools.partial(tqdm, desc="compile", total=len(jobs), unit="job", disable=None)
-    if processes == 1:
-        with temporary_files_together():
+    with temporary_files_together():
+        if processes == 1:
             results = [job.source.examine() for job in progress(jobs)]
-    else:
-        spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-        others = multiprocessing.active_children()
-        with (
-            temporary_files_together(),
-            futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool,
-        ):
-            pending = [pool.submit(job.source.examine) for job in jobs]
-            try:
-                for done in progress(futures.as_completed(pending)):
-                    done.result()
-            except BaseException:
-                for process in multiprocessing.active_children():
-                    if process not in others:
-                        process.terminate()
-                pool.shutdown(cancel_futures=True)
-                raise
-        results = [done.result() for done in pending]
+        else:
+            spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+            others = multiprocessing.active_children()
+            with futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
+                pending = [pool.submit(job.source.examine) for job in jobs]
+                try:
+                    for done in progress(futures.as_completed(pending)):
+                        done.result()
+                except BaseException:
+                    for process in multiprocessing.active_children():
+                        if process not in others:
+                            process.terminate()
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            results = [done.result() for done in pending]
     return [
         _row(job, function, compiled)
         for job, by_function in zip(jobs, results, strict=True)

@@ -5,9 +5,9 @@ add one where a kernel is new or has other loops. It says:
 
 1. ``outputs``: the elements that the kernel writes, all branches together; for sums over outputs, the outputs
    that it sums.
-2. ``bytes``: what must go between the chip and its memory, each element once, whatever programs share. Small
-   parameters do not count: vectors and weights of depthwise convolutions, but beside linear layers that are a
-   kernel of their own, and the bias of attention.
+2. ``bytes``: what must go between the chip and its memory, each element once, whatever programs share.
+   Vectors, the weights of depthwise convolutions and attention's bias do not count; but ``_linear`` and
+   ``_conv_linear`` count the vectors of their linear layers.
 3. ``flops`` and ``scores`` of matrix products, if it has any.
 4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner
    ones. It is how often the loop runs each time that it is entered, as the mean over all programs. Where the

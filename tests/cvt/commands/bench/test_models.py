@@ -231,6 +231,10 @@ def test_weights_come_back(tmp_path, capsys, monkeypatch):
     assert again.hf.config.drop_path_rate == 0
     for (name, a), b in zip(subject.hf.state_dict().items(), again.hf.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+    monkeypatch.setattr(subject.hf, "save_pretrained", lambda folder: (folder / "file").symlink_to(""))
+    with pytest.raises(FileNotFoundError):
+        subject.save(tmp_path / "new/below")
+    assert not (tmp_path / "new").exists()
     monkeypatch.setattr(hub, "fetch", lambda model: {"owner/name": tmp_path}[model.name])
     assert models.build_subject("segformer_b0", "owner/name", 64).weights == "owner/name"
     capsys.readouterr()
