@@ -175,7 +175,7 @@ def _compose(
         out = x.copy_(out) if inplace and out is not x else out
     else:
         gathered = gather_rows(x, rows)
-        may_replace = not checks.wants_gradient(gathered, *block.tensors())
+        may_replace = checks.may_change(gathered, *block.tensors())
         out = scatter_rows(x, rows, _finish(y, gathered, block, may_replace), inplace=inplace)
     if scores is None:
         return out
