@@ -96,7 +96,7 @@ def check_dtype(name: str, value: Any, shape: str, *dtypes: torch.dtype) -> None
 
 def check_float_dtype(name: str, dtype: object) -> None:
     """Raises TypeError unless ``dtype`` is a floating dtype."""
-    if dtype not in _FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name}: got {shown(dtype)}, expected one of {_FLOAT_NAMES}")
 
 

@@ -290,5 +290,5 @@ def _check_vector(name: str, tensor: Tensor, x: Tensor, also: tuple[torch.dtype,
 
 def check_approximate(approximate: str) -> None:
     """Raises ValueError unless ``approximate`` names a GELU."""
-    if approximate not in GELU_VARIANTS:
+    if not isinstance(approximate, str) or approximate not in GELU_VARIANTS:
         checks.check_choice("approximate", approximate, GELU_VARIANTS)

@@ -104,7 +104,8 @@ def transformer_block(
         return dispatch.call_recorded("transformer_block", x, grid, block, **chosen, inplace=inplace)
     if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
         # Their values are no part of what is remembered of a call.
-        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=scores == "cls")
+        is_cls = isinstance(scores, str) and scores == "cls"
+        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
     key = _key_of(x, grid, block, rows, scores, inplace)
     known = dispatch.known(key)
     if known is None:
