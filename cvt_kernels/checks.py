@@ -294,7 +294,7 @@ def check_geometry(
     plain = type(stride) is type(padding) is type(dilation) is int
     most = _MOST_STEPS
     if not (plain and 0 < stride <= most and 0 <= padding <= most and 0 < dilation <= most):
-        stride, padding, dilation = _steps(prefix, stride, padding, dilation)
+        stride, padding, dilation = check_steps(prefix, stride, padding, dilation)
     reach = dilation * (kernel - 1)
     rows, columns = sizes
     if padding > _LEAST_MOST_PADDING and padding > rows + reach and padding > columns + reach:
@@ -311,8 +311,11 @@ def check_geometry(
     return height, width
 
 
-def _steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
-    """Returns integers that have been checked; those of NumPy, which may overflow, as Python's."""
+def check_steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
+    """Returns the settings of a convolution, integers of NumPy, which may overflow, as Python's.
+
+    Raises TypeError or ValueError for those that no convolution has, whatever its map.
+    """
     steps = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
