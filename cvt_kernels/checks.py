@@ -203,8 +203,18 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
 
 def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
     """Raises TypeError unless ``grid`` is a pair of integers; how large they may be is asked elsewhere."""
-    if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_index(n) for n in grid):
-        raise TypeError(f"{name}: got {shown(grid)}, expected a tuple (H, W) of integers")
+    if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_size(n) for n in grid):
+        expected = "a tuple (H, W) of integers, of 32 or 64 bits where they are not Python's"
+        raise TypeError(f"{name}: got {shown(grid)}, expected {expected}")
+
+
+def _is_size(value: Any) -> bool:
+    """Says whether a value is an integer whose products and differences do not overflow."""
+    if isinstance(value, np.integer):
+        return isinstance(value, np.signedinteger) and value.itemsize >= 4
+    if isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64):
+        return False
+    return _is_index(value)
 
 
 def _is_index(value: object) -> bool:
