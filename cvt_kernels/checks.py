@@ -351,9 +351,9 @@ def forward_mode_enabled() -> bool:
 
 
 def may_change(value: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether what is computed of all these may be put in the place of the first, of no further use.
+    """Returns whether the result of a computation on all of these may overwrite the first.
 
-    Autograd may need it, and of a ``vmap`` over the others alone it cannot take the results.
+    Nobody else reads that one again. It may not where autograd may need it, nor under ``vmap``, which may make the result larger.
     """
     return not (wants_gradient(value, *others) or is_transformed())
 
