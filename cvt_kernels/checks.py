@@ -127,7 +127,7 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         ValueError: Another device.
         TypeError: Another dtype.
     """
-    if tensor.device != x.device:
+    if tensor.device != x.device:  # asked here first, since a call takes as long as the rest
         check_device(name, tensor, x_name, x)
     if tensor.dtype == x.dtype or tensor.dtype in also:
         return
@@ -137,11 +137,21 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         )
 
 
-def check_tensor_like(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless a tensor has a shape, and the dtype and device of ``x``."""
+def check_tensor_like(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    meaning: str,
+    x: Tensor,
+    also: tuple[torch.dtype, ...] = (),
+    x_name: str = "x",
+) -> None:
+    """Raises TypeError or ValueError unless a tensor has a shape, and is like ``x`` (:func:`check_like`)."""
     check_float_tensor(name, tensor, meaning)
-    check_shape(name, tensor, shape, meaning)
-    check_like(name, tensor, "x", x)
+    if tensor.shape != shape:  # asked here first, like the next, since calls take as long as the rest
+        check_shape(name, tensor, shape, meaning)
+    if tensor.dtype != x.dtype or tensor.device != x.device:
+        check_like(name, tensor, x_name, x, also)
 
 
 def check_kind(name: str, part: object, *kinds: type) -> None:

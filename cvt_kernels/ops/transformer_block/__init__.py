@@ -274,8 +274,7 @@ def _check_rows(rows: Any, x: Tensor) -> None:
     batch, tokens = x.shape[:2]
     if not _are_rows_of(rows, x):
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}")
-    if rows.device != x.device:
-        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+    checks.check_device("rows", rows, "x", x)
 
 
 def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
@@ -372,8 +371,7 @@ def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], meaning: str,
 
 def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
     checks.check_shape(name, tensor, shape, meaning)
-    if tensor.device != x.device:
-        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as x")
+    checks.check_device(name, tensor, "x", x)
 
 
 # Registration ---------------------------------------------------------------------------------------------
