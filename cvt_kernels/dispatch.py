@@ -335,7 +335,7 @@ def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
 
 
 def _may_be_kept(key: Any) -> bool:
-    """Says whether a key may be kept: one with a tensor would keep it alive, and not notice its new number."""
+    """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
     try:
         hash(key)
     except TypeError:

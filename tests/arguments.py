@@ -73,7 +73,9 @@ def choice(optional: bool = False) -> Kind:
 
 def dtype(optional: bool = False) -> Kind:
     """A dtype, of floating point or of 8 bits, but never one of these."""
-    return of_values("float32", 1, [], torch.int64, torch.complex64, torch.bool, np.zeros(2), optional=optional)
+    return of_values(
+        "float32", 1, [], torch.int64, torch.complex64, torch.bool, np.zeros(2), optional=optional
+    )
 
 
 def grid(*more: Any, optional: bool = False) -> Kind:

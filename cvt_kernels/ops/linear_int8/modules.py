@@ -155,7 +155,9 @@ class QuantizedLayer(nn.Module):
 def _check_outputs(name: str, outputs: int, inputs: int) -> None:
     checks.check_int(name, outputs, 0, _MOST_OUTPUTS)
     if int(outputs) * int(inputs) > _MOST_WEIGHTS:
-        raise ValueError(f"{name}: got {outputs} of {inputs} inputs, expected {_MOST_WEIGHTS} weights at most")
+        raise ValueError(
+            f"{name}: got {outputs} of {inputs} inputs, expected {_MOST_WEIGHTS} weights at most"
+        )
 
 
 class LinearInt8(QuantizedLayer):

@@ -63,7 +63,7 @@ def test_sharp_and_flat_softmax(factor):
 
 
 def test_wide_heads_are_summed_in_parts():
-    """Equal products of one sign, whose roundings do not cancel, are as accurate as if summed by 32 channels."""
+    """Products of one sign, whose roundings do not cancel, are as accurate as sums of 32 channels each."""
     q, k = (torch.rand(1, n, 2, 1).add(0.5).expand(-1, -1, -1, 256) for n in (20, 60))
     v = torch.randn(1, 60, 2, 256)
     parts = zip(q.transpose(1, 2).split(32, -1), k.permute(0, 2, 3, 1).split(32, -2), strict=True)
