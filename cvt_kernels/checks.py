@@ -363,8 +363,8 @@ def forward_mode_enabled() -> bool:
 def may_change(value: Tensor, *others: Tensor | None) -> bool:
     """Returns whether the result of a computation on all of these may overwrite the first.
 
-    Nobody else reads that one again. Not where autograd may need it, nor under ``vmap``, which may make the
-    result larger.
+    That nobody else reads the first again is up to the caller. It may not where autograd may need it, nor
+    under ``vmap``, which may make the result larger.
     """
     return not (wants_gradient(value, *others) or is_transformed())
 
