@@ -43,8 +43,9 @@ Backend = Literal[
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
-#: Those that cannot be differentiated or vectorized by transforms: ours, and packed layers of oneDNN.
-_UNTRANSFORMED = (*OURS, "onednn")
+#: Those that cannot be differentiated or vectorized by transforms: ours, and what packs weights or writes in
+#: place.
+_UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
 #: Every operator of the registry.
 OPERATORS = (

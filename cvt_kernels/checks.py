@@ -99,7 +99,7 @@ def check_dtype(name: str, value: Any, shape: str, *dtypes: torch.dtype) -> None
 
 def check_float_dtype(name: str, dtype: object) -> None:
     """Raises TypeError unless ``dtype`` is a floating dtype."""
-    if dtype not in _FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name}: got {shown(dtype)}, expected one of {_FLOAT_NAMES}")
 
 
@@ -130,7 +130,7 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         ValueError: Another device.
         TypeError: Another dtype.
     """
-    if tensor.device != x.device:
+    if tensor.device != x.device:  # asked here first, since a call takes as long as the rest
         check_device(name, tensor, x_name, x)
     if tensor.dtype == x.dtype or tensor.dtype in also:
         return
@@ -140,11 +140,21 @@ def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[to
         )
 
 
-def check_tensor_like(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless a tensor has a shape, and the dtype and device of ``x``."""
+def check_tensor_like(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    meaning: str,
+    x: Tensor,
+    also: tuple[torch.dtype, ...] = (),
+    x_name: str = "x",
+) -> None:
+    """Raises TypeError or ValueError unless a tensor has a shape, and is like ``x`` (:func:`check_like`)."""
     check_float_tensor(name, tensor, meaning)
-    check_shape(name, tensor, shape, meaning)
-    check_like(name, tensor, "x", x)
+    if tensor.shape != shape:  # asked here first, like the next, since calls take as long as the rest
+        check_shape(name, tensor, shape, meaning)
+    if tensor.dtype != x.dtype or tensor.device != x.device:
+        check_like(name, tensor, x_name, x, also)
 
 
 def check_kind(name: str, part: object, *kinds: type) -> None:
@@ -206,8 +216,18 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
 
 def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
     """Raises TypeError unless ``grid`` is a pair of integers; how large they may be is asked elsewhere."""
-    if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_index(n) for n in grid):
-        raise TypeError(f"{name}: got {shown(grid)}, expected a tuple (H, W) of integers")
+    if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_size(n) for n in grid):
+        expected = "a tuple (H, W) of integers, of 32 or 64 bits where they are not Python's"
+        raise TypeError(f"{name}: got {shown(grid)}, expected {expected}")
+
+
+def _is_size(value: Any) -> bool:
+    """Says whether a value is an integer whose products and differences do not overflow."""
+    if isinstance(value, np.integer):
+        return isinstance(value, np.signedinteger) and value.itemsize >= 4
+    if isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64):
+        return False
+    return _is_index(value)
 
 
 def _is_index(value: object) -> bool:
@@ -297,7 +317,7 @@ def check_geometry(
     plain = type(stride) is type(padding) is type(dilation) is int
     most = _MOST_STEPS
     if not (plain and 0 < stride <= most and 0 <= padding <= most and 0 < dilation <= most):
-        stride, padding, dilation = _steps(prefix, stride, padding, dilation)
+        stride, padding, dilation = check_steps(prefix, stride, padding, dilation)
     reach = dilation * (kernel - 1)
     rows, columns = sizes
     if padding > _LEAST_MOST_PADDING and padding > rows + reach and padding > columns + reach:
@@ -314,8 +334,11 @@ def check_geometry(
     return height, width
 
 
-def _steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
-    """Returns integers that have been checked; those of NumPy, which may overflow, as Python's."""
+def check_steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
+    """Returns the settings of a convolution, integers of NumPy, which may overflow, as Python's.
+
+    Raises TypeError or ValueError for those that no convolution has, whatever its map.
+    """
     steps = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         check_int(f"{prefix}{name}", value, least, _MOST_STEPS)
@@ -341,9 +364,10 @@ def forward_mode_enabled() -> bool:
 
 
 def may_change(value: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether what is computed of all these may be put in the place of the first, of no further use.
+    """Returns whether the result of a computation on all of these may overwrite the first.
 
-    Autograd may need it, and of a ``vmap`` over the others alone it cannot take the results.
+    That nobody else reads the first again is up to the caller. It may not where autograd may need it, nor
+    under ``vmap``, which may make the result larger.
     """
     return not (wants_gradient(value, *others) or is_transformed())
 

@@ -20,7 +20,8 @@ def doctor() -> str:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_PROVE`` is unknown here.
+        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_PROVE`` has a value that is
+            unknown here.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)

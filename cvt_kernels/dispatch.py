@@ -206,7 +206,8 @@ def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
 
     It has what the checks of arguments, the choice of a backend and the plan of a launch depend on: what the
     tensors are, the settings, and the state of the process. A replaced parameter, another mode or another
-    request make another key. It refers to no tensor and no module.
+    request make another key. It refers to no module, and to a tensor only where a setting is one, such as a
+    scale: of such a call nothing is remembered.
 
     Args:
         operator: Name of the operator.
@@ -258,11 +259,7 @@ def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> N
 
     It is forgotten with the choices between backends (``backends.forget``).
     """
-    if key is None:
-        return
-    try:
-        hash(key)
-    except TypeError:
+    if key is None or not _may_be_kept(key):
         return
     table = backends.choices
     if backends.is_auto():
@@ -315,7 +312,7 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         return _choose(operator, x, args, kwargs).choice
     if choice is None:
         choice, lasts = _choose(operator, x, args, kwargs)
-        if lasts:
+        if lasts and _may_be_kept(key):
             _keep(table, key, choice)
     return choice
 
@@ -335,6 +332,15 @@ def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
         checks.is_transformed(),
         getattr(forward_ad, "_current_level", 0),
     )
+
+
+def _may_be_kept(key: Any) -> bool:
+    """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(key))
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:

@@ -179,12 +179,17 @@ def load_extension() -> ModuleType:
 
 
 def _check_instruction_set() -> None:
-    """Raises ValueError if the extension refuses ``CVT_KERNELS_CPU``, which it reads at every first call."""
+    """Raises ValueError if the extension refuses ``CVT_KERNELS_CPU``.
+
+    It reads the variable at the first call of each family of kernels.
+    """
     try:
         with _disable_current_modes():  # such as one of tensors without numbers, which would ask nothing
             torch.ops.cvt_kernels.gelu(torch.zeros(1, device="cpu"), None, "none")
     except RuntimeError as error:
-        _, name, reason = str(error).splitlines()[0].partition("CVT_KERNELS_CPU: ")
+        _, name, reason = str(error).partition("\n")[0].partition("CVT_KERNELS_CPU: ")
+        if not name:
+            raise
         raise ValueError(name + reason) from error
 
 

@@ -68,12 +68,14 @@ def flag() -> Kind:
 
 def choice(optional: bool = False) -> Kind:
     """One of some names."""
-    return of_values("foo", "", 1, True, ["none"], torch.ones(2), optional=optional)
+    return of_values("foo", "", 1, True, ["none"], torch.ones(2), np.array(["a", "b"]), optional=optional)
 
 
 def dtype(optional: bool = False) -> Kind:
     """A dtype, of floating point or of 8 bits, but never one of these."""
-    return of_values("float32", 1, [], torch.int64, torch.complex64, torch.bool, optional=optional)
+    return of_values(
+        "float32", 1, [], torch.int64, torch.complex64, torch.bool, np.zeros(2), optional=optional
+    )
 
 
 def grid(*more: Any, optional: bool = False) -> Kind:

@@ -330,7 +330,8 @@ class _Run:
         outputs = self._forward(self.model)
         wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in _tensors(outputs))
         loss = torch.stack([t.sin().sum() for t in wide]).sum()
-        with requesting(*self.backends):  # checkpointing computes the forward again
+        # Checkpointing computes the forward again: in this thread on a CPU. Those of a GPU follow no block.
+        with requesting(*self.backends):
             loss.backward()
         return outputs
 

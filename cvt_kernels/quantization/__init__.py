@@ -102,7 +102,7 @@ def _check_settings(scheme: object, calibration: object, keep_float: object) -> 
 
 def _check_names(argument: str, names: object, expected: str) -> None:
     if isinstance(names, str) or not isinstance(names, Collection):
-        got = f"the string {names!r}" if isinstance(names, str) else checks.shown(names)
+        got = f"the string {checks.shown(names)}" if isinstance(names, str) else checks.shown(names)
         raise TypeError(f"{argument}: got {got}, expected {expected}")
     for name in names:
         if not isinstance(name, str):

@@ -94,7 +94,8 @@ def _cpu_facts() -> dict[str, object]:
         "device": "cpu",
         "name": machine.cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "CVT_KERNELS_CPU": os.environ.get("CVT_KERNELS_CPU", ""),  # read once by the extension too
+        # The extension reads it too, at the first call of each family of kernels.
+        "CVT_KERNELS_CPU": os.environ.get("CVT_KERNELS_CPU", ""),
         "instruction sets": _hash_of_instruction_sets(),
     }
 

@@ -43,7 +43,8 @@ void train(DType dtype, Projection forward, int64_t tokens) {
   std::vector<BranchGradient> gradients;
   int64_t taps = 0;
   for (const Branch* branch = forward.branches; branch < forward.branches + forward.count; branch++) {
-    gradients.push_back({branch->out, vectors.data(), vectors.data(), vectors.data()});
+    const A* means = branch->stride == 1 ? nullptr : vectors.data();  // null where the statistics are constants
+    gradients.push_back({branch->out, means, means, vectors.data()});
     taps += branch->kernel * branch->kernel;
   }
   auto dx = buffer<T>(forward.batch * tokens * forward.channels, NAN);

@@ -166,10 +166,6 @@ void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int t
   }
 }
 
-}  // namespace simt
-
-namespace simt {
-
 inline int missing_barrier = 0;  // the line of a barrier that is left out, so that tests see whether this is noticed
 
 inline void barrier(int line) {

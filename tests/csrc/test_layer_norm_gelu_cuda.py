@@ -344,7 +344,10 @@ def test_order_of_threads_does_not_matter(run, operation, activation):
 
 
 def test_a_missing_barrier_shows(run):
-    """But for the first one of a row: there are others between two calls of its function."""
+    """Every barrier but the first of a row shows when left out.
+
+    Between two calls of that one's function there are others.
+    """
     code = (CSRC / "layer_norm_gelu" / "cuda_kernels.cuh").read_text().splitlines()
     lines = [number for number, line in enumerate(code, start=1) if "__syncthreads();" in line]
     calls = [make(operation, (6, 1500), torch.float32) for operation in PROGRAM[:2]]

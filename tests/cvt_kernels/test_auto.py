@@ -863,3 +863,33 @@ def test_ever_new_shapes_do_not_fill_the_memory(proven, monkeypatch):
     tried = len(calls)
     ck.gelu(torch.randn(16, 16))
     assert len(calls) == tried + 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_nothing_is_remembered_of_a_call_with_tensors_as_settings(backend):
+    """They would be kept alive, and their numbers may change."""
+    q, x, scale = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 8), torch.tensor(0.5)
+    conv = ck.ConvBatchNorm(torch.randn(8, 1, 1, 1), None, None, torch.zeros(8), torch.ones(8))
+    linear, norm = ck.Linear(torch.randn(8, 8)), ck.Norm(None, None)
+    block = ck.TransformerBlock(
+        norm, (conv,) * 3, (linear,) * 3, 2, scale, linear, norm, linear, "none", linear
+    )
+    with ck.use_backend(backend), torch.no_grad():
+        expected = (
+            ck.attention(q, q, q, scale=0.5),
+            ck.transformer_block(x, (2, 2), block._replace(scale=0.5)),
+        )
+        kept = len(backends.choices)
+        assert kept
+        for sizes in (torch.tensor([2, 2]), torch.tensor([2, 2])):
+            found = ck.attention(q, q, q, scale=scale), ck.transformer_block(x, (2, 2), block)
+            torch.testing.assert_close(found, expected)
+            ck.conv_projection(x, tuple(sizes), [conv], training=False)
+        assert len(backends.choices) == kept
+        scale.fill_(torch.nan)
+        for call in (
+            lambda: ck.attention(q, q, q, scale=scale),
+            lambda: ck.transformer_block(x, (2, 2), block),
+        ):
+            with pytest.raises(ValueError, match="scale: got"):
+                call()

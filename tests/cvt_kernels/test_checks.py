@@ -10,6 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt_kernels import checks
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
+from cvt_kernels.reference import PositionBias
 
 
 def test_names_of_dtypes():
@@ -46,6 +47,22 @@ def test_autocast_leaves_a_projection_of_float64(backend):
             (y,) = ck.conv_projection(x, (4, 4), [conv], training=False)
     assert y.dtype == torch.float64
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64, lambda n: torch.tensor(n).char()])
+def test_grids_of_integers_that_may_overflow_are_refused(kind):
+    grid, x = (kind(12), kind(12)), torch.zeros(1, 144, 8)
+    conv, q = ck.ConvBatchNorm(torch.zeros(8, 1, 3, 3), None, None, *torch.ones(2, 8)), x[:, :, None]
+    for name, call in {
+        "grid": lambda grid: ck.conv_projection(x, grid, [conv], training=False),
+        "position.key_grid": lambda grid: ck.attention(
+            q, q, q, position=PositionBias(torch.zeros(1, 23, 23), (12, 12), grid, 1)
+        ),
+        "query_grid": lambda grid: ck.attention_map(q, q, rows=0, grid=(12, 12), query_grid=grid),
+    }.items():
+        call((np.int32(12), torch.tensor(12)))
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, expected a tuple \(H, W\) of integers"):
+            call(grid)
 
 
 def test_integers_of_numpy_are_taken():

@@ -53,6 +53,16 @@ def test_an_extension_that_does_not_load_says_why(monkeypatch):
     assert "native: the extension does not load, see above" in report
 
 
+@pytest.mark.parametrize("message", ["not enough memory", ""])
+def test_what_goes_wrong_otherwise_is_not_taken_for_a_refused_instruction_set(monkeypatch, message):
+    def gelu(*args):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.ops.cvt_kernels, "gelu", gelu, raising=False)
+    with pytest.raises(RuntimeError, match=f"^{message}$"):
+        machine._check_instruction_set()
+
+
 @pytest.mark.usefixtures("_reload")
 def test_the_reason_where_the_extension_is_not_built(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)

@@ -10,7 +10,7 @@ import cvt_kernels as ck
 from cvt import create_model
 from tests import upstream
 from tests.checks import not_built
-from tests.cvt_kernels.test_tracing import CALLS, CHANNELS, LINEAR, TOKENS, tensor
+from tests.cvt_kernels.test_tracing import BLOCK, CALLS, CHANNELS, GRID, LINEAR, ROWS, TOKENS, tensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # of torch.func itself
@@ -65,6 +65,37 @@ def test_rounding_operators_are_vectorized(operator):
 
     with ck.use_backend("native", "reference"):
         torch.testing.assert_close(vmap(f)(x), torch.stack([f(each) for each in x]), rtol=1e-4, atol=1.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "varied"),
+    [
+        ("composed", "weight of a block with rows"),
+        ("float32", "weight"),
+        ("int_mm", "bias"),
+        ("int_mm", "residual"),
+        ("dequantized", "residual"),
+    ],
+)
+@torch.no_grad()
+def test_vectorized_over_other_tensors_than_the_input(backend, varied):
+    """Results that are not vectorized have no room for summands that are."""
+    x, (weight, scales) = tensor(CHANNELS, CHANNELS), ck.quantize_rows(LINEAR.weight)
+    tokens, half = tensor(1, TOKENS, CHANNELS), x.bfloat16()
+
+    def f(values):
+        if varied == "weight of a block with rows":
+            block = BLOCK._replace(proj=LINEAR._replace(weight=values))
+            return ck.transformer_block(tokens, GRID, block, rows=ROWS)
+        if varied == "weight":
+            return ck.linear(half, values.bfloat16())
+        return ck.linear_int8(x, weight, scales[:, 0], **{varied: values[0] if varied == "bias" else values})
+
+    several = tensor(2, CHANNELS, CHANNELS)
+    with ck.use_backend("reference"):
+        expected = torch.stack([f(values) for values in several])
+    with ck.use_backend(backend, "reference"):
+        torch.testing.assert_close(vmap(f)(several), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")

@@ -309,8 +309,7 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     if rows is None:
         return
     checks.check_dtype("position.rows", rows, "(batch, queries)", torch.int64)
-    if rows.device != q.device:
-        raise ValueError(f"position.rows: is on {rows.device}, expected {q.device} as q")
+    checks.check_device("position.rows", rows, "q", q)
     checks.check_rank("position.rows", rows, 2, "(batch, queries)")
     checks.check_shape("position.rows", rows, (batch, queries), "(batch, queries)")
 

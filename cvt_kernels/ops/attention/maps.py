@@ -101,7 +101,9 @@ def attention_map(
 def _check_rows(rows: int | Sequence[int], queries: int) -> list[int]:
     indices = checks.indices("rows", rows)
     if not indices or any(not -queries <= row < queries for row in indices):
-        raise ValueError(f"rows: got {indices}, expected at least one index into {queries} queries")
+        raise ValueError(
+            f"rows: got {checks.shown(indices)}, expected at least one index into {queries} queries"
+        )
     return [row % queries for row in indices]
 
 

@@ -72,9 +72,8 @@ def conv_embedding(
         ("class_token", class_token),
     ):
         if vector is not None:
-            checks.check_float_tensor(name, vector, "(channels,)")
-            checks.check_shape(name, vector, weight.shape[:1], "(channels,)")
-            checks.check_like(name, vector, "image", image, also=() if name == "bias" else (torch.float32,))
+            also = () if name == "bias" else (torch.float32,)
+            checks.check_tensor_like(name, vector, weight.shape[:1], "(channels,)", image, also, "image")
     if image.is_cuda or dispatch.may_be_ours("conv_embedding", image.device.type):
         return dispatch.call("conv_embedding", *args, **settings)
     return _compose(*args, **settings)

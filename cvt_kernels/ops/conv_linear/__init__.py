@@ -74,9 +74,7 @@ def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]
         checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")
         checks.check_like(name, weight, "x", x)
         if bias is not None:
-            checks.check_float_tensor(f"the bias of {name}", bias, "(outputs,)")
-            checks.check_shape(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)")
-            checks.check_like(f"the bias of {name}", bias, "x", x)
+            checks.check_tensor_like(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)", x)
 
 
 def _signature(

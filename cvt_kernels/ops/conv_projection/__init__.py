@@ -212,9 +212,8 @@ def check_settings(name: str, conv: ConvBatchNorm) -> None:
     checks.check_kind(name, conv, ConvBatchNorm)
     checks.check_float_tensor(f"{name}.weight", conv.weight, _WEIGHT)
     checks.check_rank(f"{name}.weight", conv.weight, 4, _WEIGHT)
-    channels, _, _, kernel = conv.weight.shape
-    _check_conv(name, conv, conv.weight.new_empty(0, 0, channels))
-    checks.check_geometry(f"{name}.", kernel, (kernel, kernel), conv.stride, conv.padding, conv.dilation)
+    _check_conv(name, conv, conv.weight.new_empty(0, 0, conv.weight.shape[0]))
+    checks.check_steps(f"{name}.", conv.stride, conv.padding, conv.dilation)
 
 
 def _check_branch(name: str, conv: ConvBatchNorm, x: Tensor, grid: tuple[int, int], training: bool) -> None:

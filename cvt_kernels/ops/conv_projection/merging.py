@@ -30,7 +30,8 @@ def merge_convolutions(convs: Sequence[ConvBatchNorm]) -> ConvBatchNorm:
 
     Raises:
         TypeError: One is no ConvBatchNorm.
-        ValueError: There is none, one has no running statistics, or they differ in channels, stride or grid.
+        ValueError: There is none, one has no running statistics, they differ in channels, stride or grid, or
+            they need a kernel of more than 1024 rows.
     """
     convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
     _check(convs)

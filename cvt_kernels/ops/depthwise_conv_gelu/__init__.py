@@ -92,14 +92,9 @@ def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
 
 def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
     """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` is for the message."""
-    name = f"{prefix}weight"
-    checks.check_float_tensor(name, weight, _WEIGHT)
-    checks.check_shape(name, weight, (channels, 1, 3, 3), _WEIGHT)
-    checks.check_like(name, weight, "x", x)
+    checks.check_tensor_like(f"{prefix}weight", weight, (channels, 1, 3, 3), _WEIGHT, x)
     if bias is not None:
-        checks.check_float_tensor(f"{prefix}bias", bias, "(channels,)")
-        checks.check_shape(f"{prefix}bias", bias, (channels,), "(channels,)")
-        checks.check_like(f"{prefix}bias", bias, "x", x)
+        checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
 
 
 def _signature(

@@ -212,7 +212,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> 
     if torch.jit.is_tracing():
         return dispatch.call_recorded("bias_gelu", x, bias, approximate=approximate)
     _check_last_dim(x)
-    _check_vector("bias", bias, x)
+    checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
     check_approximate(approximate)
     return dispatch.call("bias_gelu", x, bias, approximate=approximate)
 
@@ -261,10 +261,10 @@ def check_layer_norm(
     _check_last_dim(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            _check_vector(prefix + name, tensor, x)
+            checks.check_tensor_like(prefix + name, tensor, x.shape[-1:], "(channels,)", x)
     checks.check_positive("eps", eps)
     if shift is not None:
-        _check_vector("shift", shift, x, also=(torch.float32,))
+        checks.check_tensor_like("shift", shift, x.shape[-1:], "(channels,)", x, (torch.float32,))
 
 
 def check_norm(name: str, norm: Norm, x: Tensor) -> None:
@@ -282,13 +282,7 @@ def _check_last_dim(x: Tensor) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
 
 
-def _check_vector(name: str, tensor: Tensor, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
-    checks.check_float_tensor(name, tensor, "(channels,)")
-    checks.check_shape(name, tensor, x.shape[-1:], "(channels,)")
-    checks.check_like(name, tensor, "x", x, also)
-
-
 def check_approximate(approximate: str) -> None:
     """Raises ValueError unless ``approximate`` names a GELU."""
-    if approximate not in GELU_VARIANTS:
+    if not isinstance(approximate, str) or approximate not in GELU_VARIANTS:
         checks.check_choice("approximate", approximate, GELU_VARIANTS)

@@ -62,9 +62,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if _has_choice(x, weight, bias):
         return dispatch.call("linear", x, weight, bias)
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+    for name, tensor, shape in (
+        ("x", x, "(..., inputs)"),
+        ("weight", weight, "(outputs, inputs)"),
+        ("bias", bias, "(outputs,)"),
+    ):
         if tensor is not None and type(tensor) in _PLAIN:
-            checks.check_tensor(name, tensor, "as of F.linear")
+            checks.check_tensor(name, tensor, shape)
             if type(x) in _PLAIN:
                 checks.check_device(name, tensor, "x", x)
     try:
@@ -256,15 +260,12 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "")
     checks.check_shape(weight_name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     checks.check_like(weight_name, weight, "x", x)
     if bias is not None:
-        checks.check_float_tensor(bias_name, bias, "(outputs,)")
-        checks.check_shape(bias_name, bias, weight.shape[:1], "(outputs,)")
-        checks.check_like(bias_name, bias, "x", x)
+        checks.check_tensor_like(bias_name, bias, weight.shape[:1], "(outputs,)", x)
 
 
 def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, inplace: bool) -> None:
-    checks.check_float_tensor("residual", residual, "(..., outputs)")
-    checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
-    checks.check_like("residual", residual, "x", x)
+    shape = *x.shape[:-1], weight.shape[0]
+    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
     checks.check_flag("inplace", inplace)
     if not inplace:
         return

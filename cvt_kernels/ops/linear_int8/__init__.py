@@ -121,7 +121,7 @@ def gelu_quantize(
     _check_rows(x, scale, dtype)
     check_approximate(approximate)
     if bias is not None:
-        _check_bias(bias, x, x.shape[-1:], "(channels,)")
+        checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
     _check_no_gradient(x, bias)
     return QuantizedRows(*dispatch.call("gelu_quantize", x, bias, **settings))
 
@@ -175,7 +175,8 @@ def linear_int8(
     _check_input(values, x_scales, weight, input_scale)
     check_weight(weight, weight_scale, values)
     if bias is not None:
-        _check_bias(bias, values, weight.shape[:1], "(outputs,)", also=(torch.float32, dtype))
+        also = torch.float32, dtype
+        checks.check_tensor_like("bias", bias, weight.shape[:1], "(outputs,)", values, also)
     if approximate is not None:
         check_approximate(approximate)
     if residual is not None:
@@ -269,14 +270,6 @@ def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "w
     if weight.device != x.device:
         raise ValueError(f"{name}: is on {weight.device}, expected {x.device} as x")
     _check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
-
-
-def _check_bias(
-    bias: Tensor, x: Tensor, shape: tuple[int, ...], meaning: str, also: tuple[torch.dtype, ...] = ()
-) -> None:
-    checks.check_float_tensor("bias", bias, meaning)
-    checks.check_shape("bias", bias, shape, meaning)
-    checks.check_like("bias", bias, "x", x, also)
 
 
 def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:

@@ -13,7 +13,8 @@ from ... import checks, reference
 from ...reference import GeluVariant, QuantizedLinear, QuantizedRows
 from . import MOST_INPUTS, check_format, linear_int8
 
-_MOST_OUTPUTS = 2**24
+_MOST_OUTPUTS = 2**24  # each with a scale and a bias, even without inputs
+_MOST_WEIGHTS = 2**31  # 2 GiB, so that a wrong size does not ask for more memory than there is
 
 
 class QuantizedLayer(nn.Module):
@@ -151,6 +152,14 @@ class QuantizedLayer(nn.Module):
         return None
 
 
+def _check_outputs(name: str, outputs: int, inputs: int) -> None:
+    checks.check_int(name, outputs, 0, _MOST_OUTPUTS)
+    if int(outputs) * int(inputs) > _MOST_WEIGHTS:
+        raise ValueError(
+            f"{name}: got {outputs} of {inputs} inputs, expected {_MOST_WEIGHTS} weights at most"
+        )
+
+
 class LinearInt8(QuantizedLayer):
     """A linear layer whose weight is of 8-bit numbers, and whose input is rounded to such in every call.
 
@@ -174,7 +183,7 @@ class LinearInt8(QuantizedLayer):
         dtype: torch.dtype = torch.int8,
     ):
         checks.check_int("in_features", in_features, 0, MOST_INPUTS)
-        checks.check_int("out_features", out_features, 0, _MOST_OUTPUTS)
+        _check_outputs("out_features", out_features, in_features)
         super().__init__(out_features, in_features, bias, static, dtype)
         self.in_features, self.out_features = int(in_features), int(out_features)
 
@@ -241,11 +250,15 @@ class ConvInt8(QuantizedLayer):
         dtype: torch.dtype = torch.int8,
     ):
         checks.check_int("in_channels", in_channels, 0)
-        checks.check_int("out_channels", out_channels, 0)
         pairs = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
         for name, pair in pairs.items():
             checks.check_pair(name, pair, least=0 if name == "padding" else 1)
-        inputs = in_channels * kernel_size[0] * kernel_size[1]
+        inputs = int(in_channels) * int(kernel_size[0]) * int(kernel_size[1])
+        if inputs > MOST_INPUTS:
+            raise ValueError(
+                f"in_channels and kernel_size: make {inputs} inputs, expected at most {MOST_INPUTS}"
+            )
+        _check_outputs("out_channels", out_channels, inputs)
         super().__init__(out_channels, inputs, bias, static, dtype)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.kernel_size, self.stride, self.padding, self.dilation = (

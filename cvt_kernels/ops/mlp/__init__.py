@@ -84,13 +84,9 @@ def _compose(
 
 def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
-    checks.check_float_tensor("fc2_weight", weight, "(channels, hidden)")
-    checks.check_shape("fc2_weight", weight, (channels, hidden), "(channels, hidden)")
-    checks.check_like("fc2_weight", weight, "x", x)
+    checks.check_tensor_like("fc2_weight", weight, (channels, hidden), "(channels, hidden)", x)
     if bias is not None:
-        checks.check_float_tensor("fc2_bias", bias, "(channels,)")
-        checks.check_shape("fc2_bias", bias, (channels,), "(channels,)")
-        checks.check_like("fc2_bias", bias, "x", x)
+        checks.check_tensor_like("fc2_bias", bias, (channels,), "(channels,)", x)
 
 
 def _signature(

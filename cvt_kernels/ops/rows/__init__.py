@@ -135,9 +135,7 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
 
 
 def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
-    checks.check_float_tensor(name, tensor, _ROWS)
-    checks.check_shape(name, tensor, (*rows.shape, x.shape[2]), _ROWS)
-    checks.check_like(name, tensor, "x", x)
+    checks.check_tensor_like(name, tensor, (*rows.shape, x.shape[2]), _ROWS, x)
 
 
 def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:

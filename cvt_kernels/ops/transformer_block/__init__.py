@@ -104,7 +104,8 @@ def transformer_block(
         return dispatch.call_recorded("transformer_block", x, grid, block, **chosen, inplace=inplace)
     if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
         # Their values are no part of what is remembered of a call.
-        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=scores == "cls")
+        is_cls = isinstance(scores, str) and scores == "cls"
+        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
     key = _key_of(x, grid, block, rows, scores, inplace)
     known = dispatch.known(key)
     if known is None:
@@ -175,7 +176,7 @@ def _compose(
         out = x.copy_(out) if inplace and out is not x else out
     else:
         gathered = gather_rows(x, rows)
-        may_replace = not checks.wants_gradient(gathered, *block.tensors())
+        may_replace = checks.may_change(gathered, *block.tensors())
         out = scatter_rows(x, rows, _finish(y, gathered, block, may_replace), inplace=inplace)
     if scores is None:
         return out
@@ -273,8 +274,7 @@ def _check_rows(rows: Any, x: Tensor) -> None:
     batch, tokens = x.shape[:2]
     if not _are_rows_of(rows, x):
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected ({batch}, 1 to {tokens}) {meaning}")
-    if rows.device != x.device:
-        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+    checks.check_device("rows", rows, "x", x)
 
 
 def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
@@ -371,8 +371,7 @@ def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], meaning: str,
 
 def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
     checks.check_shape(name, tensor, shape, meaning)
-    if tensor.device != x.device:
-        raise ValueError(f"{name}: is on {tensor.device}, expected {x.device} as x")
+    checks.check_device(name, tensor, "x", x)
 
 
 # Registration ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import backends, measure, proofs
@@ -204,6 +205,25 @@ def test_inputs_by_name_and_wrappers():
     assert report.passed, str(report)
     assert report.heading == "CvtForImageClassification, float32 on cpu, inputs 2×3×64×64"
     assert ck.verify(nn.DataParallel(copy.deepcopy(model)), (images(),), rounds=1).passed
+
+
+class Checkpointed(nn.Linear):
+    """A layer that is computed again in its backward; notes the backends that are asked for then."""
+
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x):
+        self.noted.append(backends.requested_backends())
+        return super().forward(x)
+
+
+def test_checkpointing_asks_for_the_same_backends_again():
+    model = Checkpointed(4, 4)
+    model.noted = []
+    verify_module._Run(model, torch.ones(1, 4), ("reference",), ()).train()
+    assert model.noted == [("reference",)] * 2
+    assert backends.requested_backends() == KERNELS_FIRST
 
 
 def test_the_report_is_a_table():

@@ -235,6 +235,11 @@ WRONG = {
     ),
     "pattern": ({"keep_float": ["stage9.*"]}, None, r"keep_float: 'stage9.\*' matches none of the 24 layers"),
     "one name": ({"keep_float": FC2}, None, "keep_float: got the string"),
+    "a long name": (
+        {"keep_float": "y" * 10**5},
+        None,
+        r"keep_float: got the string '.{,80}', expected a sequence",
+    ),
     "nothing": ({"keep_float": ["*"]}, None, "model: none of its 24 layers can be quantized; the first"),
     "dtype": ({"dtype": torch.uint8}, None, "dtype: got torch.uint8, expected torch.int8 or"),
 }

@@ -188,6 +188,7 @@ def test_map_is_computed_in_float32(dtype):
     [
         ({"rows": 9}, r"rows: got \[9\], expected at least one index into 9 queries"),
         ({"rows": ()}, r"rows: got \[\]"),
+        ({"rows": [*range(10**5)]}, r"rows: got .{,80}, expected at least one index into 9 queries"),
         ({"k": make(4, heads=1)}, r"k: got shape \(2, 4, 1, 8\), expected \(2, 4, 3, 8\)"),
         ({"grid": (3, 3)}, "grid: got 3×3 for 4 keys"),
         ({"grid": (2, 2), "query_grid": (2, 3)}, "query_grid: got 2×3 for 9 queries"),

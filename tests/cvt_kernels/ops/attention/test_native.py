@@ -62,6 +62,17 @@ def test_sharp_and_flat_softmax(factor):
     check(*make(1, 50, 600, 2, 64, torch.float32), scale=factor, floor=100.0)
 
 
+def test_wide_heads_are_summed_in_parts():
+    """Products of one sign, whose roundings do not cancel, are as accurate as sums of 32 channels each."""
+    q, k = (torch.rand(1, n, 2, 1).add(0.5).expand(-1, -1, -1, 256) for n in (20, 60))
+    v = torch.randn(1, 60, 2, 256)
+    parts = zip(q.transpose(1, 2).split(32, -1), k.permute(0, 2, 3, 1).split(32, -2), strict=True)
+    scores = sum(queries @ keys for queries, keys in parts) / 16
+    in_parts = (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    exact = reference.attention(q.double(), k.double(), v.double(), scale=1 / 16)
+    assert_accurate(ck.attention(q, k, v, scale=1 / 16), in_parts, exact)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     batch=st.integers(0, 3),

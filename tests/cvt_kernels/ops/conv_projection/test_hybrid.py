@@ -347,6 +347,15 @@ def test_hybrid_mixing_merges_to_9x9():
     assert merged.weight.dtype == merged.bn_bias.dtype == torch.float32
 
 
+def test_what_is_padded_by_more_than_a_small_map_may_be_is_merged():
+    x, convs = make_x((99, 2), 4), (make_conv(4, 3, 100, 1), make_conv(4, 1, 99, 1))
+    expected, y = (
+        ck.conv_projection(x, (99, 2), [branch], training=False)[0]
+        for branch in (convs, ck.merge_convolutions(convs))
+    )
+    torch.testing.assert_close(y, expected)
+
+
 @pytest.mark.parametrize(
     ("convs", "error", "message"),
     [
@@ -368,6 +377,11 @@ def test_hybrid_mixing_merges_to_9x9():
             r"convs\[1\].stride: got 2, expected 1",
         ),
         ((make_conv(6, 3, 1, 1), make_conv(6, 5, 1, 1)), ValueError, r"convs\[1\]: .* different grids"),
+        (
+            (make_conv(6, 3, 600, 600), make_conv(6, 3, 1, 1)),
+            ValueError,
+            "convs: need a kernel of 1201×1201 together, expected 1024 rows at most",
+        ),
     ],
 )
 def test_convolutions_that_cannot_be_merged(convs, error, message):
