@@ -222,7 +222,7 @@ def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    """Says whether a value is an integer whose products and differences do not overflow."""
+    """Says whether a value is an integer, with a sign and enough bits to compute with sizes."""
     if isinstance(value, np.integer):
         return isinstance(value, np.signedinteger) and value.itemsize >= 4
     if isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64):
