@@ -384,8 +384,8 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
 
 def check_corrupt(corrupt: Corrupt) -> None:
     """Raises ValueError unless it is ``"error"`` or ``"skip"``."""
-    if corrupt not in get_args(Corrupt):
-        raise ValueError(f"corrupt: got {corrupt!r}, expected 'error' or 'skip'")
+    if not isinstance(corrupt, str) or corrupt not in get_args(Corrupt):
+        raise ValueError(f"corrupt: got {checks.shown(corrupt)}, expected 'error' or 'skip'")
 
 
 class Batches:
