@@ -30,7 +30,7 @@ CONFIG = of_values("a", 3, {}, CvTConfig, nn.Linear(2, 2))
 MODEL = of_values("a", 3, nn.Linear, CvTConfig())
 BATCHES = of_values(3, "a", [], [1], [()], [(1, 2)], [(None, None)], [torch.ones(1, 3, SIDE, SIDE)])
 PATH = of_values(3, True, {}, ["a"], torch.ones(2))
-AUTOCAST = dtype(optional=True)
+AUTOCAST = optional(dtype())
 
 
 def model(**overrides):
@@ -53,7 +53,7 @@ def fields():
     return {field: getattr(ONE_STAGE, field) for field in ONE_STAGE.__dataclass_fields__}
 
 
-NOTHING = of_values(optional=True)
+NOTHING = optional(of_values())
 WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2))
 FIELDS = {
     int: of_values(*WRONG, True, -1, 1.5, math.nan, 2**70),
@@ -71,7 +71,7 @@ def kind_of(field):
 
 CONFIGURATION = {field: kind_of(field) for field in fields() if field not in ("layer_scale", "head_dim")}
 CONFIGURATION |= {
-    "layer_scale": of_values("a", nn.Linear, True, math.nan, math.inf, optional=True),
+    "layer_scale": optional(of_values("a", nn.Linear, True, math.nan, math.inf)),
     "head_dim": optional(FIELDS[int]),
 }
 CONFIGURATION |= {"token_keep_bounds": of_values("ab", 3, (1,), (0.9, 0.1), (True, 1), ("a", "b"))}
@@ -81,7 +81,7 @@ CALLS = {
     "CvTConfig": Call(fields, CONFIGURATION),
     "CvTFeatures": Call(
         lambda: {"config": ONE_STAGE, "out_indices": (0,)},
-        {"config": CONFIG, "out_indices": of_values("a", 0, (1.5,), (True,), (), (7,), (-2,), optional=True)},
+        {"config": CONFIG, "out_indices": optional(of_values("a", 0, (1.5,), (True,), (), (7,), (-2,)))},
     ),
     "CvTSegmenter": Call(lambda: {"config": model(head="segment").config}, {"config": CONFIG}),
     "create_model": Call(
@@ -92,9 +92,9 @@ CALLS = {
         {
             "model": of_values("a", "", 3, {}, nn.Linear(2, 2)),
             "pretrained": flag(),
-            "checkpoint": of_values(3, True, {}, ["a"], torch.ones(2), optional=True),
+            "checkpoint": optional(of_values(3, True, {}, ["a"], torch.ones(2))),
             "features_only": flag(),
-            "out_indices": of_values("a", 0, (0,), (), optional=True),
+            "out_indices": optional(of_values("a", 0, (0,), ())),
             "overrides": NOTHING,
         },
         lambda overrides, **given: create_model(**given, **overrides),
@@ -119,7 +119,7 @@ CALLS = {
             "mlp": number(-0.1, 1.0, 2),
             "heads": number(-0.1, 1.0, 2),
             "batches": optional(BATCHES),
-            "saliency": choice(optional=True),
+            "saliency": optional(choice()),
         },
     ),
     "evaluate": Call(
@@ -163,7 +163,7 @@ CALLS = {
     ),
     "reset_classifier": Call(
         lambda: {"self": model(), "num_classes": 3, "pool": None},
-        {"num_classes": of_values("a", 1.5, True, -1, [1], 2**40), "pool": choice(optional=True)},
+        {"num_classes": of_values("a", 1.5, True, -1, [1], 2**40), "pool": optional(choice())},
         cvt.CvT.reset_classifier,
     ),
     "set_token_keep": Call(
@@ -185,9 +185,9 @@ CALLS = {
         {
             "model": MODEL,
             "directory": PATH,
-            "labels": strings(optional=True),
-            "image_size": of_values("a", True, 1.5, 0, -1, 2**40, [1], optional=True),
-            "crop_fraction": number(0.0, -0.1, 1.5, optional=True),
+            "labels": optional(strings()),
+            "image_size": optional(of_values("a", True, 1.5, 0, -1, 2**40, [1])),
+            "crop_fraction": optional(number(0.0, -0.1, 1.5)),
         },
     ),
     "from_pretrained": Call(
@@ -202,9 +202,9 @@ CALLS = {
         },
         {
             "pretrained_model_name_or_path": PATH,
-            "revision": of_values(3, True, ["a"], optional=True),
-            "token": of_values(3, ["a"], 1.5, optional=True),
-            "cache_dir": of_values(3, True, ["a"], optional=True),
+            "revision": optional(of_values(3, True, ["a"])),
+            "token": optional(of_values(3, ["a"], 1.5)),
+            "cache_dir": optional(of_values(3, True, ["a"])),
             "force_download": flag(),
             "local_files_only": flag(),
             "overrides": NOTHING,
