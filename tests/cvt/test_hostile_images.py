@@ -82,7 +82,7 @@ def test_long_images_are_cropped_without_the_whole(tmp_path, monkeypatch):
     assert data[0][0].shape == (3, 224, 224)
 
 
-def test_what_is_too_long_is_named(tmp_path, monkeypatch, checkpoint, capsys):
+def test_what_is_too_long_is_named(tmp_path, checkpoint, capsys):
     Image.new("L", (1, 700_000)).save(tmp_path / "long.png")
     Image.new("L", (2**20 + 1, 1)).save(tmp_path / "longer.png")
     assert load_images([tmp_path / "long.png"], upscale=True).shape == (1, 3, 224, 224)
