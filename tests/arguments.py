@@ -31,34 +31,34 @@ class Call(NamedTuple):
     function: Callable[..., Any] | None = None
 
 
-def _kind(values: Callable[[Any], list[Any]], optional: bool) -> Kind:
+def _kind(values: Callable[[Any], list[Any]]) -> Kind:
     def bad(name: str, good: Any) -> Iterator[tuple[Any, str]]:
-        for value in values(good) if optional else [None, *values(good)]:
+        for value in (None, *values(good)):
             yield value, name
 
     return bad
 
 
-def of_values(*values: Any, optional: bool = False) -> Kind:
-    """An argument of which some values are bad, and None unless it is optional."""
-    return _kind(lambda good: list(values), optional)
+def of_values(*values: Any) -> Kind:
+    """An argument of which None and some values are bad."""
+    return _kind(lambda good: list(values))
 
 
-def number(*more: Any, optional: bool = False) -> Kind:
+def number(*more: Any) -> Kind:
     """A finite number; ``more`` are those out of its range."""
     wrong = ("a", True, math.nan, math.inf, -math.inf, [1.0], 1j, torch.ones(2), torch.tensor(True), nn.GELU)
-    return of_values(*wrong, *more, optional=optional)
+    return of_values(*wrong, *more)
 
 
-def positive(optional: bool = False) -> Kind:
+def positive() -> Kind:
     """A positive, finite number."""
-    return number(0, 0.0, -1.0, -1e-5, optional=optional)
+    return number(0, 0.0, -1.0, -1e-5)
 
 
-def integer(*more: Any, optional: bool = False) -> Kind:
+def integer(*more: Any) -> Kind:
     """An integer, which is not negative nor beyond all memory."""
     wrong = ("a", True, 1.5, 1.0, math.nan, math.inf, [1], -1, 2**40, 2**25)
-    return of_values(*wrong, *more, optional=optional)
+    return of_values(*wrong, *more)
 
 
 def flag() -> Kind:
@@ -66,22 +66,20 @@ def flag() -> Kind:
     return of_values("yes", 0, 1, 0.0, [], torch.tensor(True))
 
 
-def choice(optional: bool = False) -> Kind:
+def choice() -> Kind:
     """One of some names."""
-    return of_values("foo", "", 1, True, ["none"], torch.ones(2), np.array(["a", "b"]), optional=optional)
+    return of_values("foo", "", 1, True, ["none"], torch.ones(2), np.array(["a", "b"]))
 
 
-def dtype(optional: bool = False) -> Kind:
+def dtype() -> Kind:
     """A dtype, of floating point or of 8 bits, but never one of these."""
-    return of_values(
-        "float32", 1, [], torch.int64, torch.complex64, torch.bool, np.zeros(2), optional=optional
-    )
+    return of_values("float32", 1, [], torch.int64, torch.complex64, torch.bool, np.zeros(2))
 
 
-def grid(*more: Any, optional: bool = False) -> Kind:
+def grid(*more: Any) -> Kind:
     """A pair (H, W)."""
     wrong = (4, "ab", (2,), (2, 2, 1), (2.0, 2.0), (True, 4), (-2, -2), (0, 4), (math.nan, 1), (2**40, 1))
-    return of_values(*wrong, (None, 2), torch.ones(2), {2: 2}, *more, optional=optional)
+    return of_values(*wrong, (None, 2), torch.ones(2), {2: 2}, *more)
 
 
 def module() -> Kind:
@@ -89,9 +87,9 @@ def module() -> Kind:
     return of_values("a", 3, nn.Linear, torch.ones(2), nn.Linear(2, 2))
 
 
-def strings(optional: bool = False) -> Kind:
+def strings() -> Kind:
     """Several names."""
-    return of_values("a", 3, [1], [None], optional=optional)
+    return of_values("a", 3, [1], [None])
 
 
 def _other_tensors(good: Tensor, first: bool) -> list[Any]:
@@ -109,9 +107,9 @@ def _other_tensors(good: Tensor, first: bool) -> list[Any]:
     return wrong if first else [*wrong, good.to("meta")]
 
 
-def tensor(*shapes: tuple[int, ...], optional: bool = False, first: bool = False) -> Kind:
+def tensor(*shapes: tuple[int, ...], first: bool = False) -> Kind:
     """A tensor; of the bad shapes that are named too. The others are compared with the ``first``."""
-    return _kind(lambda good: _other_tensors(good, first) + [good.new_zeros(s) for s in shapes], optional)
+    return _kind(lambda good: _other_tensors(good, first) + [good.new_zeros(s) for s in shapes])
 
 
 def parts(kinds: dict[str, Kind]) -> Kind:

@@ -74,6 +74,10 @@ def instruction_sets_here() -> tuple[str, ...]:
     return "avx2", *(name for name, flag in names.items() if flag in flags)
 
 
+#: Skips what is compiled for AVX2 where it does not run.
+needs_avx2 = pytest.mark.skipif("avx2" not in instruction_sets_here(), reason="this CPU has no avx2")
+
+
 def run_on_instruction_set(name: str, code: str) -> None:
     """Runs code in a child process that takes the CPU kernels of an instruction set; skips without it.
 

@@ -325,7 +325,7 @@ def why_wrong(place: Path) -> str | None:
 def main(count: int, seed: int) -> None:
     """Reads damaged checkpoints and prints what went wrong, and the memory that it took."""
     with tempfile.TemporaryDirectory() as folder:
-        wrong = longest = 0
+        wrong = longest = memory = 0
         for i, (what, place) in enumerate(mutations(random.Random(seed), Path(folder))):
             if i == count:
                 break

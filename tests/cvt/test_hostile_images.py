@@ -87,7 +87,7 @@ def test_wide_images_take_little_memory():
     assert preprocess(Image.new("RGB", (700_000, 10)), 384, upscale=True).shape == (3, 384, 384)
 
 
-def test_what_is_too_long_is_named(tmp_path, monkeypatch, checkpoint, capsys):
+def test_what_is_too_long_is_named(tmp_path, checkpoint, capsys):
     Image.new("L", (1, 700_000)).save(tmp_path / "long.png")
     Image.new("L", (2**20 + 1, 1)).save(tmp_path / "longer.png")
     assert load_images([tmp_path / "long.png"], upscale=True).shape == (1, 3, 224, 224)

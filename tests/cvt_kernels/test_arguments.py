@@ -39,22 +39,22 @@ def randn(*shape):
     return torch.randn(shape)
 
 
-def vector(**kind):
-    return tensor((3,), (C, C), (), **kind)
+def vector():
+    return tensor((3,), (C, C), ())
 
 
 # Tuples of parameters -------------------------------------------------------------------------------------
 
-MOMENTUM = number(-0.1, 1.5, optional=True)
+MOMENTUM = optional(number(-0.1, 1.5))
 STRIDE, PADDING = integer(0), integer()
 COUNTS = torch.ones(2, dtype=torch.int64), torch.ones(()), torch.tensor(True), torch.tensor(1).to_sparse()
-COUNT = of_values("a", 1, 1.0, True, [1], *COUNTS, optional=True)
-NORM = {"weight": vector(optional=True), "bias": vector(optional=True), "eps": positive()}
-LINEAR = {"weight": tensor((C,), (C, C, 1), (C, 3)), "bias": tensor((3,), (), optional=True)}
+COUNT = optional(of_values("a", 1, 1.0, True, [1], *COUNTS))
+NORM = {"weight": optional(vector()), "bias": optional(vector()), "eps": positive()}
+LINEAR = {"weight": tensor((C,), (C, C, 1), (C, 3)), "bias": optional(tensor((3,), ()))}
 CONV = {
     "weight": tensor((C, 1, 3, 2), (C, 3, 3), (C, 1, 0, 0), (3, 1, 3, 3)),
-    "bn_weight": vector(optional=True),
-    "bn_bias": vector(optional=True),
+    "bn_weight": optional(vector()),
+    "bn_bias": optional(vector()),
     "running_mean": vector(),
     "running_var": vector(),
     "num_batches_tracked": COUNT,
@@ -63,7 +63,7 @@ CONV = {
     "dilation": integer(0),
     "momentum": MOMENTUM,
     "eps": positive(),
-    "process_group": of_values("gloo", 1, True, optional=True),
+    "process_group": optional(of_values("gloo", 1, True)),
 }
 #: Training alone reads the others.
 IN_EVALUATION = {name: CONV[name] for name in CONV if name not in ("num_batches_tracked", "process_group")}
@@ -72,19 +72,19 @@ POSITION = {
     "query_grid": also_named(grid((3, 3)), "table"),
     "key_grid": grid((3, 3)),
     "stride": also_named(integer(0, 3), "table"),
-    "rows": tensor((1, T), (T,), optional=True),
+    "rows": optional(tensor((1, T), (T,))),
 }
 QUANTIZED_ROWS = {"values": tensor((3, 3)), "scales": tensor((3,))}
 QUANTIZED = {
     "weight": tensor((C,), (C, 3)),
     "weight_scale": tensor((3,), ()),
-    "bias": tensor((3,), (), optional=True),
-    "input_scale": tensor((3,), optional=True),
+    "bias": optional(tensor((3,), ())),
+    "input_scale": optional(tensor((3,))),
 }
-DEPTHWISE = {"weight": tensor((C, 1, 3, 2), (C, 3, 3)), "bias": tensor((3,), (), optional=True)}
+DEPTHWISE = {"weight": tensor((C, 1, 3, 2), (C, 3, 3)), "bias": optional(tensor((3,), ()))}
 REDUCTION = {
     "weight": tensor((C, C, 2, 1), (C, C), (C, C, 0, 0), (C, C, 9, 9)),
-    "bias": tensor((3,), optional=True),
+    "bias": optional(tensor((3,))),
     "norm": parts(NORM),
 }
 HEADS_OF = integer(0, 3)
@@ -93,7 +93,7 @@ PYRAMID = {
     "linears": each(parts(LINEAR), (), (1, 2, 3)),
     "reduction": optional(parts(REDUCTION)),
     "num_heads": HEADS_OF,
-    "scale": number(optional=True),
+    "scale": optional(number()),
     "proj": parts(LINEAR),
     "norm2": parts(NORM),
     "fc1": parts(LINEAR),
@@ -106,7 +106,7 @@ BLOCK = {
     "convs": each(parts(IN_EVALUATION), ()),
     "linears": each(parts(QUANTIZED), (), (1, 2, 3)),
     "num_heads": HEADS_OF,
-    "scale": number(optional=True),
+    "scale": optional(number()),
     "proj": parts(LINEAR),
     "norm2": parts(NORM),
     "fc1": parts(LINEAR),
@@ -189,17 +189,17 @@ def of_map():
 X, XL = tensor((), (0,), first=True), tensor((), first=True)
 TOKENS = tensor((), (C,), (B, C), first=True)
 WEIGHT = tensor((C,), (C, C, 1), (C, 3))
-BIAS = tensor((3,), (C, C), optional=True)
+BIAS = optional(tensor((3,), (C, C)))
 ROWS = tensor((B,), (3, 3))
 EPS = positive()
-INT8 = {"scale": tensor((3,), optional=True), "dtype": dtype()}
+INT8 = {"scale": optional(tensor((3,))), "dtype": dtype()}
 HEADS_SHAPE = (T, HEADS, 4)
 ATTENTION = {
     "q": tensor(HEADS_SHAPE, (B, 0, HEADS, 4), (B, T, 0, 4), first=True),
     "k": tensor(HEADS_SHAPE, (B, T, HEADS, 3)),
     "v": tensor(HEADS_SHAPE, (B, T, HEADS, 3), (1, T, HEADS, 4)),
-    "scale": number(optional=True),
-    "bias": tensor((3,), (T, 3), optional=True),
+    "scale": optional(number()),
+    "bias": optional(tensor((3,), (T, 3))),
     "position": optional(parts(POSITION)),
 }
 CONVS = each(parts(IN_EVALUATION), (), [()])
@@ -216,8 +216,8 @@ CALLS = {
             | {"residual": randn(B, T, C), "weight": randn(C), "bias": randn(C), "eps": 1e-5}
             | {"dtype": None}
         ),
-        {"x": X, "residual": tensor((C,), (B, T, 3)), "weight": vector(optional=True)}
-        | {"bias": vector(optional=True), "eps": EPS, "dtype": dtype(optional=True)},
+        {"x": X, "residual": tensor((C,), (B, T, 3)), "weight": optional(vector())}
+        | {"bias": optional(vector()), "eps": EPS, "dtype": optional(dtype())},
     ),
     "attention": Call(
         lambda: of_attention() | {"dropout_p": 0.0}, {**ATTENTION, "dropout_p": number(-0.1, 1.0, 2)}
@@ -226,7 +226,7 @@ CALLS = {
         of_map,
         {name: kind for name, kind in ATTENTION.items() if name != "v"}
         | {"rows": of_values("a", 1.5, [1.5], [], [T], -T - 1, [True], torch.ones(2), [None], ["a"])}
-        | {"grid": grid((3, 3), optional=True), "query_grid": grid((3, 3), optional=True)},
+        | {"grid": optional(grid((3, 3))), "query_grid": optional(grid((3, 3)))},
     ),
     "bias_gelu": Call(
         lambda: tokens() | {"bias": randn(C), "approximate": "none"},
@@ -270,7 +270,7 @@ CALLS = {
             | {"eps": 1e-5, "dtype": None}
         ),
         {"x": TOKENS, "rows": ROWS, "branch": tensor((B, 2, C), (C,)), "weight": BIAS, "bias": BIAS}
-        | {"eps": EPS, "dtype": dtype(optional=True)},
+        | {"eps": EPS, "dtype": optional(dtype())},
     ),
     "gather_rows": Call(lambda: tokens() | {"rows": rows()}, {"x": TOKENS, "rows": ROWS}),
     "gelu": Call(
@@ -292,7 +292,7 @@ CALLS = {
         lambda: (
             tokens() | {"weight": randn(C), "bias": randn(C), "eps": 1e-5, "dtype": None, "shift": randn(C)}
         ),
-        {"x": X, "weight": BIAS, "bias": BIAS, "eps": EPS, "dtype": dtype(optional=True), "shift": BIAS},
+        {"x": X, "weight": BIAS, "bias": BIAS, "eps": EPS, "dtype": optional(dtype()), "shift": BIAS},
     ),
     "layer_norm_gelu": Call(
         lambda: tokens() | {"weight": randn(C), "bias": randn(C), "eps": 1e-5, "approximate": "none"},
@@ -306,9 +306,9 @@ CALLS = {
             | {"approximate": "none", "shift": randn(C)}
         ),
         # The two vectors of LayerNorm are called weight and bias in messages.
-        {"x": X, "norm_weight": vector(optional=True), "norm_bias": vector(optional=True)}
-        | {"fc1_weight": tensor((C,), (3, 3)), "fc1_bias": tensor((C,), optional=True)}
-        | {"fc2_weight": tensor((C,), (3, 3)), "fc2_bias": tensor((3,), optional=True)}
+        {"x": X, "norm_weight": optional(vector()), "norm_bias": optional(vector())}
+        | {"fc1_weight": tensor((C,), (3, 3)), "fc1_bias": optional(tensor((C,)))}
+        | {"fc2_weight": tensor((C,), (3, 3)), "fc2_bias": optional(tensor((3,)))}
         | {"eps": EPS, "approximate": choice(), "shift": BIAS},
     ),
     "layer_norm_quantize": Call(
@@ -345,8 +345,8 @@ CALLS = {
             | {"approximate": None, "residual": randn(B, T, C)}
             | {"dtype": None}
         ),
-        {"x": XL, **QUANTIZED, "approximate": choice(optional=True)}
-        | {"residual": tensor((C,), (B, T, 3), optional=True), "dtype": dtype(optional=True)},
+        {"x": XL, **QUANTIZED, "approximate": optional(choice())}
+        | {"residual": optional(tensor((C,), (B, T, 3))), "dtype": optional(dtype())},
     ),
     "linear_int8 of rows": Call(
         lambda: {
@@ -368,7 +368,7 @@ CALLS = {
             {"model": create_model(ONE_STAGE).eval(), "calibration": None, "scheme": "dynamic"}
             | {"keep_float": (), "embeddings": False, "dtype": torch.int8, "progress": False}
         ),
-        {"model": module(), "calibration": of_values(3, True, [], ["a"], torch.ones(2), optional=True)}
+        {"model": module(), "calibration": optional(of_values(3, True, [], ["a"], torch.ones(2)))}
         | {"scheme": choice(), "keep_float": strings(), "embeddings": flag(), "dtype": dtype()}
         | {"progress": flag()},
     ),
@@ -384,7 +384,7 @@ CALLS = {
             "x": TOKENS,
             "rows": ROWS,
             "values": tensor((B, 2, C)),
-            "branch": tensor((C,), optional=True),
+            "branch": optional(tensor((C,))),
             **INPLACE,
         },
     ),
@@ -392,8 +392,8 @@ CALLS = {
         lambda: tokens() | {"grid": GRID, "block": block(), "rows": rows(), "scores": None, "inplace": False},
         {"x": TOKENS, "grid": grid((3, 3), [H, W]), "block": parts(BLOCK)}
         | {
-            "rows": tensor((B,), (3, 3), (B, T + 1), optional=True),
-            "scores": choice(optional=True),
+            "rows": optional(tensor((B,), (3, 3), (B, T + 1))),
+            "scores": optional(choice()),
             **INPLACE,
         },
     ),
@@ -418,7 +418,7 @@ CALLS = {
     ),
     "LinearInt8.from_float": Call(
         lambda: {"linear": nn.Linear(2, 2), "input_scale": None, "dtype": torch.int8},
-        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "input_scale": positive(optional=True)}
+        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "input_scale": optional(positive())}
         | {"dtype": dtype()},
         ck.LinearInt8.from_float,
     ),

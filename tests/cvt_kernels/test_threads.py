@@ -198,7 +198,8 @@ def test_threads_at_once():
 
 
 def test_replacements_wait_for_each_other():
-    before, inside, go_on = backends.implementations, threading.Event(), threading.Event()
+    before = backends.implementations
+    inside, entered, go_on = (threading.Event() for _ in range(3))
 
     def first():
         with backends.replaced(lambda operator, backend, implementation: implementation):
@@ -207,13 +208,16 @@ def test_replacements_wait_for_each_other():
 
     def second():
         with backends.replaced(lambda operator, backend, implementation: implementation):
-            pass
+            entered.set()
 
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(first)]
         assert inside.wait(60)
         tasks.append(pool.submit(second))
-        go_on.set()
+        try:
+            assert not entered.wait(0.3)  # as long as the first is inside
+        finally:
+            go_on.set()
         for task in tasks:
             task.result(timeout=60)
     assert backends.implementations is before

@@ -92,6 +92,7 @@ from cvt.commands.compile import jobs
 
 folder, photo, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 tempfile.tempdir = folder
+signal.signal(number, signal.SIG_DFL)  # under nohup it is ignored, which commands leave as it is
 handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
 
 def end(*args, **kwargs):

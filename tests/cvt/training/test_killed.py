@@ -95,12 +95,16 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
         child = os.fork()
         if child == 0:
-            with locked(tmp_path):
-                reader = os.fork()
-                signal.alarm(60)  # if this test should die
-                if reader:
-                    os.write(started, str(reader).encode())
-                signal.pause()
+            try:
+                with locked(tmp_path):
+                    reader = os.fork()
+                    signal.alarm(60)  # if this test should die
+                    if reader:
+                        os.write(started, str(reader).encode())
+                    signal.pause()
+            finally:
+                os._exit(1)  # where locking fails, this is no second run of the tests
+    os.close(started)
     reader = int(os.read(ready, 20))
     try:
         with pytest.raises(

@@ -67,7 +67,8 @@ def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, 
     return gradients(out, q, k, v, *biases) if grad else out
 
 
-def attend_by_position(rows=None, *, tokens=0, grid=(3, 5), key_grid=(2, 3), heads=2):
+def attend_by_position(rows=None, *, tokens=0):
+    grid, key_grid, heads = (3, 5), (2, 3), 2
     queries = tokens + grid[0] * grid[1] if rows is None else rows.shape[1]
     keys = tokens + key_grid[0] * key_grid[1]
     q, k, v = (randn(2, n, heads, 7, grad=True) for n in (queries, keys, keys))
@@ -141,10 +142,10 @@ def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT
     )  # fmt: skip
 
 
-def convolve_and_activate(grid, channels, dtype=FLOAT32, batch=2):
+def convolve_and_activate(grid, channels, dtype=FLOAT32):
     x, weight, bias = (
         randn(*shape, dtype=dtype, grad=True)
-        for shape in ((batch, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
+        for shape in ((2, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
     )
     return gradients(ck.depthwise_conv_gelu(x, grid, weight, bias), x, weight, bias)
 

@@ -42,7 +42,7 @@ def models():
 
 @pytest.mark.parametrize(
     ("dtype", "train", "batch_size"),
-    [("bfloat16", False, 2), ("float32", True, 1), ("bfloat16", True, 2)],  # of training, a forward too
+    [("bfloat16", False, 2), ("float32", True, 1), ("bfloat16", True, 2)],  # training has a forward too
 )
 def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
     questions = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}

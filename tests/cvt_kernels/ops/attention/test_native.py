@@ -13,7 +13,7 @@ from tests.checks import (
     assert_accurate,
     compiler,
     every_instruction_set,
-    instruction_sets_here,
+    needs_avx2,
     not_built,
     recorded_operators,
     remember_verdict,
@@ -229,10 +229,16 @@ def test_other_instruction_sets(name):
 
 @pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.skipif("avx2" not in instruction_sets_here(), reason="this CPU has no avx2")
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    """Those with tiles are run as a part of the transformer block."""
-    run_sanitized("attention", tmp_path, "-mavx2 -mfma -mf16c -DKERNELS_PAIRS")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("-mavx2 -mfma -mf16c -DKERNELS_PAIRS", marks=needs_avx2),
+        "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES",
+    ],
+)
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
+    """Without any instruction set, all but float64 and biases are run as a part of the transformer block."""
+    run_sanitized("attention", tmp_path, flags)
 
 
 def test_triton_and_the_extension_register_side_by_side():
