@@ -1,5 +1,6 @@
 """Triton's interpreter, made quicker for tests."""
 
+import numpy
 from triton import language
 from triton.runtime import interpreter
 
@@ -29,3 +30,29 @@ def patch_once_per_launch() -> None:
 
     interpreter.GridExecutor.__call__ = launch_anew
     interpreter.InterpretedFunction.__call__ = call
+
+
+def patch_types() -> None:
+    """Lets the interpreter remember what it makes of types, which it makes anew at every operation."""
+    of_numpy, make = interpreter._get_np_dtype, language.block_type.__init__
+    dtypes: dict[str, numpy.dtype] = {}
+    blocks: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def numpy_dtype(dtype):
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = of_numpy(dtype)
+        return dtypes[name]
+
+    def make_once(self, element_ty, shape):
+        key = (element_ty.name, *shape)
+        if any(type(size) is not int for size in shape):
+            make(self, element_ty, shape)
+        elif key not in blocks:
+            make(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        else:
+            vars(self).update(blocks[key], element_ty=element_ty)
+
+    interpreter._get_np_dtype = numpy_dtype
+    language.block_type.__init__ = make_once
