@@ -19,8 +19,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Everything CI runs: linters, the tests and a smoke test of the benchmarks, side by side. There is one more worker than
-# processors, since some tests wait; files with few but long tests are not left to the end, as --dist loadfile would.
+# Linters, the tests and a smoke test of the benchmarks, side by side, within 10 minutes on 2 processors. The tests have one
+# more worker than processors, since some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
@@ -32,7 +32,7 @@ suite: $(INSTALLED)
 smoke: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q
 
-# The loops of the CPU kernels with AddressSanitizer and UBSan: after an edit in csrc/.
+# The loops of the CPU kernels with AddressSanitizer and UBSan, which take too long for make test: after an edit in csrc/.
 sanitize: $(INSTALLED)
 	$(PYTEST) -m sanitized
 
