@@ -22,7 +22,8 @@ demo: $(INSTALLED)
 # Linters, the tests and a smoke test of the benchmarks, side by side, within 10 minutes on 2 processors. The tests have one
 # more worker than processors, since some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Processes that tests start find compiled modules, even on a machine that is told to write none.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 

@@ -32,8 +32,15 @@ def patch_once_per_launch() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
+def patch_overflow() -> None:
+    """Lets the interpreter not ask whether integers overflow: only its debug mode looks at the answers."""
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    assert not options.debug
+    interpreter.interpreter_builder.options = options
+
+
 def patch_types() -> None:
-    """Lets the interpreter remember what it makes of types, which it makes anew at every operation."""
+    """Lets the interpreter remember what it makes of types and shapes, anew at every operation."""
     of_numpy, make = interpreter._get_np_dtype, language.block_type.__init__
     dtypes: dict[str, numpy.dtype] = {}
     blocks: dict[tuple[object, ...], dict[str, object]] = {}
@@ -54,5 +61,17 @@ def patch_types() -> None:
         else:
             vars(self).update(blocks[key], element_ty=element_ty)
 
+    make_tensor = language.tensor.__init__
+    shapes: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def make_tensor_once(self, handle, type):
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            make_tensor(self, handle, type)
+            shapes[shape] = {"shape": self.shape, "numel": self.numel}
+        else:
+            vars(self).update(shapes[shape], handle=handle, type=type, dtype=type.scalar)
+
     interpreter._get_np_dtype = numpy_dtype
     language.block_type.__init__ = make_once
+    language.tensor.__init__ = make_tensor_once
