@@ -64,13 +64,13 @@ def patch_types() -> None:
     make_tensor = language.tensor.__init__
     shapes: dict[tuple[object, ...], dict[str, object]] = {}
 
-    def make_tensor_once(self, handle, type):
-        shape = tuple(type.shape) if type.is_block() else ()
+    def make_tensor_once(self, handle, kind):
+        shape = tuple(kind.shape) if kind.is_block() else ()
         if shape not in shapes:
-            make_tensor(self, handle, type)
+            make_tensor(self, handle, kind)
             shapes[shape] = {"shape": self.shape, "numel": self.numel}
         else:
-            vars(self).update(shapes[shape], handle=handle, type=type, dtype=type.scalar)
+            vars(self).update(shapes[shape], handle=handle, type=kind, dtype=kind.scalar)
 
     interpreter._get_np_dtype = numpy_dtype
     language.block_type.__init__ = make_once
