@@ -130,9 +130,12 @@ def accesses(row, kind):
     return {instructions.access_bytes(name) for name in row["resources"][kind]}
 
 
-# The last stage has a class token, the narrowest tiles and most of the blocks. All shapes, types and GPUs
-# take minutes: cvt compile --arch sm_80 sm_90 sm_100.
-@pytest.mark.parametrize(("arch", "dtype", "stages"), [("sm_90", "bfloat16", "3")])
+# The last stage has a class token, the narrowest tiles and most of the blocks. All shapes and types take
+# minutes: cvt compile --arch sm_80 sm_90 sm_100.
+@pytest.mark.parametrize(
+    ("arch", "dtype", "stages"),
+    [("sm_90", "bfloat16", "3"), ("sm_100", "bfloat16", "1")],
+)
 def test_conv_projection(compile_ahead, arch, dtype, stages):
     _, rows = compile_ahead(
         "--operator", "conv_projection", "--arch", arch, "--dtype", dtype, "--stage", *stages
