@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import cases, commands, files, judge
+from . import cases, commands, files, judge, raw
 from .worker import Answer, Ask
 
 
@@ -17,6 +17,8 @@ def asking(*, triton: bool = False) -> Ask:
             warnings.simplefilter("ignore")
             if case.subject == "commands":
                 return commands.judge(case)
+            if case.subject == "raw":
+                return raw.judge(case)
             if case.subject == "files":
                 return files.judge(case)
             return judge.judge(case, triton=triton)
