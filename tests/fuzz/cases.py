@@ -20,7 +20,13 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "files": files.CHOICES,
 }
 _SIMPLEST = 0.4  # how often a setting is the simplest, whatever the others
-_RARE = {"autocast": 0.9, "parameters": 0.7, "layout": 0.5, "values": 0.5, "operator": 0.0}  # how often these are
+_RARE = {
+    "autocast": 0.9,
+    "parameters": 0.7,
+    "layout": 0.5,
+    "values": 0.5,
+    "operator": 0.0,
+}  # how often these are
 
 
 class Case(NamedTuple):

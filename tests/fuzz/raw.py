@@ -167,7 +167,17 @@ def _conv_projection_gradients(draw: _Draw) -> list[Any]:
     statistics = [t for i in range(0, len(norms), 3) for t in (norms[i], *norms[i : i + 3])]
     arguments = [x, height, width, weights, statistics, geometry, eps]
     douts = draw.ops.conv_projection_inference(*arguments)
-    return [douts, x, height, width, weights, norms, geometry, eps, [draw.source.choice((0, 1))] * len(weights)]
+    return [
+        douts,
+        x,
+        height,
+        width,
+        weights,
+        norms,
+        geometry,
+        eps,
+        [draw.source.choice((0, 1))] * len(weights),
+    ]
 
 
 def _depthwise(draw: _Draw) -> list[Any]:
@@ -354,6 +364,8 @@ def _mutated_leaf(kind: str, source: random.Random, value: Any, leaves: list[Any
         return value
     if kind == "shape":
         return _shaped(source, value)
+    if value.numel() > 2**20:  # of one number, which copies would need memory for
+        return value
     if kind == "dtype":
         return value.to(source.choice(_DTYPES))
     if kind == "layout":
@@ -363,14 +375,20 @@ def _mutated_leaf(kind: str, source: random.Random, value: Any, leaves: list[Any
     if kind == "device":
         return value.to("meta")
     assert kind == "alias"
-    others = [t for t in leaves if isinstance(t, Tensor) and t.numel() >= value.numel() and t.dtype == value.dtype]
+    others = [
+        t
+        for t in leaves
+        if isinstance(t, Tensor) and value.numel() <= t.numel() <= 2**20 and t.dtype == value.dtype
+    ]
     return source.choice(others).reshape(-1)[: value.numel()].reshape(value.shape)
 
 
 def _mutate(kind: str, source: random.Random, arguments: list[Any]) -> list[Any]:
     leaves, spec = pytree.tree_flatten(arguments)
     is_tensor = kind not in ("number", "grid", "list", "absent")
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) == is_tensor and leaf is not None]
+    places = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) == is_tensor and leaf is not None
+    ]
     if kind == "grid":  # two numbers whose product wraps around
         places = [i for i in range(len(leaves) - 1) if type(leaves[i]) is type(leaves[i + 1]) is int]
     if kind == "list":
@@ -393,9 +411,16 @@ def _mutate(kind: str, source: random.Random, arguments: list[Any]) -> list[Any]
         inverse = product * pow(odd, -1, 2**64) % 2**64
         pairs += [(odd, inverse - 2**64 if inverse > _MOST else inverse)] * 3
         leaves[place], leaves[place + 1] = source.choice(pairs)
+        if source.random() < 0.5:  # tokens that such a product seems to be the number of
+            wrapped = leaves[place] * leaves[place + 1] % 2**64
+            leaves = [_of_tokens(leaf, wrapped) for leaf in leaves]
     else:
         leaves[place] = _mutated_leaf(kind, source, leaves[place], leaves)
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _of_tokens(value: Any, tokens: int) -> Any:
+    return value[:, :tokens] if isinstance(value, Tensor) and value.ndim == 3 else value
 
 
 _MUTATIONS = (
@@ -500,7 +525,15 @@ def _expected(overload: Any, arguments: list[Any]) -> list[Tensor] | None:
         return [arguments[0].to("meta")]
     try:
         results = overload(*pytree.tree_map_only(Tensor, lambda t: t.to("meta"), arguments))
-    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AttributeError, AssertionError):
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        ZeroDivisionError,
+        AttributeError,
+        AssertionError,
+    ):
         return None
     return [t for t in pytree.tree_leaves(results) if t is not None]
 
@@ -524,7 +557,9 @@ def _before_guard_pages(arguments: list[Any], written: list[bool]) -> list[Any]:
 
     Those that are not written to are in memory that cannot be.
     """
-    writable = {_place(t) for t in pytree.tree_leaves([a for a, w in zip(arguments, written, strict=False) if w])}
+    writable = {
+        _place(t) for t in pytree.tree_leaves([a for a, w in zip(arguments, written, strict=False) if w])
+    }
     made: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:

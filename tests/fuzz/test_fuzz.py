@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from cvt.commands.process import run_command
 from cvt_kernels import backends, reference
 from tests.checks import not_built
-from tests.fuzz import campaign, cases, commands, files, subjects, world
+from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
 from tests.fuzz.__main__ import main
 from tests.fuzz.worker import Answer, Worker
 
@@ -66,7 +67,19 @@ def test_cases_that_failed_once(line):
 
 
 def test_every_operator_has_cases():
-    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files"}
+    assert set(cases.CHOICES) == {*backends.OPERATORS, "raw", "commands", "files"}
+
+
+def test_raw_operators():
+    answers = {line: ask(line) for line in (f"raw:{seed}" for seed in range(200))}
+    assert {line: answer.flaws for line, answer in answers.items() if answer.flaws} == {}
+    if not not_built():
+        assert 50 < sum(answer.served > 0 for answer in answers.values()) < 150
+
+
+def test_every_raw_operator_has_cases():
+    schemas = Path(__file__).parents[2].joinpath("csrc/module.cpp").read_text(encoding="utf-8")
+    assert set(raw.CHOICES["operator"]) == {*re.findall(r'"(\w+)\(Tensor', schemas)}
 
 
 def test_commands_and_files():

@@ -257,7 +257,9 @@ def test_opcheck():
         (ops.gelu_backward, (residual, x, None, "none")),
     ):
         torch.library.opcheck(op.default, args)
-    with pytest.raises(RuntimeError, match="with_dbranch: got true, expected false: the branch has the dtype of its sum"):
+    with pytest.raises(
+        RuntimeError, match="with_dbranch: got true, expected false: the branch has the dtype of its sum"
+    ):
         ops.layer_norm_backward(residual, x, x, mean, rstd, None, bias, "identity", True)
 
 
@@ -306,7 +308,10 @@ def test_operators_check_what_they_would_read():
         ),
         (lambda: ops.gelu(x.long(), None, "none"), "gelu: x: got int64, expected float64, float32"),
         (lambda: ops.gelu(x, None, "relu"), "activation: got 'relu'"),
-        (lambda: ops.gelu_backward(x.half(), x, None, "none"), "dout: got float16 .*, expected the dtype of x"),
+        (
+            lambda: ops.gelu_backward(x.half(), x, None, "none"),
+            "dout: got float16 .*, expected the dtype of x",
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()
