@@ -28,8 +28,9 @@ from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, path_text, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
 from .onnx_nodes import with_nodes
+from .paths import add_json_argument, output_path, reporting
 
 FORMATS = ("pt2", "onnx")
 #: Largest accepted difference of the logits, relative to the largest logit.
@@ -45,14 +46,19 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--output", type=path_text, required=True, metavar="FILE")
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE")
+    add_json_argument(parser, "what the file takes and gives, and its largest difference from the model")
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
-    difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+        difference = export(loaded.model, file, arguments.format, image_size=size, progress=True)
+        given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
+        report_json({**given, "image_size": size, "classes": config.num_classes, "difference": difference})
     sides = f", {size}, {size}" if config.head == "segment" else ""
     line = (
         f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "

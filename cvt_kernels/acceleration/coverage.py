@@ -29,7 +29,7 @@ class BlockCoverage(NamedTuple):
         backends: Operator → the backends that serve it on the block's device, with gradients if the block is
             in training mode and has parameters that require one. Under ``auto`` they are those of this
             machine's verdicts on all shapes and dtypes, the most frequent first, such as
-            ``"native or reference"``; ``"not proven yet"`` if the first call will decide. ``"none"`` if no
+            ``"native or reference"``; ``"not used yet"`` if the first call will decide. ``"none"`` if no
             requested backend can serve.
         reason: Says why it is not fused; None if it is.
     """
@@ -181,4 +181,4 @@ def _backends(operator: str, calls: Calls) -> dict[str, int]:
     if backends.requested_backends() != ("auto",):
         return {"none": 0}
     name = dispatch.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
-    return {name or "not proven yet": 0}
+    return {name or "not used yet": 0}

@@ -553,11 +553,11 @@ def test_coverage_under_auto_tells_verdicts(proving):
     def served():
         return ck.coverage(model.eval())[2].backends, ck.coverage(model.train())[2].backends
 
-    built = "reference" if not_built() else "not proven yet"
+    built = "reference" if not_built() else "not used yet"
     with ck.use_backend("auto"):
         evaluation, training = served()
-        assert evaluation == {"conv_projection": built, "attention": "not proven yet"}
-        assert training == {"conv_projection": built, "attention": "not proven yet"}
+        assert evaluation == {"conv_projection": built, "attention": "not used yet"}
+        assert training == {"conv_projection": built, "attention": "not used yet"}
         remember_attention("sdpa", 16)
         remember_attention("native", 64)
         remember_attention("native", 256)
@@ -608,7 +608,7 @@ def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypat
     for mode in (True, False):
         served = {name for row in ck.coverage(fused.train(mode)) for name in row.backends.values()}
         assert served
-        assert "not proven yet" not in served
+        assert "not used yet" not in served
     monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question} again"))
     backends.forget()
     step(expected, images())
@@ -649,7 +649,7 @@ def test_coverage_prints_the_backends_of_every_operator_once(proving):
         assert "  attention: native (3 kinds of call), sdpa (1)" in lines
         assert len(lines) == len({line.split(":")[0] for line in lines}) == 5
         if not not_built():
-            assert "  layer_norm: not proven yet" in lines
+            assert "  layer_norm: not used yet" in lines
         model.stage2.train()
         both = {heading: lines for heading, *lines in backends_printed(model)}
     assert list(both) == ["served on cpu, forward, by", "served on cpu, forward+backward, by"]
