@@ -34,6 +34,21 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
         TypeError: ``model`` is not a module.
         ValueError: There is no such block.
     """
+    found = blocks_in(model)
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
+            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
+        )
+    return found
+
+
+def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
+    """Returns what :func:`find_blocks` does, or an empty list.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
     check_module(model)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []
@@ -41,11 +56,6 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
         entry = recognize(module, parents.get(id(module)))
         if entry is not None:
             found.append((path, module, entry))
-    if not found:
-        raise ValueError(
-            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
-            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
-        )
     return found
 
 

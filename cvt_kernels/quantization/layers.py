@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..acceleration.fused import why_must_be_called
-from ..acceleration.matching import find_blocks, why_mismatched
+from ..acceleration.matching import blocks_in, why_mismatched
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 
@@ -34,10 +34,10 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no block of a CvT, or no such layer in them.
+        ValueError: It has no block of a CvT with such a layer.
     """
     found, channels = [], None
-    for path, block, entry in find_blocks(model):
+    for path, block, entry in blocks_in(model):
         reason = why_mismatched(block, entry)
         for name in entry.layers:
             module = block._modules.get(name)
@@ -52,7 +52,10 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
             where = f"{path}.{name}" if path else name
             found.append(Layer(where, module, reason or why_not(module)))
     if not found:
-        raise ValueError(f"model: {type(model).__name__} has no linear layer in a block of a CvT")
+        raise ValueError(
+            f"model: {type(model).__name__} has no block of a CvT with linear layers, expected a CvT of cvt, "
+            "of transformers (CvtModel, CvtForImageClassification) or Microsoft's, or a model with such in it"
+        )
     return found
 
 
