@@ -16,7 +16,7 @@ from torch import nn
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import glpn, huggingface, microsoft, ours, pvt, segformer
-from .entries import BlockEntry, BypassedPart
+from .entries import BlockEntry, BypassedPart, why_another_class
 from .fused import is_watched, patch_of, why_must_be_called
 
 _PYRAMIDS = segformer, pvt, glpn
@@ -183,8 +183,7 @@ def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | Non
         return None
     kinds = [k for k in part.kinds if k is not NoneType]
     expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in kinds)
-    actual = "missing" if module is None else f"a {kind.__qualname__}"
-    return f"is {actual}, expected {expected}"
+    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
 
 
 def is_named(kind: type, names: Collection[Any]) -> bool:

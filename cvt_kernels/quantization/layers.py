@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..acceleration.entries import why_another_class
 from ..acceleration.fused import why_must_be_called
 from ..acceleration.matching import blocks_in, why_mismatched
 from ..ops.linear_int8 import MOST_INPUTS
@@ -61,13 +62,13 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
 
 def _why_no_plain_linear(module: Any) -> str | None:
     if type(module) is not nn.Linear:
-        return f"is a {type(module).__qualname__}, expected nn.Linear"
+        return why_another_class(module, "nn.Linear")
     return why_must_be_called(module) or _why_weight_unsupported(module.weight)
 
 
 def _why_no_plain_convolution(module: Any) -> str | None:
     if type(module) is not nn.Conv2d:
-        return f"is a {type(module).__qualname__}, expected nn.Conv2d"
+        return why_another_class(module, "nn.Conv2d")
     if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
         return "is not a dense convolution padded by a number of zeros"
     return why_must_be_called(module) or _why_weight_unsupported(module.weight)

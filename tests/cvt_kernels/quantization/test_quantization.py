@@ -167,11 +167,16 @@ def test_other_layers_stay_and_are_listed_with_the_reason(model):
     weight_norm(block.mlp.fc1)
     block.mlp.fc2.register_forward_hook(lambda *_: None)
     block.attn.proj = nn.Sequential(block.attn.proj)
+    block.attn.proj_q.__class__ = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     stay = {row.path.rpartition(".")[2]: row for row in ck.quantize(model) if row.scheme == "float"}
     assert stay["fc1"].reason == "is a ParametrizedLinear, expected nn.Linear"
     assert stay["fc2"].reason == "has forward hooks"
     assert stay["proj"].reason == "is a Sequential, expected nn.Linear"
-    assert len(stay) == 3
+    assert stay["proj_q"].reason == (
+        "is a peft.tuners.lora.layer.Linear, expected nn.Linear; merge_and_unload() of the model with "
+        "adapters puts plain layers back"
+    )
+    assert len(stay) == 4
 
 
 def test_a_block_of_another_forward_stays():
