@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import re
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built, record_all_calls, record_calls, remember_verdict
 from tests.conftest import DATA
 from tests.upstream import (
+    PYRAMIDS,
     RANDOM,
     UPSTREAMS,
     assert_same_step,
@@ -30,6 +32,7 @@ from tests.upstream import (
     microsoft_plain,
     ours,
     pair,
+    pvt_v2_linear,
     relative,
     step,
     with_right_gradients,
@@ -711,6 +714,21 @@ def test_our_own_blocks_are_fused_as_they_are():
 def test_not_a_module(function):
     with pytest.raises(TypeError, match=r"model: got OrderedDict, expected a torch\.nn\.Module"):
         function(microsoft().state_dict())
+
+
+@pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
+def test_images_without_a_batch(make):
+    model = ck.accelerate(make().eval())
+    for shape in ((3, 64, 64), (1, 1, 3, 64, 64)):
+        message = (
+            rf"^(x|pixel_values): got shape {re.escape(str(shape))}, expected \(batch, 3, height, width\)$"
+        )
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            model(torch.ones(shape))
+    if make is not pvt_v2_linear:  # which has nothing to freeze
+        ck.accelerate(model, freeze=True)
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            model(torch.ones(shape))
 
 
 class Attention(nn.Module):
