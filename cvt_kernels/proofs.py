@@ -136,16 +136,25 @@ _state = threading.local()
 
 def is_proving() -> bool:
     """Says whether this thread is within a proof: an operator may be composed of others."""
-    return getattr(_state, "proofs", 0) > 0
+    return getattr(_state, "endings", None) is not None
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Calls a function when the proof that this thread is within has ended."""
+    _state.endings.callback(function)
 
 
 @contextlib.contextmanager
 def _proving() -> Iterator[None]:
-    _state.proofs = getattr(_state, "proofs", 0) + 1
-    try:
+    if is_proving():
         yield
-    finally:
-        _state.proofs -= 1
+        return
+    with contextlib.ExitStack() as endings:
+        _state.endings = endings
+        try:
+            yield
+        finally:
+            _state.endings = None
 
 
 @contextlib.contextmanager

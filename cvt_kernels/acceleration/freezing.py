@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
+from ..ops.packing import Snapshot
 from ..reference import PyramidBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
@@ -142,6 +143,10 @@ def _why_other_modules(stage: nn.Module, entry: FrozenEntry) -> str | None:
             return f"the forward of {path} is patched by {patch}"
         if (reason := why_must_be_called(module)) is not None and not _is_only_recorded(module):
             return f"{path} {reason}"
+    for path, module in stage.named_modules():
+        for name in (*module._parameters, *module._buffers, *module._modules):
+            if name in vars(module):
+                return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
     return None
 
 
@@ -264,6 +269,7 @@ class _Watch:
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = _folded_of(parts)
+        self._snapshot = Snapshot(self._folded)
         self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
@@ -272,10 +278,9 @@ class _Watch:
     def _state(self) -> tuple[Any, ...]:
         return (
             [id(member) for members in self._members_of for member in members.values()],
+            [len(space) for space in self._spaces],  # an attribute may shadow a parameter
             [module.__class__ for module in self._modules],
             [cls.forward for cls in self._classes],
-            [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
-            [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in self._folded],
             [space.get(name) for space, name in self._settings],
             [
                 (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
@@ -290,7 +295,7 @@ class _Watch:
             return True
         if any("forward" in space for space in self._spaces):
             return True
-        return self._state() != self._before
+        return not self._snapshot.holds(self._folded) or self._state() != self._before
 
     def is_training(self) -> bool:
         """Says whether a module within the stage is in training mode."""
@@ -320,8 +325,8 @@ def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
-        folded = _kind_of(entry).fold(parts)
-        known = _frozen[stage] = _Frozen(folded, _Watch(stage, parts), next(_numbers))
+        watch = _Watch(stage, parts)  # first: what changes while it folds is noticed
+        known = _frozen[stage] = _Frozen(_kind_of(entry).fold(parts), watch, next(_numbers))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
