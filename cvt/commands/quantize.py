@@ -232,7 +232,7 @@ class _Trials:
         kept = {
             f"{path}.{name}"
             for path in self._order[:count]
-            for name in ("weight", "weight_scale", "input_scale")
+            for name in ("weight", "qweight", "weight_scale", "input_scale")
         }
         tensors = {name: t for name, t in self._quantized.items() if name not in kept}
         tensors |= {name: t for name, t in self._original.items() if name in kept}

@@ -186,6 +186,15 @@ def norm_operators(caller: nn.Module, name: str) -> tuple[str, str]:
     return "layer_norm", "layer_norm_quantize" if takes_rows(caller, name) else "add_layer_norm"
 
 
+def check_images(name: str, images: Tensor, projection: nn.Module) -> None:
+    """Raises ValueError unless what an embedding gets is images or maps (B, C, H, W)."""
+    if images.ndim != 4:
+        channels = getattr(projection, "in_channels", "channels")
+        raise ValueError(
+            f"{name}: got shape {tuple(images.shape)}, expected (batch, {channels}, height, width)"
+        )
+
+
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
     image = projection(image)
