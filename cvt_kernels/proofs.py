@@ -41,6 +41,10 @@ _UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest o
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
 _NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be that rounding to 8 bits makes
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
+#: After how many rounds a candidate has lost that took at least so many seconds, and so many times as long as
+#: another one. An interruption can make a short run several times as long, a long one it cannot.
+_CLEAR = ((2, 0.01, 2.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_ENOUGH = 5  # rounds after which one has lost that does not win against the default by MARGIN
 
 Function = Callable[..., Any]
 
@@ -126,7 +130,7 @@ def prove(proof: Proof) -> Verdict:
         standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        timed = time_in_turns(sound, proof.timed, trials)
+        timed = time_in_turns(sound, proof.timed, trials, proof.default)
         measure.release_memory(proof.sample.device)
         return choose({**trials, **timed}, proof.default)
 
@@ -639,9 +643,15 @@ _FILLED = {
 
 
 def time_in_turns(
-    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial]
+    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial], default: str | None = None
 ) -> dict[str, Trial]:
-    """Times candidates that passed, L2-cold and in turns.
+    """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
+
+    Args:
+        candidates: By their names.
+        call: What they are timed on.
+        trials: Their trials so far.
+        default: The candidate that serves unless another wins by ``MARGIN``, if there is one.
 
     Returns:
         Their trials with the seconds of the fastest run, or with a flaw if a candidate fails, which may
@@ -661,13 +671,40 @@ def time_in_turns(
                 raise
             runners.pop(name, None)
             results[name] = trials[name]._replace(flaw=_flaw_of(error))
+    names = list(runners)
     measured = measure.cold_seconds_in_turns(
-        list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
+        list(runners.values()),
+        call.device,
+        _SECONDS,
+        fewest=_FEWEST,
+        most=_MOST,
+        losers=functools.partial(_losers, default=names.index(default) if default in names else None),
     )
-    for name, times in zip(runners, measured, strict=True):
-        host_seconds = min(times.host, default=None)
-        results[name] = trials[name]._replace(seconds=min(times.device), host_seconds=host_seconds)
+    for name, times in zip(names, measured, strict=True):
+        seconds, host_seconds = min(times.device, default=None), min(times.host, default=None)
+        results[name] = trials[name]._replace(seconds=seconds, host_seconds=host_seconds)
     return results
+
+
+def _losers(timed: Mapping[int, measure.ColdTimes], default: int | None) -> list[int]:
+    """Returns which of some candidates have lost against another one, after as many rounds of each.
+
+    The fastest runs are compared, as :func:`choose` does: other work on the machine only ever adds to a run.
+    """
+    rounds = len(next(iter(timed.values())).device)
+    best = {i: (min(times.device), min(times.host, default=0.0)) for i, times in timed.items()}
+
+    def is_behind(i: int, other: int, factor: float) -> bool:
+        (mine, my_host), (theirs, their_host) = best[i], best[other]
+        return mine > factor * theirs and max(mine, my_host) > factor * max(theirs, their_host)
+
+    def has_lost_to(i: int, other: int) -> bool:
+        if other == default and rounds >= _ENOUGH and is_behind(i, other, 1 / MARGIN):
+            return True
+        clear = (factor for least, seconds, factor in _CLEAR if rounds >= least and best[i][0] >= seconds)
+        return any(is_behind(i, other, factor) for factor in clear)
+
+    return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
 def _timed(function: Function, call: Call) -> Callable[[], Any]:

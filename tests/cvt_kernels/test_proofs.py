@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, backends, dispatch, proofs, reference
+from cvt_kernels import accuracy, backends, dispatch, measure, proofs, reference
 from cvt_kernels.backends import Implementation
 from tests.checks import recorded_operators
 
@@ -792,6 +792,47 @@ def test_no_call_of_a_proof_exchanges_data_with_other_processes():
     for call in (proof.sample, proof.timed):
         assert call.args[0].shape[0] == 3
         assert all(conv.process_group is None for conv in call.args[2])
+
+
+# Timing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "rounds", "chosen"),
+    [
+        ({"native": [1], "reference": [1.6]}, 3, "native"),
+        ({"native": [9, 1, 1], "reference": [1.6]}, 3, "native"),  # the first was interrupted
+        ({"native": [1.6], "reference": [1]}, 3, "reference"),
+        ({"native": [1], "reference": [3]}, 3, "native"),
+        ({"native": [10], "reference": [30]}, 2, "native"),  # no interruption is that long
+        ({"native": [1], "reference": [1.3]}, 5, "native"),
+        ({"native": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
+        ({"native": [1], "reference": [1.15]}, 40, "native"),
+        ({"native": [1], "sdpa": [1.15]}, 40, "native"),  # nor is either of them the default
+        ({"native": [10], "sdpa": [20], "reference": [50]}, 3, "native"),
+        ({"native": [10], "sdpa": [50], "reference": [11.5]}, 40, "native"),
+        ({"native": [(1, 9)], "reference": [(3, 2)]}, 40, "reference"),  # the host takes longer
+        ({"native": [(1, 2)], "reference": [(3, 5)]}, 3, "native"),
+    ],
+)
+def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds, chosen):
+    ran = []
+
+    def run_cold(function, device, taken):
+        function()
+        times = milliseconds[ran[-1]]
+        time = times[min(len(taken.device), len(times) - 1)]
+        seconds, *host_seconds = time if isinstance(time, tuple) else (time,)
+        taken.device.append(seconds / 1000)
+        taken.host.extend(each / 1000 for each in host_seconds)
+
+    monkeypatch.setattr(measure, "_run_cold", run_cold)
+    candidates = {name: lambda x, name=name: ran.append(name) for name in milliseconds}
+    call = proofs.Call((torch.ones(2, 2),), {}, False)
+    trials = proofs.time_in_turns(candidates, call, dict.fromkeys(candidates, trial(None)), "reference")
+    assert proofs.choose(trials, "reference").chosen == chosen
+    assert ran.count(chosen) == 1 + rounds  # the first run is not timed
+    assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 2])
 
 
 # Choice ---------------------------------------------------------------------------------------------------
