@@ -148,6 +148,18 @@ def test_a_tile_too_many_is_found_far_away():
     assert gelu_flaw(writes) == "wrong: writes outside of its tensors"
 
 
+@pytest.mark.parametrize("where", ["input", "output"])
+@pytest.mark.parametrize("side", [-2, 42])
+def test_writes_beside_tensors_that_begin_or_end_within_a_word_are_found(where, side):
+    def writes(x, *, approximate):
+        out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
+        ctypes.memset((x if where == "input" else out).data_ptr() + side, 7, 2)
+        return out
+
+    x = torch.randn(22).bfloat16()[1:].view(3, 7)
+    assert gelu_flaw(writes, x) == "wrong: writes outside of its tensors"
+
+
 def test_what_is_read_outside_of_an_input_is_nan():
     def reads(x, *, approximate):
         beyond = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
@@ -263,6 +275,27 @@ def test_errors_are_numbers_of_the_trial():
     assert 0 <= right.error <= right.allowed < 1e-4
     wrong = proofs.check(_one_wrong, standard_of("gelu", x, approximate="none"))
     assert wrong.error == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
+    dtypes = []
+
+    def counted(x, *, approximate):
+        dtypes.append(x.dtype)
+        return reference.gelu(x, approximate=approximate)
+
+    x = torch.randn(7, 24, requires_grad=gradient)
+    other = Implementation(lambda x, *, approximate: reference.gelu(x, approximate=approximate))
+    for backend, each in {"reference": Implementation(counted), "native": other, "triton": other}.items():
+        backends.register("gelu", backend, each)
+    proof = dispatch.proof_of("gelu", x, approximate="none")
+    standard = proof.standard()
+    trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
+    assert dtypes == [torch.float32, torch.float64]
+    assert len(trials) == 3
+    assert len(set(trials.values())) == 1  # the reference has its error all the same
+    assert trials["reference"].error > 0
 
 
 # Right kernels --------------------------------------------------------------------------------------------
