@@ -87,8 +87,8 @@ def compare(
         raise ValueError(f"exact: got {exact.dtype}, expected torch.float64")
     units = usual_units(exact.numel()) if units is None else units
     if actual.dtype in OF_8_BITS:
-        ours, theirs, truth = (_in_steps(result, actual.dtype) for result in (actual, same_dtype, exact))
-        return _compare_steps(ours, theirs, truth, factor, units)
+        mine, theirs, truth = (_in_steps(result, actual.dtype) for result in (actual, same_dtype, exact))
+        return _compare_steps(mine, theirs, truth, factor, units)
     pytorchs = _largest_difference(same_dtype, exact)
     allowed = allowed_error(
         pytorchs,

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -134,6 +136,57 @@ def prove(proof: Proof) -> Verdict:
         measure.release_memory(proof.sample.device)
         return choose({**trials, **timed}, proof.default)
 
+
+# What a terminal shows --------------------------------------------------------------------------------------
+
+_PATIENCE = 2.0  # seconds of proofs in a process that go by in silence
+_NOTICE = (
+    "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
+    "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
+    "`cvt prove` does it ahead.\n"
+)
+_seconds = 0.0  # of proofs at first use, of all threads
+_is_noticed = False
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Says on a terminal what the block does, once in a process and after two seconds of such blocks.
+
+    Nothing is said where stderr is no terminal, nor in tests by pytest.
+    """
+    global _seconds
+    if _is_noticed or "PYTEST_CURRENT_TEST" in os.environ or not _is_terminal(sys.stderr):
+        yield
+        return
+    timer = threading.Timer(max(0.0, _PATIENCE - _seconds), _notice, [sys.stderr])
+    timer.daemon = True
+    start = time.monotonic()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _seconds += time.monotonic() - start
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _notice(stream: TextIO) -> None:
+    global _is_noticed
+    if not _is_noticed:
+        _is_noticed = True
+        with contextlib.suppress(OSError, ValueError):  # it is gone
+            stream.write(_NOTICE)
+            stream.flush()
+
+
+# The caller -----------------------------------------------------------------------------------------------
 
 _state = threading.local()
 
@@ -372,7 +425,7 @@ def check(function: Function, standard: Standard) -> Trial:
 
 
 def _run_guarded(function: Function, standard: Standard) -> Results | str:
-    """Returns the results of a candidate in guarded memory, or its flaw if it has none that can be compared."""
+    """Returns the results of a candidate in guarded memory, or the flaw that leaves none to compare."""
     try:
         with guarded_memory() as memory:
             results = run(function, standard.sample.map(memory.copy), standard.douts)
@@ -629,7 +682,8 @@ class GuardedMemory(TorchDispatchMode):
             if like.dtype == torch.int8:
                 buffer[start : start + size] = _POISON_OF_INT8
         before, behind = start // 8, -(-(start + size) // 8)
-        edges = buffer[8 * before : start].view(torch.int8), buffer[start + size : 8 * behind].view(torch.int8)
+        signed = words.view(torch.int8)
+        edges = signed[8 * before : start], signed[start + size : 8 * behind]
         self._zones += [words[:before], words[behind:], *(edge for edge in edges if edge.numel())]
         offset = start // like.element_size()
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
