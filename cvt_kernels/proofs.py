@@ -45,7 +45,7 @@ _NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be tha
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
 #: After how many rounds a candidate has lost that took at least so many seconds, and so many times as long as
 #: another one. An interruption can make a short run several times as long, a long one it cannot.
-_CLEAR = ((2, 0.01, 2.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
 _ENOUGH = 5  # rounds after which one has lost that does not win against the default by MARGIN
 
 Function = Callable[..., Any]

@@ -41,7 +41,7 @@ def test_functions_take_turns_and_the_first_round_warms_up(clock):
         rounds.append(i)
         clock.spend(1000.0)  # is not measured
 
-    functions = [function("a", [1.0, 3.0]), function("b", [2.0, 4.0])]
+    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
     assert measure.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
     assert "".join(calls) == "abbaab"
     assert rounds == [0, 0, 1, 1, 2, 2]

@@ -838,11 +838,13 @@ def test_no_call_of_a_proof_exchanges_data_with_other_processes():
         ({"native": [1.6], "reference": [1]}, 3, "reference"),
         ({"native": [1], "reference": [3]}, 3, "native"),
         ({"native": [10], "reference": [30]}, 2, "native"),  # no interruption is that long
+        ({"native": [20], "reference": [31]}, 2, "native"),
+        ({"native": [20], "reference": [51]}, 1, "native"),
         ({"native": [1], "reference": [1.3]}, 5, "native"),
         ({"native": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
         ({"native": [1], "reference": [1.15]}, 40, "native"),
         ({"native": [1], "sdpa": [1.15]}, 40, "native"),  # nor is either of them the default
-        ({"native": [10], "sdpa": [20], "reference": [50]}, 3, "native"),
+        ({"native": [10], "sdpa": [19], "reference": [50]}, 3, "native"),
         ({"native": [10], "sdpa": [50], "reference": [11.5]}, 40, "native"),
         ({"native": [(1, 9)], "reference": [(3, 2)]}, 40, "reference"),  # the host takes longer
         ({"native": [(1, 2)], "reference": [(3, 5)]}, 3, "native"),
@@ -865,7 +867,7 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
     trials = proofs.time_in_turns(candidates, call, dict.fromkeys(candidates, trial(None)), "reference")
     assert proofs.choose(trials, "reference").chosen == chosen
     assert ran.count(chosen) == 1 + rounds  # the first run is not timed
-    assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 2])
+    assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 1])
 
 
 # Choice ---------------------------------------------------------------------------------------------------
