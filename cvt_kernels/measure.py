@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,29 +115,39 @@ class ColdTimes(NamedTuple):
 
 
 def cold_seconds_in_turns(
-    functions: Sequence[Callable[[], Any]], device: torch.device, seconds: float, *, fewest: int, most: int
+    functions: Sequence[Callable[[], Any]],
+    device: torch.device,
+    seconds: float,
+    *,
+    fewest: int,
+    most: int,
+    losers: Callable[[Mapping[int, ColdTimes]], Iterable[int]] = lambda timed: (),
 ) -> list[ColdTimes]:
-    """Times functions in turns, with L2 flushed before each run; one round before warms up.
+    """Times functions in turns, with L2 flushed before each run.
 
     Args:
-        functions: They are called without arguments.
+        functions: They are called without arguments, and have run before: what a first run prepares is timed
+            otherwise.
         device: The device on which they compute; a GPU must be the current one.
-        seconds: How long all timed rounds may take together, as far as ``fewest`` allows; five times as long
-            where other work on the machine disturbs them.
+        seconds: How long all rounds may take together, as far as ``fewest`` allows; five times as long where
+            other work on the machine disturbs them.
         fewest: The least number of rounds.
         most: The largest number of rounds.
+        losers: Given the times so far of those that are still timed, by their indices, returns the indices of
+            those that are timed no more. One that is left, or given, alone has nothing to be compared with.
     """
     times = [ColdTimes([], []) for _ in functions]
-    for function in functions:
-        function()
-    start = time.perf_counter()
-    while (rounds := len(times[0].device)) < most:
-        limit = seconds * (_PATIENCE if any(map(_is_disturbed, times)) else 1)
+    timed = dict(enumerate(times))
+    start, rounds = time.perf_counter(), 0
+    while rounds < most and len(timed) > 1:
+        limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
         if rounds >= fewest and time.perf_counter() - start >= limit:
             break
-        turns = list(zip(functions, times, strict=True))
-        for function, taken in turns if rounds % 2 == 0 else reversed(turns):
-            _run_cold(function, device, taken)
+        for i in timed if rounds % 2 == 0 else reversed(timed):
+            _run_cold(functions[i], device, times[i])
+        rounds += 1
+        for i in losers(timed):
+            del timed[i]
     return times
 
 
@@ -163,9 +173,15 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
         taken.device.append(clock.read())
     else:
         _flush_buffer("cpu", torch.get_num_threads()).zero_()
+        _let_others_run()
         start = time.perf_counter()
         function()
         taken.device.append(time.perf_counter() - start)
+
+
+#: Ends the thread's share of a busy processor now, so that it does not end within what is timed: where 13 of
+#: 100 short runs were interrupted on a busy machine, 3 were with it.
+_let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
 
 
 def _flush_cache() -> None:

@@ -111,11 +111,25 @@ def test_cold_runs_take_turns_and_begin_with_empty_caches(clock, flushed):
 
         return call
 
-    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
+    functions = [function("a", [1.0, 3.0]), function("b", [2.0, 4.0])]
     times = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=2, most=9)
     assert times == [measure.ColdTimes([1.0, 3.0], []), measure.ColdTimes([2.0, 4.0], [])]
     forth, back = ["flush", "a", "flush", "b"], ["flush", "b", "flush", "a"]
-    assert flushed == ["a", "b", *forth, *back]  # the first of each warms up
+    assert flushed == [*forth, *back]
+
+
+@pytest.mark.usefixtures("flushed")
+def test_cold_runs_of_those_that_have_not_lost(clock):
+    seen = []
+
+    def losers(timed):
+        seen.append({i: len(times.device) for i, times in timed.items()})
+        return [0] if len(seen) == 2 else [2] if len(seen) == 3 else []
+
+    functions = [lambda: clock.spend(3.0), lambda: clock.spend(1.0), lambda: clock.spend(2.0)]
+    times = measure.cold_seconds_in_turns(functions, CPU, 1e9, fewest=5, most=8, losers=losers)
+    assert seen == [{0: 1, 1: 1, 2: 1}, {0: 2, 1: 2, 2: 2}, {1: 3, 2: 3}]
+    assert [each.device for each in times] == [[3.0] * 2, [1.0] * 3, [2.0] * 3]
 
 
 @pytest.mark.usefixtures("flushed")
@@ -137,7 +151,7 @@ def test_cold_runs_by_the_real_clock():
     slow, fast = measure.cold_seconds_in_turns(
         [lambda: measure.time.sleep(0.02), lambda: calls.append(x.sum())], CPU, 0.0, fewest=2, most=2
     )
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert min(slow.device) >= 0.02
     assert min(fast.device) > 0
     assert slow.host == fast.host == []
