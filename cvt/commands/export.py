@@ -41,7 +41,7 @@ _IMAGES = 5  # that are compared
 
 
 class Parity(NamedTuple):
-    """How close the logits of an export are to the model's, on random images.
+    """The distance of an export's logits from the model's, on random images.
 
     Attributes:
         difference: The largest difference, relative to the largest logit.
