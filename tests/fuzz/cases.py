@@ -10,13 +10,14 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import commands, files, operators
+from . import commands, files, models, operators
 
 #: The choices of every setting of a subject, the simplest first.
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     **operators.CHOICES,
     "commands": commands.CHOICES,
     "files": files.CHOICES,
+    "models": models.CHOICES,
 }
 _SIMPLEST = 0.4  # how often a setting is the simplest, whatever the others
 _RARE = {"autocast": 0.9, "parameters": 0.7, "layout": 0.5, "values": 0.5}  # how often these are
@@ -26,7 +27,7 @@ class Case(NamedTuple):
     """A case.
 
     Attributes:
-        subject: An operator, ``"commands"`` or ``"files"``.
+        subject: An operator, ``"commands"``, ``"files"`` or ``"models"``.
         settings: The choice for every setting.
         seed: Of the random numbers.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import cases, commands, files, judge
+from . import cases, commands, files, judge, models
 from .worker import Answer, Ask
 
 
@@ -19,6 +19,8 @@ def asking(*, triton: bool = False) -> Ask:
                 return commands.judge(case)
             if case.subject == "files":
                 return files.judge(case)
+            if case.subject == "models":
+                return models.judge(case)
             return judge.judge(case, triton=triton)
 
     return ask
