@@ -231,10 +231,16 @@ def patch_of(cls: type) -> str | None:
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
     # functools.wraps gives a patch the names of what it wraps, but not its globals.
-    home = getattr(forward, "__globals__", {}).get("__name__")
-    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
+    own = inspect.unwrap(forward)
+    homes = [getattr(each, "__globals__", {}).get("__name__") for each in (forward, own)]
+    is_own = homes[1] == owner.__module__ and own.__qualname__ == f"{owner.__qualname__}.forward"
+    if is_own and homes[0] in (owner.__module__, _WRAPPING):
         return None
-    return f"{home}.{forward.__qualname__}"
+    return f"{homes[0]}.{forward.__qualname__}"
+
+
+#: The module of transformers that wraps the forwards of layers, from 5.23 on, to checkpoint their gradients.
+_WRAPPING = "transformers.modeling_layers"
 
 
 _BYPASSED = (
