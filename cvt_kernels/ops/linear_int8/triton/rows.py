@@ -94,7 +94,7 @@ def _nearest_float8(v):
 def _rounded(v, SPEC: tl.constexpr):
     """Returns numbers within the limit as 8-bit ones, ties rounded to even."""
     if SPEC.is_float8:
-        if SPEC.interpreted:  # whose conversion is right only for numbers that need no rounding
+        if not SPEC.converts_exactly:
             v = _nearest_float8(v)
         numbers = v.to(tl.float8e4nv)
     else:
