@@ -67,7 +67,7 @@ def test_cases_that_failed_once(line):
 
 
 def test_every_operator_has_cases():
-    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files", "models"}
+    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files", "models", "raw"}
 
 
 def test_commands_and_files():
