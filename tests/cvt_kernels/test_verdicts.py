@@ -665,6 +665,42 @@ print(store.get("q").chosen)
     assert result.stdout == "native\n", result.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_takes_the_locks_that_its_parent_knows():
+    """In each of its threads; of the lock that the parent holds it knows that it does not."""
+    code = f"""
+import os, threading
+from cvt_kernels import verdicts
+from cvt_kernels.verdicts.locks import held
+store = verdicts.Store({KEY!r})
+verdict = verdicts.Verdict("native", "native", {{}})
+store.remember({{"parent": verdict}})
+proving = store.path.with_suffix(".proving")
+with held(proving, 0):
+    child = os.fork()
+    if child == 0:
+        def prove(name):
+            with held(proving, 0) as has:
+                assert not has
+            store.remember({{name: verdict}})
+        thread = threading.Thread(target=prove, args=("thread",))
+        thread.start()
+        thread.join()
+        prove("child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    other = os.fork()
+    if other == 0:
+        with held(proving, 30) as has:
+            os._exit(0 if has else 1)
+assert os.waitpid(other, 0)[1] == 0
+with held(proving, 0) as has:
+    print(has, *sorted(verdicts.Store({KEY!r}).verdicts()))
+"""
+    result = run_python(code)
+    assert result.stdout == "True child parent thread\n", result.stderr
+
+
 # Settings and keys ----------------------------------------------------------------------------------------
 
 
