@@ -24,6 +24,18 @@ def _lock(path: Path, process: int) -> BaseFileLock:
     return FileLock(path)
 
 
+def remove_unless_held(path: Path) -> None:
+    """Removes the file of a lock unless somebody holds it.
+
+    Raises:
+        OSError: It cannot be locked or removed.
+    """
+    from filelock import FileLock, Timeout
+
+    with contextlib.suppress(Timeout, NotImplementedError), FileLock(path).acquire(timeout=0):
+        path.unlink()
+
+
 @contextlib.contextmanager
 def held(path: Path, seconds: float) -> Iterator[bool]:
     """Holds a file's lock within a block, or goes on without it where it cannot be had in time.
