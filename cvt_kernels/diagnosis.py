@@ -37,6 +37,7 @@ def doctor() -> str:
         f"backend  {', '.join(backends.requested_backends())} requested",
         f"proving  {_proving()}",
         *(f"verdicts {_verdicts_line(name, store)}" for name, store in stores.items()),
+        *(f"verdicts {name}: {advice}" for name, store in stores.items() if (advice := store.advice())),
         *(f"verdicts {line}" for line in _shipped(list(stores.values()))),
     ]
     for device_type in device_types:

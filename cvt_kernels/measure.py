@@ -108,10 +108,13 @@ class ColdTimes(NamedTuple):
     Attributes:
         device: How long the device computed, in each run.
         host: How long the host took to start it; empty on a CPU, where that is the same.
+        is_disturbed: Whether other work on the machine disturbed the runs: half of them took twice as long as
+            the fastest one, or this process waited for a CPU for a tenth of the time, as Linux tells.
     """
 
     device: list[float]
     host: list[float]
+    is_disturbed: bool = False
 
 
 def cold_seconds_in_turns(
@@ -138,7 +141,7 @@ def cold_seconds_in_turns(
     """
     times = [ColdTimes([], []) for _ in functions]
     timed = dict(enumerate(times))
-    start, rounds = time.perf_counter(), 0
+    start, waited, rounds = time.perf_counter(), waited_seconds(), 0
     while rounds < most and len(timed) > 1:
         limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
         if rounds >= fewest and time.perf_counter() - start >= limit:
@@ -148,15 +151,29 @@ def cold_seconds_in_turns(
         rounds += 1
         for i in losers(timed):
             del timed[i]
-    return times
+    waits = waited_seconds() - waited > _MOST_WAITING * (time.perf_counter() - start)
+    return [taken._replace(is_disturbed=waits or _is_disturbed(taken)) for taken in times]
 
 
+_MOST_WAITING = 0.1  # times the time of the runs, on an idle machine
 _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 
 
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
+
+
+def waited_seconds() -> float:
+    """Returns how long the threads of this process have been ready and waited for a CPU, all together.
+
+    It is 0 where the system does not tell, as Linux does.
+    """
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended, or all zero
+            nanoseconds += int(path.read_text(encoding="ascii").split()[1])
+    return nanoseconds / 1e9
 
 
 def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> None:

@@ -137,6 +137,30 @@ def prove(proof: Proof) -> Verdict:
         return choose({**trials, **timed}, proof.default)
 
 
+def time_again(proof: Proof, verdict: Verdict) -> Verdict:
+    """Times the candidates of a proof that passed it before, where other work disturbed the timing then.
+
+    Returns:
+        The verdict by the new times; the old one, but for the number of timings, if these are disturbed too.
+
+    Raises:
+        Exception: As :func:`prove`.
+    """
+    with undisturbed(proof.sample.device):
+        names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
+        timed = time_in_turns(
+            {name: proof.candidates[name] for name in names},
+            proof.timed,
+            verdict.trials,
+            default=proof.default,
+        )
+        measure.release_memory(proof.sample.device)
+    is_disturbed = any(trial.is_disturbed for trial in timed.values())
+    if is_disturbed and all(trial.flaw is None for trial in timed.values()):
+        return verdict._replace(timings=verdict.timings + 1)
+    return choose({**verdict.trials, **timed}, proof.default)._replace(timings=verdict.timings + 1)
+
+
 # What a terminal shows --------------------------------------------------------------------------------------
 
 _PATIENCE = 2.0  # seconds of proofs in a process that go by in silence
@@ -766,7 +790,9 @@ def time_in_turns(
     )
     for name, times in zip(names, measured, strict=True):
         seconds, host_seconds = min(times.device, default=None), min(times.host, default=None)
-        results[name] = trials[name]._replace(seconds=seconds, host_seconds=host_seconds)
+        results[name] = trials[name]._replace(
+            seconds=seconds, host_seconds=host_seconds, is_disturbed=times.is_disturbed
+        )
     return results
 
 

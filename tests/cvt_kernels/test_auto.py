@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -653,6 +654,74 @@ def test_a_backend_that_the_verdict_does_not_know_is_proven_too(proven):
     ck.gelu(x)
     assert (len(proven), len(calls) > 0) == (1, True)
     assert set(verdicts.store_for(CPU).get(asked).trials) == {"native", "reference"}
+
+
+# A busy machine -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unsure(proven, monkeypatch):
+    """Proves GELU on a busy machine; returns its input, and a list of whether later timings are disturbed."""
+    disturbed, time_in_turns = [True], proofs.time_in_turns
+
+    def timed(*arguments):
+        is_disturbed = disturbed.pop(0)
+        trials = time_in_turns(*arguments)
+        return {name: trial._replace(is_disturbed=is_disturbed) for name, trial in trials.items()}
+
+    monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 3)
+    monkeypatch.setattr(proofs, "time_in_turns", timed)
+    register(slow(reference.gelu, 0.1))
+    x = torch.randn(5, 16)
+    ck.gelu(x)
+    assert only_answer().chosen == "reference"
+    assert only_answer().is_unsure
+    register(reference.gelu)  # is in truth the faster one
+    return x, disturbed
+
+
+def test_a_choice_of_a_busy_machine_is_timed_again_by_the_next_process(proven, unsure):
+    x, disturbed = unsure
+    ck.gelu(x[:4])  # by this process it is not
+    disturbed.append(False)
+    with new_process():
+        ck.gelu(x)
+        assert (only_answer().chosen, only_answer().is_unsure) == ("native", False)
+        assert verdicts.store_for(CPU).advice() is None
+    with new_process():
+        ck.gelu(x)
+    assert (len(proven), disturbed, only_answer().timings) == (1, [], 2)
+
+
+def test_where_the_machine_stays_busy_the_choice_stays_after_a_few_timings(unsure):
+    x, disturbed = unsure
+    disturbed += [True, True]
+    for timings in (2, 3, 3):
+        with new_process():
+            for rows in (5, 4):
+                ck.gelu(x[:rows])
+            assert (only_answer().chosen, only_answer().timings) == ("reference", timings)
+    assert disturbed == []
+
+
+@pytest.mark.parametrize("how", ["deterministic", "no proofs", "captured", "another proves", "no memory"])
+def test_when_a_choice_of_a_busy_machine_is_not_timed_again(unsure, monkeypatch, how):
+    x, _ = unsure
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(new_process())
+        if how == "deterministic":
+            stack.enter_context(deterministic())
+        elif how == "no proofs":
+            monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+        elif how == "captured":
+            monkeypatch.setattr(machine, "is_capturing", lambda x: True)
+        elif how == "another proves":
+            other = FileLock(verdicts.store_for(CPU).path.with_suffix(".proving"))
+            stack.enter_context(other)
+        else:
+            monkeypatch.setattr(proofs, "time_again", lambda *_: torch.empty(2**60))
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert (only_answer().chosen, only_answer().timings) == ("reference", 1)
 
 
 # Settings -------------------------------------------------------------------------------------------------

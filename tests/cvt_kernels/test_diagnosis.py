@@ -76,6 +76,15 @@ def test_doctor_counts_the_verdicts_of_every_backend(proving):
     assert str(proving) in report
 
 
+def test_doctor_says_which_choices_are_unsure(proving):
+    remember_verdict("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
+    _, line = fact(ck.doctor(), "verdicts")
+    assert line == (
+        "cpu: 1 choice was timed while other programs kept this machine busy: run `cvt prove` when it is "
+        f"idle, or remove {verdicts.store_for(CPU).path} and start again"
+    )
+
+
 def test_doctor_names_what_serves_without_a_choice(proving):
     del backends.implementations["gelu"]["native"]
     assert table(ck.doctor())["gelu"] == ("reference", "reference")

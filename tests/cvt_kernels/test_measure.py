@@ -1,5 +1,7 @@
 """Tests of the clock, the memory and the ceilings."""
 
+import os
+
 import pytest
 import torch
 
@@ -143,6 +145,42 @@ def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
     assert [len(each.device) for each in times] == [rounds, rounds]
     assert {*times[0].device} == {3.0}
     assert {*times[1].device} == {5.0}
+
+
+@pytest.mark.usefixtures("flushed")
+@pytest.mark.parametrize(
+    ("costs", "waits", "disturbed"),
+    [([2.0, 2.1, 2.0], 0.0, False), ([2.0, 5.0, 5.0], 0.0, True), ([2.0, 2.1, 2.0], 3.0, True)],
+    ids=["idle", "spread", "waits"],
+)
+def test_cold_runs_that_other_work_disturbs(clock, monkeypatch, costs, waits, disturbed):
+    waited = iter([1.0, 1.0 + waits])
+    monkeypatch.setattr(measure, "waited_seconds", lambda: next(waited))
+    each = iter([1.0, *costs])
+    [times] = measure.cold_seconds_in_turns([lambda: clock.spend(next(each))], CPU, 0.0, fewest=3, most=3)
+    assert times.is_disturbed is disturbed
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
+def test_seconds_that_threads_wait_for_a_cpu():
+    """Two threads that compute on one CPU wait for each other half of the time."""
+    code = """
+import hashlib, os, threading, time
+from cvt_kernels import measure
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+data, end = bytes(2**20), time.monotonic() + 0.2
+def compute():
+    while time.monotonic() < end:
+        hashlib.sha256(data).digest()  # without the GIL
+threads = [threading.Thread(target=compute) for _ in range(2)]
+before = measure.waited_seconds()
+for thread in threads:
+    thread.start()
+time.sleep(0.15)
+print(measure.waited_seconds() - before)
+"""
+    result = run_python(code)
+    assert float(result.stdout) > 0.03, result.stderr
 
 
 def test_cold_runs_by_the_real_clock():

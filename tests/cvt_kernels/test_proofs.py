@@ -890,6 +890,30 @@ def test_the_host_counts_outside_of_graphs_only():
     assert (verdict.chosen, verdict.chosen_in_graphs) == ("reference", "triton")
 
 
+def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
+    for waits in (False, True):
+        seconds = iter([0.0, 1e6 * waits])
+        monkeypatch.setattr(measure, "waited_seconds", lambda seconds=seconds: next(seconds))
+        monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
+        verdict = prove("linear", torch.randn(40, 16), torch.randn(8, 16), None)
+        assert verdict.is_unsure is waits
+
+
+def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
+    x = torch.randn(7, 24)
+    backends.register("gelu", "native", Implementation(lambda x, **_: pytest.fail("is wrong")))
+    backends.register("gelu", "triton", Implementation(reference.gelu))
+    proof = dispatch.proof_of("gelu", x, approximate="none")
+    wrong, busy = trial(None, flaw="wrong: all of it"), trial(9.0)._replace(is_disturbed=True)
+    known = proofs.Verdict("triton", "triton", {"native": wrong, "triton": busy, "reference": trial(10.0)})
+    monkeypatch.setattr(measure, "waited_seconds", lambda: 0.0)
+    monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
+    again = proofs.time_again(proof, known)
+    assert again.trials["native"] == wrong
+    assert (again.timings, again.is_unsure) == (2, False)
+    assert max(again.trials[name].seconds for name in ("triton", "reference")) < 1.0
+
+
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
     wrong = trial(None, flaw="wrong: all of it")
     assert proofs.choose({"native": trial(5.0), "reference": wrong}, "reference").chosen == "native"

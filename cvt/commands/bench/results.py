@@ -148,6 +148,7 @@ def text(results: Results) -> str:
         "×: times as fast, median of the rounds' own ratios and their quartiles.",
         *products(results),
         MEMORY,
+        *advice(results),
     ]
     for batch in results["batches"]:
         lines += ["", *_aligned_numbers(parity_rows(results, batch))]
@@ -179,6 +180,12 @@ def products(results: Results) -> list[str]:
         f"% of product: of the rate of a matrix product of {n}×{n}×{n} in the same rounds "
         f"({', '.join(f'{rate:,.0f}' for rate in rates)} GFLOP/s), at {per_image:.2f} GFLOP per image."
     ]
+
+
+def advice(results: Results) -> list[str]:
+    """Returns the line that says which choices are unsure, and what to do; none if none is."""
+    line = results["config"].get("advice")
+    return [] if line is None else [f"{line}."]
 
 
 def meaning(about: dict[str, Any]) -> str:
