@@ -147,13 +147,8 @@ def time_again(proof: Proof, verdict: Verdict) -> Verdict:
         Exception: As :func:`prove`.
     """
     with undisturbed(proof.sample.device):
-        names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
-        timed = time_in_turns(
-            {name: proof.candidates[name] for name in names},
-            proof.timed,
-            verdict.trials,
-            default=proof.default,
-        )
+        sound = {n: each for n, each in proof.candidates.items() if verdict.trials[n].flaw is None}
+        timed = time_in_turns(sound, proof.timed, verdict.trials, proof.default)
         measure.release_memory(proof.sample.device)
     is_disturbed = any(trial.is_disturbed for trial in timed.values())
     if is_disturbed and all(trial.flaw is None for trial in timed.values()):

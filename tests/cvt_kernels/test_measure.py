@@ -156,8 +156,9 @@ def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
 def test_cold_runs_that_other_work_disturbs(clock, monkeypatch, costs, waits, disturbed):
     waited = iter([1.0, 1.0 + waits])
     monkeypatch.setattr(measure, "waited_seconds", lambda: next(waited))
-    each = iter([1.0, *costs])
-    [times] = measure.cold_seconds_in_turns([lambda: clock.spend(next(each))], CPU, 0.0, fewest=3, most=3)
+    each = iter(costs)
+    functions = [lambda: clock.spend(next(each)), lambda: clock.spend(2.0)]
+    times, _ = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=3, most=3)
     assert times.is_disturbed is disturbed
 
 
