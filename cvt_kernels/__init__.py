@@ -21,7 +21,7 @@ from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
-from .ops.packing import release_memory
+from .ops.packing import refresh, release_memory
 from .ops.pyramid_block import pyramid_block
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
@@ -91,6 +91,7 @@ __all__ = [
     "quantize",
     "quantize_rows",
     "reference",
+    "refresh",
     "register_attention",
     "release_memory",
     "restore",
@@ -113,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -387,6 +387,8 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         elif verdict is None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
             return _decision(operator, default, default, lasts=passing is None)
+    elif verdict.is_unsure and _may_time_again(store, x) and store.times_again(asked):
+        verdict = _time_again(store, asked, verdict, operator, x, args, kwargs)
     if torch.are_deterministic_algorithms_enabled() and not verdict.is_lasting:
         reason = "deterministic algorithms are demanded, but the verdict holds for this process only"
         _note_passed_over(operator, able, default, reason)
@@ -544,7 +546,7 @@ def _prove(
     """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
     from . import proofs
 
-    with store.proving(lambda: _knows(store.get(asked), able)):
+    with proofs.noticed(), store.proving(lambda: _knows(store.get(asked), able)):
         known = store.get(asked)
         if known is not None and _knows(known, able):
             return known
@@ -552,6 +554,39 @@ def _prove(
         store.remember({asked: verdict}, replace=known is not None)
     _warn_of_wrong_kernels(asked, verdict)
     return verdict
+
+
+def _may_time_again(store: verdicts.Store, x: Tensor) -> bool:
+    """Says whether a call may be timed again; not where the choice is to stay from run to run."""
+    if _is_proving() or torch.are_deterministic_algorithms_enabled():
+        return False
+    return _why_not_provable(store) is None and _why_not_provable_now(x) is None
+
+
+def _time_again(
+    store: verdicts.Store,
+    asked: str,
+    verdict: verdicts.Verdict,
+    operator: str,
+    x: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> verdicts.Verdict:
+    """Times a call again and remembers the verdict, unless another process proves; returns what holds."""
+    from . import proofs
+
+    with store.proving(waits=False) as has_turn:
+        known = store.get(asked)
+        if not has_turn or known != verdict:
+            return known or verdict
+        try:
+            again = proofs.time_again(proof_of(operator, x, *args, **kwargs), verdict)
+        except Warning:  # where warnings are errors
+            raise
+        except Exception:  # as where there is not enough memory
+            return verdict
+        store.remember({asked: again}, replace=True)
+    return again
 
 
 def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:

@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,45 +108,72 @@ class ColdTimes(NamedTuple):
     Attributes:
         device: How long the device computed, in each run.
         host: How long the host took to start it; empty on a CPU, where that is the same.
+        is_disturbed: Whether other work on the machine disturbed the runs: half of them took twice as long as
+            the fastest one, or this process waited for a CPU for a tenth of the time, as Linux tells.
     """
 
     device: list[float]
     host: list[float]
+    is_disturbed: bool = False
 
 
 def cold_seconds_in_turns(
-    functions: Sequence[Callable[[], Any]], device: torch.device, seconds: float, *, fewest: int, most: int
+    functions: Sequence[Callable[[], Any]],
+    device: torch.device,
+    seconds: float,
+    *,
+    fewest: int,
+    most: int,
+    losers: Callable[[Mapping[int, ColdTimes]], Iterable[int]] = lambda timed: (),
 ) -> list[ColdTimes]:
-    """Times functions in turns, with L2 flushed before each run; one round before warms up.
+    """Times functions in turns, with L2 flushed before each run.
 
     Args:
-        functions: They are called without arguments.
+        functions: They are called without arguments, and have run before: what a first run prepares is timed
+            otherwise.
         device: The device on which they compute; a GPU must be the current one.
-        seconds: How long all timed rounds may take together, as far as ``fewest`` allows; five times as long
-            where other work on the machine disturbs them.
+        seconds: How long all rounds may take together, as far as ``fewest`` allows; five times as long where
+            other work on the machine disturbs them.
         fewest: The least number of rounds.
         most: The largest number of rounds.
+        losers: Given the times so far of those that are still timed, by their indices, returns the indices of
+            those that are timed no more. One that is left, or given, alone has nothing to be compared with.
     """
     times = [ColdTimes([], []) for _ in functions]
-    for function in functions:
-        function()
-    start = time.perf_counter()
-    while (rounds := len(times[0].device)) < most:
-        limit = seconds * (_PATIENCE if any(map(_is_disturbed, times)) else 1)
+    timed = dict(enumerate(times))
+    start, waited, rounds = time.perf_counter(), waited_seconds(), 0
+    while rounds < most and len(timed) > 1:
+        limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
         if rounds >= fewest and time.perf_counter() - start >= limit:
             break
-        turns = list(zip(functions, times, strict=True))
-        for function, taken in turns if rounds % 2 == 0 else reversed(turns):
-            _run_cold(function, device, taken)
-    return times
+        for i in timed if rounds % 2 == 0 else reversed(timed):
+            _run_cold(functions[i], device, times[i])
+        rounds += 1
+        for i in losers(timed):
+            del timed[i]
+    waits = waited_seconds() - waited > _MOST_WAITING * (time.perf_counter() - start)
+    return [taken._replace(is_disturbed=waits or _is_disturbed(taken)) for taken in times]
 
 
+_MOST_WAITING = 0.1  # times the time of the runs, on an idle machine
 _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 
 
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
+
+
+def waited_seconds() -> float:
+    """Returns how long the threads of this process have been ready and waited for a CPU, all together.
+
+    It is 0 where the system does not tell, as Linux does.
+    """
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended, or all zero
+            nanoseconds += int(path.read_text(encoding="ascii").split()[1])
+    return nanoseconds / 1e9
 
 
 def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> None:
@@ -163,9 +190,15 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
         taken.device.append(clock.read())
     else:
         _flush_buffer("cpu", torch.get_num_threads()).zero_()
+        _let_others_run()
         start = time.perf_counter()
         function()
         taken.device.append(time.perf_counter() - start)
+
+
+#: Ends the thread's share of a busy processor now, so that it does not end within what is timed: where 13 of
+#: 100 short runs were interrupted on a busy machine, 3 were with it.
+_let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
 
 
 def _flush_cache() -> None:

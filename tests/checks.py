@@ -136,10 +136,13 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
     backends.register(operator, backend, implementation)
 
 
-def remember_verdict(backend: str, operator: str, *args: Any, **kwargs: Any) -> None:
+def remember_verdict(
+    backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
+) -> None:
     """Stores the verdict that a backend serves calls with such arguments, those of the implementations."""
     question = dispatch.question(operator, *args, **kwargs)
     trial = verdicts.Trial(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
+    trial = trial._replace(is_disturbed=is_disturbed)
     verdict = verdicts.Verdict(backend, backend, dict.fromkeys(backends.BACKENDS, trial))
     verdicts.store_for(args[0].device).remember({question: verdict}, replace=True)
     backends.forget()

@@ -21,10 +21,11 @@ from torch.nn.modules import module as torch_module
 
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
+from ..ops.packing import Snapshot
 from ..reference import PyramidBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
-from .entries import why_convolutions_unsupported, why_norms_unsupported
+from .entries import class_name, why_another_class, why_convolutions_unsupported, why_norms_unsupported
 from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
 from .layers import FrozenEntry, LayerEntry
 from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
@@ -136,12 +137,16 @@ def _why_other_modules(stage: nn.Module, entry: FrozenEntry) -> str | None:
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
         if kind not in _PLAIN and not is_named(kind, entry.classes):
-            return f"{path} is a {kind.__qualname__}"
+            return f"{path} {why_another_class(module)}"
         has_forward = kind.forward is not nn.Module.forward
         if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
             return f"the forward of {path} is patched by {patch}"
         if (reason := why_must_be_called(module)) is not None and not _is_only_recorded(module):
             return f"{path} {reason}"
+    for path, module in stage.named_modules():
+        for name in (*module._parameters, *module._buffers, *module._modules):
+            if name in vars(module):
+                return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
     return None
 
 
@@ -173,7 +178,7 @@ def _why_other_work(stage: nn.Module, parts: StageParts | PyramidParts) -> str |
     known = set(parts.modules())
     for path, module in stage.named_modules():
         if module not in known and (isinstance(module, _WORKING) or type(module).__name__ in _WORKING_NAMES):
-            return f"{path} is a {type(module).__qualname__}, which upstream does not have there"
+            return f"{path} is a {class_name(type(module))}, which upstream does not have there"
     return None
 
 
@@ -191,7 +196,7 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
             return "a linear layer is not a plain nn.Linear or LinearInt8"
     conv, batch_norm = parts.conv, parts.batch_norm
     if type(conv) is not nn.Conv2d:
-        return f"the embedding has a {type(conv).__qualname__}, expected Conv2d"
+        return f"the convolution of the embedding {why_another_class(conv, 'Conv2d')}"
     if batch_norm is not None and batch_norm.running_mean is None:
         return "a BatchNorm has no running statistics"
     settings = (conv.kernel_size, conv.stride, conv.padding)
@@ -264,6 +269,7 @@ class _Watch:
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = _folded_of(parts)
+        self._snapshot = Snapshot(self._folded)
         self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
@@ -272,10 +278,9 @@ class _Watch:
     def _state(self) -> tuple[Any, ...]:
         return (
             [id(member) for members in self._members_of for member in members.values()],
+            [len(space) for space in self._spaces],  # an attribute may shadow a parameter
             [module.__class__ for module in self._modules],
             [cls.forward for cls in self._classes],
-            [(tensor._version, tensor.untyped_storage()._cdata) for tensor in self._folded],
-            [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in self._folded],
             [space.get(name) for space, name in self._settings],
             [
                 (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
@@ -290,7 +295,7 @@ class _Watch:
             return True
         if any("forward" in space for space in self._spaces):
             return True
-        return self._state() != self._before
+        return not self._snapshot.holds(self._folded) or self._state() != self._before
 
     def is_training(self) -> bool:
         """Says whether a module within the stage is in training mode."""
@@ -320,8 +325,8 @@ def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
-        folded = _kind_of(entry).fold(parts)
-        known = _frozen[stage] = _Frozen(folded, _Watch(stage, parts), next(_numbers))
+        watch = _Watch(stage, parts)  # first: what changes while it folds is noticed
+        known = _frozen[stage] = _Frozen(_kind_of(entry).fold(parts), watch, next(_numbers))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known

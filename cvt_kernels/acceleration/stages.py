@@ -203,7 +203,8 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     """Computes what serving on a type of device needs, once for as long as no parameter changes."""
     weight, bias = _fold_batch_norm(parts)
     norm_bias: Tensor | None = parts.norm.bias
-    token = None if parts.class_token is None else parts.class_token.flatten()
+    # A copy: swap_tensors refuses a tensor of which there is a view.
+    token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
     if device_type == "cpu":
         blocks = tuple(map(_as_operator, parts.blocks))

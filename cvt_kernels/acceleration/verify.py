@@ -17,6 +17,7 @@ from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
 from ..checks import autocast_dtype, check_flag, check_int, dtype_name
 from ..tables import aligned
+from ..verdicts import store_for
 from . import accelerate, give_classes_back
 from .compiling import is_frozen
 from .coverage import coverage
@@ -103,6 +104,7 @@ class Verification(NamedTuple):
             outputs of the two models, over the largest value; None if the model has neither.
         evaluation: Speed of a forward in evaluation without gradients.
         training: Speed of a training step, without an optimizer's.
+        advice: What to do for a better choice of backends; None if nothing.
     """
 
     heading: str
@@ -111,6 +113,7 @@ class Verification(NamedTuple):
     random: float | None
     evaluation: Speed
     training: Speed
+    advice: str | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -152,6 +155,8 @@ class Verification(NamedTuple):
             lines += ["less accurate than allowed:", *(f"  {failure}" for failure in self.failures)]
         else:
             lines.append("as accurate as it was")
+        if self.advice is not None:
+            lines.append(self.advice)
         return "\n".join(lines)
 
 
@@ -226,7 +231,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
     heading = _heading(model, inputs)
-    return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training)
+    advice = store_for(next(model.parameters()).device).advice()
+    return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training, advice)
 
 
 def _frozen_paths(model: nn.Module) -> tuple[str, ...]:

@@ -1,41 +1,166 @@
-"""Packed copies of weights, made once for as long as a weight lives and is not changed.
+"""Copies of weights that kernels keep, and how a change of the weights is noticed.
 
-A weight is known by its identity, and a change of it by its version, its address, its shape, its strides and
-its dtype. The storage is kept with the copy, so that the address of one that has been replaced is not that of
-another.
+Most changes show in the tensors: PyTorch counts writes in place, and another memory, shape, layout or dtype
+can be seen. What it does not count is noted by :func:`note_written`: the steps of optimizers, since fused
+ones write without a count, and what the user reports by :func:`refresh`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _Packed = TypeVar("_Packed")
 
+# Noticing changes -----------------------------------------------------------------------------------------
 
-class _Copy(NamedTuple):
+
+class Snapshot:
+    """Tensors as they were when something was made of them; it tells whether that still holds.
+
+    It keeps neither the tensors nor their memory alive. It refers to storages only: a weak reference to a
+    tensor would make ``torch.utils.swap_tensors`` fail.
+
+    Args:
+        tensors: The tensors.
+
+    Raises:
+        RuntimeError: One is of inference mode, where PyTorch does not count changes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]):
+        self.is_outdated = False
+        self._facts = _facts_of(tensors)
+        for storage in {id(s): s for s in (t.untyped_storage() for t in tensors if t is not None)}.values():
+            _dependents_of(storage).add(self)
+
+    def holds(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Says whether these are the same tensors, unchanged."""
+        return not self.is_outdated and self._facts == _facts_of(tensors)
+
+    def outdate(self) -> None:
+        """Notes that a tensor was written, or that its memory is gone."""
+        self.is_outdated = True
+
+
+def _facts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    return [None if t is None else (t._version, _address(t), t.shape, t.stride(), t.dtype) for t in tensors]
+
+
+def _address(tensor: Tensor) -> int:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.data_ptr()
+    return tensor.untyped_storage()._cdata  # fake tensors have no other address
+
+
+#: What depends on a storage, by the identity of the storage: its Python object lives as long as the memory.
+_dependents: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.WeakSet[Snapshot]]] = {}
+
+
+def _dependents_of(storage: torch.UntypedStorage) -> weakref.WeakSet[Snapshot]:
+    _notice_optimizers()
+    known = _dependents.get(id(storage))
+    if known is None:
+        place = id(storage)
+        reference = weakref.ref(storage, lambda dead: _outdate(_dependents.pop(place)[1]))
+        known = _dependents[place] = reference, weakref.WeakSet()
+    return known[1]
+
+
+def note_written(tensors: Iterable[Tensor]) -> None:
+    """Outdates what was made of the memory of some tensors."""
+    for tensor in tensors:
+        known = _dependents.get(id(tensor.untyped_storage()))
+        if known is not None:
+            _outdate(known[1])
+
+
+def _outdate(snapshots: Iterable[Snapshot]) -> None:
+    for snapshot in list(snapshots):
+        snapshot.outdate()
+
+
+@functools.cache
+def _notice_optimizers() -> None:
+    """Has every step of an optimizer noted, from the first snapshot on."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Outdates what was made of the parameters that an optimizer has changed."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(_is_sharded, parameters)):
+        note_written(parameters)
+        return
+    for _, snapshots in list(_dependents.values()):
+        _outdate(snapshots)
+
+
+# What torch.compiler.disable does, without the import of Dynamo: a compiled step ends with it.
+_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Says whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
+    return type(parameter) not in (Tensor, nn.Parameter) or hasattr(parameter, "_fsdp_flattened")
+
+
+def refresh(model: nn.Module) -> None:
+    """Lets kernels read the weights of a model anew in its next call.
+
+    Kernels keep packed and folded copies of weights. Changes through PyTorch are noticed: assignments,
+    ``load_state_dict``, operations in place, steps of any optimizer. Call this after values were written
+    where PyTorch cannot count it: through ``tensor.data``, NumPy, DLPack or a storage, by another process
+    in shared memory, or by a replayed CUDA graph of an optimizer.
+
+    Args:
+        model: Any module, accelerated or not; what is kept of other tensors on its memory is made anew too.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__qualname__}, expected a torch.nn.Module")
+    note_written(t for t in itertools.chain(model.parameters(), model.buffers()) if not _is_sharded(t))
+
+
+# Packed copies --------------------------------------------------------------------------------------------
+
+
+class _Copy(Snapshot):
     """A packed copy of a weight as it was.
 
+    Args:
+        place: Where it is in ``_known``.
+        tensors: The weight, and what else goes into the copy.
+
     Attributes:
-        weight: The weight.
-        stamps: Count of changes in place, address, shape, strides and dtype of the weight, and of the others
-            with it.
-        storages: What holds their numbers.
         made: What was packed.
     """
 
-    weight: weakref.ref[Tensor]
-    stamps: list[Any]
-    storages: list[Any]
-    made: Any
+    def __init__(self, place: tuple[int, Hashable], tensors: Sequence[Tensor | None]):
+        super().__init__(tensors)
+        self._place = place
+        self.made: Any = None
+
+    def outdate(self) -> None:
+        super().outdate()
+        if _known.get(self._place) is self:
+            _known.pop(self._place, None)
 
 
-_known: dict[tuple[int, Hashable], _Copy] = {}  # by the weight's identity: equal tensors are not the same
+_known: dict[tuple[int, Hashable], _Copy] = {}  # by the address of the weight
 _lock = threading.RLock()
 
 
@@ -47,37 +172,35 @@ def packed(
     A weight of inference mode is packed at every call, since its changes are not counted.
 
     Args:
-        weight: A tensor. A change of its values in place through ``.data`` is not noticed.
+        weight: A tensor.
         key: What is made: it tells the copies of a weight apart.
         make: Makes the copy, which must not refer to the tensors.
-        others: What else goes into it, and is watched alike; it should live as long as the weight.
+        others: What else goes into it, and is watched alike.
     """
+    tensors, place = (weight, *others), (weight.data_ptr(), key)
     try:
-        stamps = [None if t is None else _stamp_of(t) for t in (weight, *others)]
+        copy = _known.get(place)
+        if copy is not None and copy.holds(tensors):
+            return copy.made
+        copy = _Copy(place, tensors)
     except RuntimeError:  # of inference mode
         return make()
-    copy = _known.get((id(weight), key))
-    if copy is not None and copy.weight() is weight and copy.stamps == stamps:
-        return copy.made
-    with _lock:
-        copy = _known.get((id(weight), key))  # of several threads, one packs
-        if copy is None or copy.weight() is not weight or copy.stamps != stamps:
-            place = id(weight), key
-            reference = weakref.ref(weight, lambda dead: _forget(place, dead))
-            storages = [t.untyped_storage() for t in (weight, *others) if t is not None]
-            copy = _known[place] = _Copy(reference, stamps, storages, make())
+    with _lock:  # of several threads, one packs
+        found = _known.get(place)
+        if found is not None and found.holds(tensors):
+            return found.made
+        copy.made = make()
+        _known[place] = copy
+        _drop_after_proof(copy)
         return copy.made
 
 
-def _stamp_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _drop_after_proof(copy: _Copy) -> None:
+    """Drops a copy that a backend makes while it is being tried, when that ends: it may not be chosen."""
+    from .. import proofs
 
-
-def _forget(place: tuple[int, Hashable], dead: weakref.ref[Tensor]) -> None:
-    """Drops the copy of a weight that has died, unless another tensor has taken its place."""
-    copy = _known.get(place)
-    if copy is not None and copy.weight is dead:
-        _known.pop(place, None)
+    if proofs.is_proving():
+        proofs.at_end(copy.outdate)
 
 
 def packed_bytes() -> int:
@@ -96,10 +219,13 @@ def release_memory() -> None:
     """Frees what kernels keep on a CPU between calls: packed copies of weights, and the memory they work in.
 
     Later calls make them anew. Copies are freed by themselves when their weight is; this is for a process
-    that keeps a model and serves it no more, or on another device.
+    that keeps a model and serves it no more, or on another device. With glibc, free memory of the process
+    goes back to the system.
     """
     with _lock:
         _known.clear()
     extension = sys.modules.get("cvt_kernels._C")
     if extension is not None:
         extension.release_workspace()
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -36,6 +36,9 @@ __all__ = (
     "store_for",
 )
 
+#: How often the candidates of a call are timed, by as many processes, where other work disturbs the timing.
+_MOST_TIMINGS = 3
+
 #: Seconds that a process waits while another one proves, and while another one writes; and how often it looks
 #: meanwhile whether its own question has been answered.
 _PROVING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
@@ -126,6 +129,8 @@ class Store:
         self._passing: dict[str, Verdict] = {}  # are not to be written, since they hold for this process only
         self._is_tried = False  # whether the next field holds
         self._why_not_written: str | None = None
+        self._settled: set[str] = set()  # were proven or timed in this process
+        self._is_disturbed = False  # whether other work disturbed a timing in this process
         # Replaced and never changed, so that get() needs no lock; None before the files have been read.
         self._known: dict[str, Verdict] | None = None
 
@@ -166,6 +171,8 @@ class Store:
         """
         new = {question: files.storable(verdict) for question, verdict in verdicts.items()}
         with _guard:
+            self._settled |= new.keys()
+            self._is_disturbed |= any(verdict.is_unsure for verdict in new.values())
             new = self._without_passing(new, replace)
             if verdicts and not new:
                 return
@@ -180,11 +187,40 @@ class Store:
                 question: new[question] for question in new if replace or question not in known
             }
             self._read()
+        self._warn_not_remembered(self._why_not_written)
+
+    def _warn_not_remembered(self, reason: str | None) -> None:
         _warn_once(
             "not remembered",
             f"{self.path}: verdicts cannot be remembered there, so that each process proves its kernels "
-            f"again: {self._why_not_written}. Let XDG_CACHE_HOME name a directory that can be written, or "
+            f"again: {reason}. Let XDG_CACHE_HOME name a directory of your own that can be written, or "
             "CVT_KERNELS_VERDICTS a file of verdicts",
+        )
+
+    def times_again(self, question: str) -> bool:
+        """Says whether this process is to time the candidates of a known question again; once, if so.
+
+        It is where other work disturbed an earlier process, and has not disturbed this one yet. Verdicts of
+        ``CVT_KERNELS_VERDICTS`` stay as they are.
+        """
+        with _guard:
+            verdict = self.get(question)
+            if verdict is None or not verdict.is_unsure or question in (self._shipped or {}):
+                return False
+            if self._is_disturbed or question in self._settled:
+                return False
+            self._settled.add(question)
+            return verdict.timings < _MOST_TIMINGS
+
+    def advice(self) -> str | None:
+        """Says how many choices are unsure since the machine was busy, and what to do; None if none is."""
+        known, shipped = self.verdicts(), self._shipped or {}
+        if not (unsure := sum(known[question].is_unsure for question in known if question not in shipped)):
+            return None
+        were = "1 choice was" if unsure == 1 else f"{unsure} choices were"
+        return (
+            f"{were} timed while other programs kept this machine busy: run `cvt prove` when it is idle, or "
+            f"remove {self.path} and start again"
         )
 
     def _without_passing(self, new: dict[str, Verdict], replace: bool) -> dict[str, Verdict]:
@@ -219,25 +255,34 @@ class Store:
         self._is_tried, self._why_not_written = True, files.why_not_writable(self.path.parent)
 
     @contextlib.contextmanager
-    def proving(self, is_answered: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def proving(
+        self, is_answered: Callable[[], bool] = lambda: False, *, waits: bool = True
+    ) -> Iterator[bool]:
         """Lets one thread of one process at a time prove kernels for this key, within a block.
 
         The block begins with what others have proven meanwhile, and may be nested. It goes on without the
         lock after 300 s, at once where nothing can be written, and as soon as there is nothing left to prove:
         the process that proves may itself wait for this one, in an exchange of data.
 
+        Its value is False where another thread or process has the lock.
+
         Args:
             is_answered: Says whether what is known suffices; asked whenever the files have been read again.
+            waits: Whether to wait for the lock at all.
         """
         with contextlib.ExitStack() as stack:
+            has_turn = True
             if self.why_not_remembered() is None:
-                path, until = self.path.with_suffix(".proving"), time.monotonic() + _PROVING_SECONDS
-                while not stack.enter_context(held(path, _TURN_SECONDS)) and time.monotonic() < until:
+                path = self.path.with_suffix(".proving")
+                until = time.monotonic() + _PROVING_SECONDS * waits
+                has_turn = stack.enter_context(held(path, _TURN_SECONDS * waits))
+                while not has_turn and time.monotonic() < until:
                     self._read()
                     if is_answered():
                         break
+                    has_turn = stack.enter_context(held(path, _TURN_SECONDS))
             self._read()
-            yield
+            yield has_turn
 
     def _read(self) -> dict[str, Verdict]:
         """Reads the cache's file again, and the others the first time; returns all that is known then."""
@@ -245,6 +290,10 @@ class Store:
             return self._combine(self._read_cache())
 
     def _read_cache(self) -> dict[str, Verdict]:
+        if (reason := files.why_folder_not_trusted(self.path.parent)) is not None:
+            if os.path.lexists(self.path):
+                self._warn_not_remembered(reason)
+            return {}
         return _read_or_warn(self.path, self.key, is_shipped=False)
 
     def _combine(self, cached: dict[str, Verdict]) -> dict[str, Verdict]:
@@ -259,7 +308,7 @@ class Store:
     def _merge(self, new: dict[str, Verdict], replace: bool) -> None:
         """Merges verdicts into the file, and notes why if it cannot be written."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.path.parent)
             # If the lock does not come in time, the file stays whole all the same: a verdict may be lost.
             with held(self.path.with_suffix(".writing"), _WRITING_SECONDS):
                 cached = self._read_cache()

@@ -18,6 +18,7 @@ class Trial(NamedTuple):
         host_seconds: Time that the host takes to start a call; None on a CPU.
         flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, ``fails here: …``, or from ``cvt prove``
             ``hangs: …`` or ``dies: …``; None if it can.
+        is_disturbed: Whether other work on the machine disturbed the timing.
     """
 
     error: float | None
@@ -25,6 +26,7 @@ class Trial(NamedTuple):
     seconds: float | None
     host_seconds: float | None
     flaw: str | None
+    is_disturbed: bool = False
 
     @property
     def call_seconds(self) -> float | None:
@@ -45,13 +47,20 @@ class Verdict(NamedTuple):
         chosen_in_graphs: The backend that serves in CUDA graphs and under ``torch.compile``, where the host
             costs nothing.
         trials: Backend → its result.
+        timings: How often they were timed: again by a later process where the timing is unsure.
     """
 
     chosen: str
     chosen_in_graphs: str
     trials: dict[str, Trial]
+    timings: int = 1
 
     @property
     def is_lasting(self) -> bool:
         """True if all its trials are; otherwise it holds for this process only."""
         return all(trial.is_lasting for trial in self.trials.values())
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if other work on the machine disturbed the timing, so that another backend may be faster."""
+        return any(trial.is_disturbed for trial in self.trials.values())

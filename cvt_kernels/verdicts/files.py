@@ -1,4 +1,4 @@
-"""Files of verdicts: how they are written and read, and why that may not be possible."""
+"""Files of verdicts: how they are written and read, why that may not be possible, and what is left over."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import errno
 import json
 import math
 import os
+import re
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import locks
 from .answers import Trial, Verdict
 
-_SCHEMA, _VERSION = "cvt-kernels verdicts", 1
+_SCHEMA, _VERSION = "cvt-kernels verdicts", 2
 _NUMBERS = ("error", "allowed", "seconds", "host_seconds")
+_MOST_BYTES = 2**24  # of a file; a verdict takes about a thousand
+_OLD_SECONDS = 3600.0  # after which a file that was to live for moments is left over
+_IS_POSIX = hasattr(os, "geteuid")
 
 # Writing --------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, key: Mapping[str, object], verdicts: Mapping[str, Verdict]) -> None:
-    """Writes a file in one piece, whatever other processes do."""
+    """Writes a file in one piece, whatever other processes do, and removes what killed ones have left."""
     content = {
         "schema": _SCHEMA,
         "version": _VERSION,
@@ -38,8 +44,10 @@ def write(path: Path, key: Mapping[str, object], verdicts: Mapping[str, Verdict]
     text = json.dumps(content, sort_keys=True, indent=1, allow_nan=False)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}")
     try:
+        scratch.touch(0o644, exist_ok=False)  # or it would not be trusted where the umask is 0
         scratch.write_text(text + "\n", encoding="utf-8")
         os.replace(scratch, path)
+        _remove_leftovers(path)
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()
@@ -55,18 +63,29 @@ def _storable_trial(trial: Trial) -> Trial:
     if flaw is None and trial.error is not None and not math.isfinite(trial.error):
         flaw = f"wrong: its error is {trial.error}"
     numbers = {name: _finite(getattr(trial, name)) for name in _NUMBERS}
-    return Trial(**numbers, flaw=flaw)
+    return Trial(**numbers, flaw=flaw, is_disturbed=trial.is_disturbed)
 
 
 def _finite(number: float | None) -> float | None:
     return None if number is None or not math.isfinite(number) else float(number)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder for files, unless it is there.
+
+    Raises:
+        OSError: It cannot be made, or is not to be trusted.
+    """
+    folder.mkdir(0o755, parents=True, exist_ok=True)
+    if (reason := _why_not_trusted(os.stat(folder))) is not None:
+        raise PermissionError(errno.EPERM, reason, str(folder))
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Says why files cannot be written in a folder, having made it and a file in it; None if they can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tried.") as file:
+        make_folder(folder)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".tried.{os.getpid()}.") as file:
             file.write(b"1")
             file.flush()
     except OSError as error:
@@ -84,12 +103,71 @@ def why_not_permitted(folder: Path) -> str | None:
         return f"{nearest}: {os.strerror(errno.ENOTDIR)}"
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"{nearest}: {os.strerror(errno.EACCES)}"
+    return why_folder_not_trusted(folder)
+
+
+def why_folder_not_trusted(folder: Path) -> str | None:
+    """Says why files in a folder are not to be trusted, since others may put them there; None if they are."""
+    try:
+        reason = _why_not_trusted(os.stat(folder))
+    except OSError:  # there is none, or it cannot be read
+        return None
+    return None if reason is None else f"{folder}: {reason}"
+
+
+def _why_not_trusted(status: os.stat_result) -> str | None:
+    """Says why others than this process's user and root may have written something; None if they may not."""
+    if not _IS_POSIX:
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}, but this process to user {os.geteuid()}"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user may write it"
     return None
 
 
 def reason(error: OSError) -> str:
     """Returns the message of an error, with the name of the file that it is about."""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
+# Leftovers ------------------------------------------------------------------------------------------------
+
+#: The names of files that live for moments, with the number of their process, and of the locks of a file.
+_SCRATCH = re.compile(r"\.(?:tried|\w+\.json)\.(?:(\d+)\.)?\w+")
+_LOCK = re.compile(r"(\w+)\.(?:proving|writing)")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what processes that were killed have left in the folder of a file that was just written."""
+    with contextlib.suppress(OSError):
+        newest_left = path.stat().st_mtime - _OLD_SECONDS  # by the clock of the disk
+        with os.scandir(path.parent) as entries:
+            for entry in entries:
+                if entry.stat(follow_symlinks=False).st_mtime < newest_left:
+                    _remove_if_left(Path(entry.path))
+
+
+def _remove_if_left(path: Path) -> None:
+    """Removes an old file if it is one that lives for moments, or a lock of a file that was never written."""
+    with contextlib.suppress(OSError):
+        if (scratch := _SCRATCH.fullmatch(path.name)) and not _runs(int(scratch[1] or 0)):
+            path.unlink()
+        elif (lock := _LOCK.fullmatch(path.name)) and not path.with_name(f"{lock[1]}.json").exists():
+            locks.remove_unless_held(path)
+
+
+def _runs(process: int) -> bool:
+    """Says whether a process runs; False on Windows, where its open files cannot be removed anyway."""
+    if not (_IS_POSIX and process):
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -107,7 +185,7 @@ def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False)
         Question → verdict, nothing from a file of another type of device; or why the file cannot be used.
     """
     try:
-        return _parse(path.read_text(encoding="utf-8"), key)
+        return _parse(_text(path), key)
     except (FileNotFoundError, NotADirectoryError) as error:
         return {} if may_be_missing else error.strerror or str(error)
     except OSError as error:
@@ -118,6 +196,29 @@ def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False)
         return f"it is not JSON: {error}"
     except ValueError as error:
         return str(error)
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a file; waits for nobody to write, and reads no more than a file may have.
+
+    Raises:
+        ValueError: It is no regular file, too large, not to be trusted, or no text.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if (reason := _why_not_trusted(status)) is not None:
+            raise ValueError(reason)
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return content.decode("utf-8")
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    """Opens a file without waiting, as one would for the writer of a pipe."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:
@@ -156,13 +257,18 @@ def _parse_verdict(content: object, where: str) -> Verdict:
         _field(fields, "chosen", str, f"{where}, chosen"),
         _field(fields, "chosen_in_graphs", str, f"{where}, chosen_in_graphs"),
         {name: _parse_trial(trial, f"{where}, {name}") for name, trial in trials.items()},
+        _field(fields, "timings", int, f"{where}, timings"),
     )
 
 
 def _parse_trial(content: object, where: str) -> Trial:
     fields = _checked(content, dict, where)
     numbers = {name: _number(fields, name, f"{where}, {name}") for name in _NUMBERS}
-    return Trial(**numbers, flaw=_field(fields, "flaw", str | None, f"{where}, flaw"))
+    return Trial(
+        **numbers,
+        flaw=_field(fields, "flaw", str | None, f"{where}, flaw"),
+        is_disturbed=_field(fields, "is_disturbed", bool, f"{where}, is_disturbed"),
+    )
 
 
 def _number(fields: dict[str, Any], name: str, where: str) -> float | None:

@@ -375,6 +375,7 @@ CALLS = {
     "quantize_rows": Call(
         lambda: tokens() | {"scale": torch.tensor(0.1), "dtype": torch.int8}, {"x": X, **INT8}
     ),
+    "refresh": Call(lambda: {"model": nn.Linear(2, 2)}, {"model": of_values("a", 3, nn.Linear)}),
     "restore": Call(lambda: {"model": nn.Linear(2, 2)}, {"model": of_values("a", 3, nn.Linear)}),
     "scatter_rows": Call(
         lambda: (

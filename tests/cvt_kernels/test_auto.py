@@ -2,12 +2,18 @@
 
 import contextlib
 import json
+import os
+import pty
+import select
 import subprocess
+import sys
+import threading
 import time
 import warnings
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -448,6 +454,53 @@ def test_an_empty_tensor_is_served_and_not_proven(proven):
     assert len(proven) == 1
 
 
+@contextlib.contextmanager
+def stderr_on(ends, monkeypatch, patience=0.0):
+    """Lets the block have one of two connected files as stderr; yields the other one."""
+    ours, theirs = ends
+    with os.fdopen(ours) as shown, os.fdopen(theirs, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(proofs, "_PATIENCE", patience)
+        patch.setattr(proofs, "_is_noticed", False)
+        patch.setattr(sys, "stderr", stderr)
+        yield shown
+
+
+def is_any_timer() -> bool:
+    return any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+
+
+def test_a_terminal_shows_once_what_takes_time(proven, monkeypatch):
+    lines = []
+
+    def waits(x, *, approximate):
+        if not lines:
+            assert select.select([shown], [], [], 60)[0]
+            lines.append(shown.readline())
+        return reference.gelu(x, approximate=approximate)
+
+    register(waits)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with stderr_on(pty.openpty(), monkeypatch) as shown:
+        ck.gelu(torch.randn(3, 16))
+        with proofs.noticed():
+            assert not is_any_timer()
+    assert lines[0].startswith("cvt_kernels: checking and timing kernels, at the first call of each kind")
+    assert "remembered; `cvt prove` does it ahead" in lines[0]
+
+
+@pytest.mark.parametrize("where", ["quick", "pipe", "pytest"])
+def test_nothing_is_shown_elsewhere_or_of_quick_proofs(monkeypatch, where):
+    ends = os.pipe() if where == "pipe" else pty.openpty()
+    if where != "pytest":
+        monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with stderr_on(ends, monkeypatch, 1e6 if where == "quick" else 0.0) as shown:
+        with proofs.noticed():
+            assert is_any_timer() == (where == "quick")
+        print("the end", file=sys.stderr, flush=True)
+        assert shown.readline() == "the end\n"
+        assert not proofs._is_noticed
+
+
 # Determinism, compilation and capture ---------------------------------------------------------------------
 
 
@@ -601,6 +654,74 @@ def test_a_backend_that_the_verdict_does_not_know_is_proven_too(proven):
     ck.gelu(x)
     assert (len(proven), len(calls) > 0) == (1, True)
     assert set(verdicts.store_for(CPU).get(asked).trials) == {"native", "reference"}
+
+
+# A busy machine -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unsure(proven, monkeypatch):
+    """Proves GELU on a busy machine; returns its input, and a list of whether later timings are disturbed."""
+    disturbed, time_in_turns = [True], proofs.time_in_turns
+
+    def timed(*arguments):
+        is_disturbed = disturbed.pop(0)
+        trials = time_in_turns(*arguments)
+        return {name: trial._replace(is_disturbed=is_disturbed) for name, trial in trials.items()}
+
+    monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 3)
+    monkeypatch.setattr(proofs, "time_in_turns", timed)
+    register(slow(reference.gelu, 0.1))
+    x = torch.randn(5, 16)
+    ck.gelu(x)
+    assert only_answer().chosen == "reference"
+    assert only_answer().is_unsure
+    register(reference.gelu)  # is in truth the faster one
+    return x, disturbed
+
+
+def test_a_choice_of_a_busy_machine_is_timed_again_by_the_next_process(proven, unsure):
+    x, disturbed = unsure
+    ck.gelu(x[:4])  # by this process it is not
+    disturbed.append(False)
+    with new_process():
+        ck.gelu(x)
+        assert (only_answer().chosen, only_answer().is_unsure) == ("native", False)
+        assert verdicts.store_for(CPU).advice() is None
+    with new_process():
+        ck.gelu(x)
+    assert (len(proven), disturbed, only_answer().timings) == (1, [], 2)
+
+
+def test_where_the_machine_stays_busy_the_choice_stays_after_a_few_timings(unsure):
+    x, disturbed = unsure
+    disturbed += [True, True]
+    for timings in (2, 3, 3):
+        with new_process():
+            for rows in (5, 4):
+                ck.gelu(x[:rows])
+            assert (only_answer().chosen, only_answer().timings) == ("reference", timings)
+    assert disturbed == []
+
+
+@pytest.mark.parametrize("how", ["deterministic", "no proofs", "captured", "another proves", "no memory"])
+def test_when_a_choice_of_a_busy_machine_is_not_timed_again(unsure, monkeypatch, how):
+    x, _ = unsure
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(new_process())
+        if how == "deterministic":
+            stack.enter_context(deterministic())
+        elif how == "no proofs":
+            monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+        elif how == "captured":
+            monkeypatch.setattr(machine, "is_capturing", lambda x: True)
+        elif how == "another proves":
+            other = FileLock(verdicts.store_for(CPU).path.with_suffix(".proving"))
+            stack.enter_context(other)
+        else:
+            monkeypatch.setattr(proofs, "time_again", lambda *_: torch.empty(2**60))
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert (only_answer().chosen, only_answer().timings) == ("reference", 1)
 
 
 # Settings -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -84,7 +85,7 @@ def content_with(**changes):
     """Returns what is in a file of one verdict, with other fields."""
     content = {
         "schema": "cvt-kernels verdicts",
-        "version": 1,
+        "version": 2,
         "machine": KEY,
         "verdicts": {"q": {**VERDICT._asdict(), "trials": {"native": GOOD._asdict()}}},
     }
@@ -136,7 +137,7 @@ def test_file_is_as_described(tmp_path):
     assert store.path.parent == tmp_path / "cache" / "cvt_kernels" / "verdicts"
     content = json.loads(store.path.read_text(encoding="utf-8"))
     assert content["schema"] == "cvt-kernels verdicts"
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert content["machine"] == KEY
     assert content["verdicts"]["q"]["trials"]["native"] == GOOD._asdict()
     assert store.path.read_text(encoding="utf-8") == json.dumps(content, indent=1, sort_keys=True) + "\n"
@@ -220,8 +221,8 @@ DAMAGED = {
     "null": ("null", "file: got None"),
     "schema": (content_with(schema="recipe"), "schema: got 'recipe', expected 'cvt-kernels verdicts'"),
     "no schema": (without(content_with(), "schema"), "schema: is missing"),
-    "version": (content_with(version=2), "version: got 2, expected 1"),
-    "version as text": (content_with(version="1"), "version: got '1', expected int"),
+    "version": (content_with(version=1), "version: got 1, expected 2"),
+    "version as text": (content_with(version="2"), "version: got '2', expected int"),
     "machine": (content_with(machine=None), "machine: got None, expected dict"),
     "verdicts": (content_with(verdicts=[]), "verdicts: got .*, expected dict"),
     "no verdicts": (without(content_with(), "verdicts"), "verdicts: is missing"),
@@ -239,6 +240,8 @@ DAMAGED = {
     "NaN": (with_trial(error=math.nan), "error: got nan"),
     "huge": (with_trial(error=10**400), "error: got 1000"),
     "flaw": (with_trial(flaw=1), "flaw: got 1, expected str"),
+    "disturbed": (with_trial(is_disturbed=1), "is_disturbed: got 1, expected bool"),
+    "timings": (with_verdict(timings=None), "'q', timings: got None, expected int"),
     "no flaw": (without(with_trial(), "verdicts", "q", "trials", "native", "flaw"), "flaw: is missing"),
 }
 
@@ -272,6 +275,58 @@ def test_a_folder_in_the_place_of_the_file_is_no_file():
     with pytest.warns(RuntimeWarning, match="cannot be remembered"):
         store.remember({"q": VERDICT})
     assert store.get("q") == VERDICT
+
+
+def in_time(function):
+    """Returns what a function returns, in a thread; fails if it does not end."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results, "hangs"
+    return results[0]
+
+
+NO_FILES = {
+    "fifo": (os.mkfifo, "it is not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
+    "socket": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "No such device"),
+    "folder": (Path.mkdir, "Is a directory"),
+    "huge": (lambda path: (path.touch(), os.truncate(path, 2**24 + 1)), "it has more than 16777216 bytes"),
+}
+
+
+@pytest.mark.parametrize("is_shipped", [False, True], ids=["cache", "shipped"])
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_of_verdicts_is_ignored_at_once(monkeypatch, tmp_path, kind, is_shipped):
+    make, reason = NO_FILES[kind]
+    path = tmp_path / "shipped" if is_shipped else Store(KEY).path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(path) if is_shipped else "")
+    store = Store(KEY)
+    with pytest.warns(RuntimeWarning, match=f"this file of verdicts is ignored: {reason}") as caught:
+        assert in_time(lambda: store.get("q")) is None
+    assert len(caught) == 1
+    if kind != "folder" or is_shipped:
+        in_time(lambda: store.remember({"p": OTHER}) or True)
+        assert store.cached_verdicts() == {"p": OTHER}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder"])
+def test_what_stands_in_the_place_of_a_lock_keeps_nobody_waiting(kind):
+    store = Store(KEY)
+    store.path.parent.mkdir(parents=True)
+    for suffix in (".proving", ".writing"):
+        NO_FILES[kind][0](store.path.with_suffix(suffix))
+
+    def prove():
+        with store.proving():
+            store.remember({"q": VERDICT})
+        return True
+
+    assert in_time(prove)
+    assert Store(KEY).get("q") == VERDICT
 
 
 def test_a_foreign_file_is_ignored_with_one_warning_that_names_the_differences():
@@ -500,6 +555,151 @@ def test_shipped_verdicts_serve_where_nothing_can_be_written(monkeypatch, tmp_pa
         assert store.get("q").chosen == "native"
 
 
+# Files of others ------------------------------------------------------------------------------------------
+
+
+def give(monkeypatch, path, user):
+    """Lets a file or folder seem to belong to a user."""
+    number = path.stat().st_ino
+
+    def seeming(function):
+        def status(*args, **kwargs):
+            real = function(*args, **kwargs)
+            return os.stat_result((*real[:4], user, *real[5:10])) if real.st_ino == number else real
+
+        return status
+
+    for name in ("stat", "fstat"):
+        monkeypatch.setattr(os, name, seeming(getattr(os, name)))
+
+
+def open_to_all(monkeypatch, path, user):
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(give, "it belongs to user 12345, but this process to user"), (open_to_all, "every user may write it")],
+)
+def test_a_file_that_others_may_write_is_ignored_with_one_warning_and_replaced(monkeypatch, change, reason):
+    store = Store(KEY)
+    write(store.path, content_with())
+    with monkeypatch.context() as context:
+        change(context, store.path, 12345)
+        with pytest.warns(RuntimeWarning, match=f"this file of verdicts is ignored: {reason}") as caught:
+            assert store.get("q") is None
+        store.remember({"p": OTHER})
+    assert len(caught) == 1
+    assert Store(KEY).verdicts() == {"p": OTHER}
+
+
+@pytest.mark.parametrize("change", [give, open_to_all])
+@pytest.mark.parametrize("has_file", [False, True])
+def test_in_a_folder_that_others_may_write_nothing_is_remembered(monkeypatch, change, has_file):
+    store = Store(KEY)
+    store.path.parent.mkdir(parents=True)
+    if has_file:
+        write(store.path, content_with())
+    before = list(store.path.parent.iterdir())
+    change(monkeypatch, store.path.parent, 12345)
+    assert str(store.path.parent) in store.why_not_remembered(may_write=False)
+    with pytest.warns(RuntimeWarning, match="verdicts cannot be remembered there, .*/verdicts: ") as caught:
+        store.remember({"q": OTHER})
+    assert len(caught) == 1
+    with store.proving():
+        assert Store(KEY).get("q") is None
+    assert store.get("q") == OTHER
+    assert list(store.path.parent.iterdir()) == before
+
+
+def test_a_shipped_file_may_be_roots_but_no_other_users(monkeypatch, tmp_path):
+    (path,) = shipped_files(monkeypatch, tmp_path, content_with())
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with monkeypatch.context() as context:
+        give(context, path, 0)
+        assert Store(KEY).get("q").chosen == "native"
+    give(monkeypatch, path, 12345)
+    with pytest.warns(RuntimeWarning, match="this file of verdicts is ignored: it belongs to user 12345"):
+        assert Store(KEY).get("q") is None
+
+
+def test_what_is_written_is_trusted_whatever_the_umask():
+    umask = os.umask(0)
+    try:
+        Store(KEY).remember({"q": VERDICT})
+    finally:
+        os.umask(umask)
+    assert Store(KEY).get("q") == VERDICT
+
+
+# What killed processes leave ------------------------------------------------------------------------------
+
+
+def test_what_killed_processes_have_left_is_removed_by_the_next_one_that_writes(start):
+    store, dead = Store(KEY), 2**30
+    folder, name = store.path.parent, store.path.stem
+    folder.mkdir(parents=True)
+    left = [f".{name}.json.{dead}.0123abcd", f".other.json.{dead}.0123abcd", f".tried.{dead}.abc_d"]
+    left += [".tried.abc", "other.proving", "other.writing"]
+    kept = [f".{name}.json.{os.getpid()}.0123abcd", f".tried.{os.getpid()}.abc", "held.proving", "notes.txt"]
+    kept += ["another.json", "another.proving", f"{name}.proving"]
+    for each in (*left, *kept):
+        (folder / each).touch()
+        os.utime(folder / each, (time.time() - 7200,) * 2)
+    new = [f".{name}.json.{dead}.ffff", "new.proving"]
+    for each in new:
+        (folder / each).touch()
+    child = start(
+        "from cvt_kernels.verdicts.locks import held\n"
+        "with held(store.path.with_name('held.proving'), 9):\n"
+        "    print(1, flush=True); time.sleep(60)"
+    )
+    say_go(child)
+    assert child.stdout.readline() == "1\n"
+    os.utime(folder / "held.proving", (time.time() - 7200,) * 2)
+    store.remember({"q": VERDICT})
+    assert {path.name for path in folder.iterdir()} == {*kept, *new, f"{name}.json", f"{name}.writing"}
+
+
+# Timings on a busy machine --------------------------------------------------------------------------------
+
+UNSURE = VERDICT._replace(trials={"native": GOOD._replace(is_disturbed=True), "triton": BAD})
+
+
+def test_an_unsure_verdict_is_timed_again_by_later_processes_a_few_times():
+    store = Store(KEY)
+    store.remember({"q": UNSURE, "r": UNSURE, "p": VERDICT})
+    assert not store.times_again("q")  # proven by this process
+    assert store.advice().startswith("2 choices were timed while other programs kept this machine busy: run ")
+    for timings in (2, 3):
+        later = Store(KEY)
+        assert [later.times_again(question) for question in "qqp"] == [True, False, False]
+        later.remember({"q": UNSURE._replace(timings=timings)}, replace=True)
+        assert not later.times_again("r")  # the machine is busy still
+    assert not Store(KEY).times_again("q")
+    assert Store(KEY).times_again("r")
+    later.remember({"q": VERDICT}, replace=True)
+    assert Store(KEY).advice().startswith("1 choice was timed ")
+    later.remember({"r": VERDICT}, replace=True)
+    assert Store(KEY).advice() is None
+
+
+def test_an_unsure_verdict_that_is_shipped_stays(monkeypatch, tmp_path):
+    shipped_files(monkeypatch, tmp_path, with_trial(is_disturbed=True))
+    store = Store(KEY)
+    assert store.get("q").is_unsure
+    assert not store.times_again("q")
+    assert store.advice() is None
+
+
+def test_who_does_not_wait_for_the_turn_to_prove_has_none(holder):
+    begin = time.perf_counter()
+    with Store(KEY).proving(waits=False) as has_turn:
+        assert not has_turn
+    assert time.perf_counter() - begin < 60
+    assert holder.poll() is None
+
+
 # Warnings -------------------------------------------------------------------------------------------------
 
 
@@ -663,6 +863,42 @@ print(store.get("q").chosen)
 """
     result = run_python(code)
     assert result.stdout == "native\n", result.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_takes_the_locks_that_its_parent_knows():
+    """In each of its threads; of the lock that the parent holds it knows that it does not."""
+    code = f"""
+import os, threading
+from cvt_kernels import verdicts
+from cvt_kernels.verdicts.locks import held
+store = verdicts.Store({KEY!r})
+verdict = verdicts.Verdict("native", "native", {{}})
+store.remember({{"parent": verdict}})
+proving = store.path.with_suffix(".proving")
+with held(proving, 0):
+    child = os.fork()
+    if child == 0:
+        def prove(name):
+            with held(proving, 0) as has:
+                assert not has
+            store.remember({{name: verdict}})
+        thread = threading.Thread(target=prove, args=("thread",))
+        thread.start()
+        thread.join()
+        prove("child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    other = os.fork()
+    if other == 0:
+        with held(proving, 30) as has:
+            os._exit(0 if has else 1)
+assert os.waitpid(other, 0)[1] == 0
+with held(proving, 0) as has:
+    print(has, *sorted(verdicts.Store({KEY!r}).verdicts()))
+"""
+    result = run_python(code)
+    assert result.stdout == "True child parent thread\n", result.stderr
 
 
 # Settings and keys ----------------------------------------------------------------------------------------

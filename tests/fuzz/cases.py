@@ -10,12 +10,13 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import commands, files, operators, raw
+from . import commands, files, models, operators, raw
 
 #: The choices of every setting of a subject, the simplest first.
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     **operators.CHOICES,
     "raw": raw.CHOICES,
+    "models": models.CHOICES,
     "commands": commands.CHOICES,
     "files": files.CHOICES,
 }
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     """A case.
 
     Attributes:
-        subject: An operator, ``"raw"``, ``"commands"`` or ``"files"``.
+        subject: An operator, ``"raw"``, ``"models"``, ``"commands"`` or ``"files"``.
         settings: The choice for every setting.
         seed: Of the random numbers.
     """

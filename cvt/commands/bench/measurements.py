@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import __version__, machine, measure
+from cvt_kernels import __version__, machine, measure, verdicts
 
 from ...config import DTYPES
 from ...images import load_images, sample_photos
@@ -142,6 +142,7 @@ def run(
             "rounds": rounds,
             "depths": subject.depths,
             "backends": _served_backends(batches),
+            "advice": verdicts.store_for(device).advice(),
         },
         "ceilings": {
             "bytes_per_second": measure.copy_bandwidth(device),

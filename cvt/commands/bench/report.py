@@ -10,7 +10,7 @@ from typing import Any
 from ...files import filling
 from . import verdict
 from .plots import draw, png
-from .results import MEMORY, Results, heading, meaning, parity_rows, products, ratio, speed_rows
+from .results import MEMORY, Results, advice, heading, meaning, parity_rows, products, ratio, speed_rows
 
 
 def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Path]:
@@ -53,7 +53,7 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
         verdict=verdict.sentence(results),
         heading=heading(results),
         contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
-        explained=" ".join([*products(results), MEMORY]),
+        explained=" ".join([*products(results), MEMORY, *advice(results)]),
         speed=[_speed_rows(results, batch) for batch in batches],
         parity=[parity_rows(results, batch) for batch in batches],
         figures=figures,

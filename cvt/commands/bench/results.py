@@ -18,7 +18,7 @@ from cvt_kernels.checks import shown
 from cvt_kernels.tables import aligned
 
 from ...config import MOST_IMAGES
-from ...files import replacing, write_json
+from ..paths import reporting
 
 #: Written into every file of results. The version changes whenever a reader of the old ones would fail.
 SCHEMA, VERSION = "cvt bench", 1
@@ -43,9 +43,9 @@ _PathLike = str | os.PathLike[str]
 
 
 def write(results: Results, path: _PathLike) -> None:
-    """Writes results as JSON."""
-    with replacing(path) as scratch:
-        write_json(scratch, results, indent=1)
+    """Writes results as JSON, for ``-`` to standard output."""
+    with reporting(os.fspath(path), indent=1) as report:
+        report(results)
 
 
 def read(path: _PathLike) -> Results:
@@ -148,6 +148,7 @@ def text(results: Results) -> str:
         "×: times as fast, median of the rounds' own ratios and their quartiles.",
         *products(results),
         MEMORY,
+        *advice(results),
     ]
     for batch in results["batches"]:
         lines += ["", *_aligned_numbers(parity_rows(results, batch))]
@@ -179,6 +180,12 @@ def products(results: Results) -> list[str]:
         f"% of product: of the rate of a matrix product of {n}×{n}×{n} in the same rounds "
         f"({', '.join(f'{rate:,.0f}' for rate in rates)} GFLOP/s), at {per_image:.2f} GFLOP per image."
     ]
+
+
+def advice(results: Results) -> list[str]:
+    """Returns the line that says which choices are unsure, and what to do; none if none is."""
+    line = results["config"].get("advice")
+    return [] if line is None else [f"{line}."]
 
 
 def meaning(about: dict[str, Any]) -> str:

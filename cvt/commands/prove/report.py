@@ -107,6 +107,8 @@ def summary(results: Sequence[Result], store: Store) -> list[str]:
     lines.append(
         f"remembered in {store.path}" if reason is None else f"not remembered in {store.path}: {reason}"
     )
+    if (advice := store.advice()) is not None:
+        lines.append(advice)
     if files := os.environ.get("CVT_KERNELS_VERDICTS"):
         lines.append(f"CVT_KERNELS_VERDICTS is set: the verdicts in {files} go before them")
     if (requested := backends.requested_backends()) != ("auto",):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import backends, measure, proofs
-from tests.checks import Terminal
+from cvt_kernels import backends, measure, proofs, verdicts
+from tests.checks import Terminal, remember_verdict
 from tests.upstream import (
     KERNELS_FIRST,
     RANDOM,
@@ -227,7 +227,9 @@ def test_checkpointing_asks_for_the_same_backends_again():
 
 
 def test_the_report_is_a_table():
-    lines = str(ck.verify(ck.accelerate(microsoft()), images(), rounds=1)).splitlines()
+    remember_verdict("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
+    report = ck.verify(ck.accelerate(microsoft()), images(), rounds=1)
+    *lines, advice = str(report).splitlines()
     assert lines[0] == "ConvolutionalVisionTransformer, float32 on cpu, inputs 2×3×64×64"
     header = lines.index(next(line for line in lines if line.startswith("block")))
     assert lines[header].split() == ["block", "class", "evaluation", "training", "gradients", "statistics"]
@@ -238,6 +240,8 @@ def test_the_report_is_a_table():
     assert table[-1].startswith("(model)")
     assert "times as fast" in lines[-3]
     assert lines[-1] == "as accurate as it was"
+    assert advice == verdicts.store_for(torch.device("cpu")).advice()
+    assert str(report._replace(advice=None)).splitlines() == lines
 
 
 def test_a_bar_is_drawn_for_those_who_ask(monkeypatch):

@@ -469,6 +469,16 @@ def test_results_from_before_products_were_measured(results):
     assert "of product" not in result_files.text(old)
 
 
+def test_advice_on_unsure_choices_is_in_the_results(results):
+    advised = copy.deepcopy(results)
+    assert advised["config"].pop("advice") is None  # results from before have none
+    advised["config"]["advice"] = "run `cvt prove`"
+    assert "run `cvt prove`." in result_files.text(advised).splitlines()
+    assert "run `cvt prove`." in report._page(advised, [])
+    for each in (results, {**results, "config": {**results["config"], "advice": None}}):
+        assert "cvt prove" not in result_files.text(each)
+
+
 def test_quartiles_and_ratios():
     assert result_files.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
     assert result_files.quartiles([7]) == (7, 7, 7)

@@ -64,10 +64,11 @@ def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
     remembered = json.loads(path.read_text())["verdicts"]
     assert remembered == {
         row["question"]: {name: row[name] for name in ("chosen", "chosen_in_graphs", "trials")}
+        | {"timings": 1}
         for row in rows
     }
 
-    *blocks, (count, place) = (block.splitlines() for block in out.split("\n\n"))
+    *blocks, (count, place, *_) = (block.splitlines() for block in out.split("\n\n"))
     headings = [block[0] for block in blocks]
     operators = [operator for operator in backends.OPERATORS if operator in operators_asked_on_a_cpu()]
     assert headings == [f"{operator}, forward, float32 (times in µs)" for operator in operators]

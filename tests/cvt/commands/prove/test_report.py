@@ -115,6 +115,13 @@ def test_a_flaw_of_pytorch_is_told_without_a_request_to_report_it(store):
     assert lines[1] == "1 questions, 1 proven; chosen: native 1"
 
 
+def test_choices_of_a_busy_machine_are_told(store):
+    busy = result("native", native=trial(1)._replace(is_disturbed=True), reference=trial(2))
+    assert store.advice() not in report.summary([busy], store)
+    store.remember({QUESTION: busy.verdict})
+    assert store.advice() in report.summary([busy], store)
+
+
 def test_json_has_no_numbers_that_json_does_not_have(store):
     workload = Workload("cvt_13", 224, [1], ["float32"], train=False)
     infinite = result("reference", triton=trial(flaw="wrong: …", error=float("inf")), reference=trial())

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 
 import pytest
@@ -115,6 +116,22 @@ def test_release_memory():
     ck.release_memory()
     assert not packing._known
     assert torch.equal(ck.transformer_block(x, grid, block), before)
+
+
+def resident_mib():
+    with open("/proc/self/statm", encoding="ascii") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_release_memory_gives_it_back_to_the_system():
+    weights = torch.ones(4000, 1).unbind()
+    for weight in weights:
+        packing.packed(weight, "a", lambda: torch.ones(4096))
+    staying = torch.ones(4096)  # above the others: the heap does not get shorter by itself
+    before = resident_mib()
+    ck.release_memory()
+    assert resident_mib() < before - 40
+    assert staying.sum() == 4096
 
 
 def test_each_copy_of_a_weight_is_made_once():
