@@ -43,9 +43,9 @@ inline int64_t numbers_of(const char* name, const Tensor& x) {
 
 // The last size of a tensor, of which the others make rows.
 inline int64_t channels_of(const char* name, const Tensor& x) {
-  expect(x.dim() > 0 && x.size(x.dim() - 1) > 0, name, x, "(..., channels)");
-  numbers_of(name, x);
-  return x.size(x.dim() - 1);
+  const int64_t rank = x.dim(), channels = rank > 0 ? x.size(rank - 1) : 0;
+  expect(channels > 0, name, x, "(..., channels)");
+  return channels;
 }
 
 inline bool same_device(const Tensor& a, const Tensor& b) {
@@ -83,8 +83,8 @@ inline std::optional<Tensor> contiguous_like(const char* name, const std::option
 
 // Checks a weight or a bias of the channels of x, of any floating dtype.
 inline void check_parameter(const char* name, const Tensor& tensor, const Tensor& x) {
-  expect(tensor.dim() == 1 && tensor.size(0) == x.size(x.dim() - 1), name, tensor, "(channels,) of the ",
-         x.size(x.dim() - 1), " channels of x");
+  const int64_t channels = x.size(x.dim() - 1);
+  expect(tensor.dim() == 1 && tensor.size(0) == channels, name, tensor, "(channels,) of the ", channels, " channels of x");
   expect(same_device(tensor, x), name, tensor, "the device of x");
   dtype_of(name, tensor);
 }

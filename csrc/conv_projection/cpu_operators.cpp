@@ -56,6 +56,7 @@ struct Arguments {
   Arguments(const Tensor& input, int64_t height, int64_t width) : x(with_adjacent_channels(input)), dtype(dtype_of("x", x)) {
     expect(height > 0, "height", height, "at least 1");
     expect(width > 0, "width", width, "at least 1");
+    numbers_of("x", x);
     const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
     expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
     call = {

@@ -49,6 +49,7 @@ struct Arguments {
     expect(x.dim() == 3 && x.size(1) == product("height and width", {height, width}), "x", x,
            "(batch, height · width, channels) of ", height, " · ", width, " tokens");
     const int64_t channels = channels_of("x", x);
+    numbers_of("x", x);
     expect(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
                weight.size(3) == 3,
            "weight", weight, "(channels, 1, 3, 3) of ", channels, " channels");

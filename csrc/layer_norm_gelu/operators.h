@@ -76,6 +76,7 @@ inline Activation activation_of(const std::string& name) {
 
 inline void check_statistics(const Tensor& mean, const Tensor& rstd, const Tensor& h) {
   const int64_t rows = h.numel() / channels_of("h", h);
+  numbers_of("h", h);
   for (const auto& [name, statistic] : {std::pair<const char*, const Tensor&>{"mean", mean}, {"rstd", rstd}}) {
     expect(statistic.numel() == rows && statistic.scalar_type() == accumulator_of(h) && statistic.is_contiguous() &&
                same_device(statistic, h),
@@ -104,6 +105,7 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
   const Tensor& rows = residual.has_value() ? *residual : input;
   const Device device(residual.has_value() ? "residual" : "x", rows);
   channels_of("x", rows);
+  numbers_of("x", rows);
   check(parameters, rows);
   if (shift.has_value()) check_parameter("shift", *shift, rows);
   expect_eps("eps", eps);
@@ -186,6 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dou
 inline void check_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   if (!bias.has_value()) return;
   channels_of("x", x);
+  numbers_of("x", x);
   check_parameter("bias", *bias, x);
 }
 

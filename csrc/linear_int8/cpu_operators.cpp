@@ -29,6 +29,7 @@ struct Matrix {
 };
 
 Matrix rows_of(const Tensor& x) {
+  numbers_of("x", x);
   const int64_t columns = channels_of("x", x), last = x.dim() - 1, rows = x.numel() / columns;
   bool regular = columns == 1 || x.stride(last) == 1;
   int64_t stride = columns, expected = -1;  // of the next dimension; a repeated row has the stride 0
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::optional<Te
 std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias, double eps,
                                                const std::optional<Tensor>& shift, const std::optional<Tensor>& scale) {
-  const int64_t channels = channels_of("x", x), has_rows = x.numel() > 0;
+  const int64_t channels = channels_of("x", x), has_rows = numbers_of("x", x) > 0;
   const Vector norm_weight("weight", weight, channels, 1, has_rows), norm_bias("bias", bias, channels, 0, has_rows);
   expect_eps("eps", eps);
   return quantized(x, {.scale = scale_of("scale", scale),
@@ -104,7 +105,7 @@ std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optio
 
 std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation,
                                          const std::optional<Tensor>& scale) {
-  const Vector added("bias", bias, channels_of("x", x), 0, x.numel() > 0);
+  const Vector added("bias", bias, channels_of("x", x), 0, numbers_of("x", x) > 0);
   const Activation gelu = layer_norm_gelu::activation_of(activation);
   expect(gelu != Activation::identity, "activation", activation, "none, tanh or quick");
   return quantized(x, {.scale = scale_of("scale", scale), .norm = {nullptr, added.data(), 0}, .activation = gelu});

@@ -71,7 +71,6 @@ class Tokens {
   explicit Tokens(const Tensor& given) : x_(given) {
     expect(given.dim() == 3 && given.size(2) > 0, "x", given, "(batch, tokens, channels)");
     bytes_ = element_bytes("x", given);
-    numbers_of("x", given);
     if (given.stride(2) != 1) x_ = made_contiguous("x", given);
     images = x_.size(0), tokens = x_.size(1), channels = x_.size(2);
     image_stride = x_.stride(0), token_stride = x_.stride(1);

@@ -21,13 +21,8 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "files": files.CHOICES,
 }
 _SIMPLEST = 0.4  # how often a setting is the simplest, whatever the others
-_RARE = {
-    "autocast": 0.9,
-    "parameters": 0.7,
-    "layout": 0.5,
-    "values": 0.5,
-    "operator": 0.0,
-}  # how often these are
+# How often these are.
+_RARE = {"autocast": 0.9, "parameters": 0.7, "layout": 0.5, "values": 0.5, "operator": 0.0}
 
 
 class Case(NamedTuple):

@@ -35,8 +35,9 @@ _DTYPES = (
 )  # fmt: skip
 _MOST = 2**63 - 1
 _INTEGERS = (
-    0, 1, 2, 3, 5, 7, 9, 16, 17, 64, 65, 129, 257, 1000, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31, 2**32, 2**33,
-    2**40, 2**40 + 1, 2**59, 2**60, 2**61, 2**62, _MOST, -1, -2, -16, -(2**31), -(2**32), -(2**62), -_MOST - 1,
+    0, 1, 2, 3, 5, 7, 9, 16, 17, 64, 65, 129, 257, 1000, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31,
+    2**32, 2**33, 2**40, 2**40 + 1, 2**59, 2**60, 2**61, 2**62, _MOST,
+    -1, -2, -16, -(2**31), -(2**32), -(2**62), -_MOST - 1,
 )  # fmt: skip
 _REALS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e38, 1e300, math.inf, -math.inf, math.nan)
 _WORDS = ("", "none", "tanh", "quick", "identity", "relu", "cls", "avg", "é", "none\0", "x" * 5000)
@@ -103,7 +104,7 @@ def _add_layer_norm(draw: _Draw) -> list[Any]:
 
 
 def _layer_norm_backward(draw: _Draw) -> list[Any]:
-    x, weight, bias, _, activation, dtype = _layer_norm(draw)
+    x, weight, bias, _, activation, _ = _layer_norm(draw)
     mean = draw.tensor(*x.shape[:-1], dtype=draw.accumulator())
     dh = draw.maybe(x.clone())
     return [x.clone(), dh, x, mean, mean.abs() + 1, weight, bias, activation, False]
@@ -167,17 +168,8 @@ def _conv_projection_gradients(draw: _Draw) -> list[Any]:
     statistics = [t for i in range(0, len(norms), 3) for t in (norms[i], *norms[i : i + 3])]
     arguments = [x, height, width, weights, statistics, geometry, eps]
     douts = draw.ops.conv_projection_inference(*arguments)
-    return [
-        douts,
-        x,
-        height,
-        width,
-        weights,
-        norms,
-        geometry,
-        eps,
-        [draw.source.choice((0, 1))] * len(weights),
-    ]
+    constant = [draw.source.choice((0, 1))] * len(weights)
+    return [douts, x, height, width, weights, norms, geometry, eps, constant]
 
 
 def _depthwise(draw: _Draw) -> list[Any]:
@@ -304,7 +296,7 @@ def _integers(source: random.Random, value: int) -> int:
 
 
 def _shaped(source: random.Random, tensor: Tensor) -> Tensor:
-    """Returns a tensor of another shape, which may be larger than any memory: its numbers are then the same."""
+    """Returns a tensor of another shape; one larger than any memory has the same number everywhere."""
     shape, kind = list(tensor.shape), source.randrange(6)
     if kind == 0:
         shape.insert(source.randrange(len(shape) + 1), source.choice(_SIZES))
@@ -525,15 +517,7 @@ def _expected(overload: Any, arguments: list[Any]) -> list[Tensor] | None:
         return [arguments[0].to("meta")]
     try:
         results = overload(*pytree.tree_map_only(Tensor, lambda t: t.to("meta"), arguments))
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        ZeroDivisionError,
-        AttributeError,
-        AssertionError,
-    ):
+    except Exception:  # a fake may fail in any way where the operator refuses the arguments
         return None
     return [t for t in pytree.tree_leaves(results) if t is not None]
 

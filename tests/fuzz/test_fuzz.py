@@ -58,6 +58,8 @@ FOUND = (
     "gelu_quantize values=large seed=7174",
     "conv_linear dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
     "layer_norm_mlp dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",
+    "raw operator=depthwise_conv_gelu second=grid seed=50317",
+    "raw operator=gelu_quantize first=shape seed=14201",
 )
 
 
