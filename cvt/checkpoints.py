@@ -440,7 +440,8 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
     dims: list[int] = []
     depths: list[int] = []
     for i in range(MOST_STAGES + 1):  # one more, which is found to be too many
-        weight = tensors.get(f"stage{i}.patch_embed.proj.weight")
+        layer = f"stage{i}.patch_embed.proj"
+        weight = tensors.get(f"{layer}.weight", tensors.get(f"{layer}.qweight"))
         if weight is None:
             break
         prefix = f"stage{i}.blocks."

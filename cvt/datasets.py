@@ -291,6 +291,8 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
         )
+    if (reason := _why_of_the_system(folder)) is not None:
+        raise ImageError(f"data: {folder} {reason}")
     classes: list[str] = []
     images: list[Path] = []
     labels: list[int] = []
@@ -331,6 +333,9 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
 
     def visit(place: Path) -> None:
         listed.add(place.resolve())
+        if (reason := _why_of_the_system(place)) is not None:
+            unusable.append(f"{place} {reason}")
+            return
         try:
             entries = sorted(_entries(place), key=lambda entry: entry[0])
         except OSError as error:
@@ -351,6 +356,13 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
 
     visit(folder)
     return sorted(files), sorted(unusable)
+
+
+def _why_of_the_system(folder: Path) -> str | None:
+    """Says that a folder is one that the kernel makes up, whose files may be endless; None of others."""
+    place = Path(os.path.realpath(folder))
+    is_made_up = any(place.is_relative_to(root) for root in ("/proc", "/sys", "/dev"))
+    return "belongs to the system, expected a folder of images" if is_made_up else None
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result | str]]:

@@ -32,8 +32,8 @@ PRETRAINED = {
 
 _PREFIX = "hf-hub:"
 _NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^\s@]+))?")
-# What is certainly meant to be a file of one's own.
-_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+#: What is certainly meant to be a file of one's own.
+WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
 class HubModel(NamedTuple):
@@ -63,7 +63,7 @@ def parse(text: str) -> HubModel | None:
     if text.startswith(_PREFIX):
         if match is None:
             raise ValueError(f"checkpoint: got {text!r}, expected {_PREFIX}owner/name or …@revision")
-    elif match is None or text.endswith(_FILES):
+    elif match is None or text.endswith(WEIGHT_SUFFIXES):
         return None
     return HubModel(match["name"], match["revision"])
 

@@ -43,6 +43,8 @@ BEST = "best.pth"
 #: The files of a directory's weights, the better format first; ``INDEX`` after it, for one that lists shards.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
+#: What describes them there.
+CONFIGS = ("config.json", "preprocessor_config.json")
 # The name of a file that an index lists.
 _SHARD = re.compile(r"\w[\w.-]{0,250}")
 

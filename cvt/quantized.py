@@ -1,7 +1,7 @@
 """Layers of 8-bit numbers, as weights on a disk and as modules of a model.
 
-Their tensors say all: ``LAYER.weight`` is of 8-bit numbers and ``LAYER.weight_scale`` has a scale per output;
-``LAYER.input_scale`` is there if all inputs have one scale.
+Their tensors say all: ``LAYER.qweight`` is of 8-bit numbers and ``LAYER.weight_scale`` has a scale per
+output; ``LAYER.input_scale`` is there if all inputs have one scale.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedL
 from cvt_kernels.reference import LIMITS
 
 _OF_IMAGES = "stage0.patch_embed.proj"
-_WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
+_WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scale"
 
 
 def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the layers of 8-bit numbers: name → ``"dynamic"`` or ``"static"``."""
-    names = [name.removesuffix(_WEIGHT) for name, tensor in tensors.items() if _is_quantized(name, tensor)]
+    names = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
     return {name: "static" if name + _INPUT_SCALE in tensors else "dynamic" for name in names}
-
-
-def _is_quantized(name: str, tensor: Tensor) -> bool:
-    return name.endswith(_WEIGHT) and tensor.dtype in LIMITS
 
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
@@ -37,14 +33,17 @@ def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _why_layer_damaged(layer: str, tensors: Mapping[str, Tensor]) -> str | None:
-    weight = tensors[layer + _WEIGHT]
-    limit = LIMITS[weight.dtype]
+    weight, name = tensors[layer + _WEIGHT], layer + _WEIGHT
+    if weight.dtype not in LIMITS:
+        kinds = " or ".join(map(dtype_name, LIMITS))
+        return f"{name}: got dtype {dtype_name(weight.dtype)}, expected {kinds}"
     if weight.ndim < 2 or not _is_dense(weight):
-        return f"{layer}.weight: got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+        return f"{name}: got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+    limit = LIMITS[weight.dtype]
     if not _is_within(weight, limit):
-        return f"{layer}.weight: has a number that is not from -{limit:g} to {limit:g}"
+        return f"{name}: has a number that is not from -{limit:g} to {limit:g}"
     if layer + _WEIGHT_SCALE not in tensors:
-        return f"{layer}.weight: is of {dtype_name(weight.dtype)}, but there is no {layer}.weight_scale"
+        return f"{name}: is of {dtype_name(weight.dtype)}, but there is no {layer}.weight_scale"
     reason = _why_no_scale(tensors[layer + _WEIGHT_SCALE], weight.shape[:1], least=0.0)
     if reason is not None:
         return f"{layer}.weight_scale: {reason}"
@@ -96,7 +95,7 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         module, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
         made = _quantized_like(module, static=scheme == "static", dtype=dtype)
         if made is None or not layer.startswith("stage") or layer == _OF_IMAGES:
-            raise ValueError(f"{layer}.weight: is of {dtype_name(dtype)}, where no layer has such")
+            raise ValueError(f"{layer}{_WEIGHT}: is of {dtype_name(dtype)}, where no layer has such")
         parent, _, name = layer.rpartition(".")
         setattr(modules[parent], name, made.train(module.training))
 

@@ -56,6 +56,32 @@ def doctor() -> str:
     return printable("\n".join(lines))
 
 
+def as_json() -> dict[str, object]:
+    """Returns what :func:`doctor` tells, ready for JSON.
+
+    Raises:
+        ValueError: As :func:`doctor`.
+    """
+    facts = machine.facts()
+    device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
+    devices = {}
+    for device_type in device_types:
+        rows = _operator_rows(device_type)[1:]
+        devices[device_type] = {
+            "verdicts": len(verdicts.store_for(torch.device(device_type)).verdicts()),
+            "operators": {name: {"backends": able, "served_by": served} for name, able, served in rows},
+            "failed": list(_faults(device_type, verdicts.store_for(torch.device(device_type)))),
+        }
+    return {
+        **facts._asdict(),
+        "requested": backends.requested_backends(),
+        "proving": verdicts.proving_enabled(),
+        "devices": devices,
+        "not_available": list(_unavailable(device_types)),
+        "passed_over": {f"{op}, {name}": reason for (op, name), reason in backends.fallbacks().items()},
+    }
+
+
 _AT_FIRST_USE_ON_A_GPU = (
     "On a GPU the first call of each kind is slow: Triton compiles its kernel, every backend is compared",
     "with float64 and timed, and the fastest serves from then on. `cvt prove` does so ahead of time.",
@@ -146,7 +172,7 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
         return available[0]
     counts = dispatch.chosen_backends(operator, device_type)
     ordered = sorted(counts, key=lambda name: -counts[name])
-    unproven = "not proven yet" if verdicts.proving_enabled() else "PyTorch's own operator"
+    unproven = "not used yet" if verdicts.proving_enabled() else "PyTorch's own operator"
     return ", ".join(f"{name} {counts[name]}" for name in ordered) or unproven
 
 

@@ -546,7 +546,7 @@ def _prove(
     """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
     from . import proofs
 
-    with store.proving(lambda: _knows(store.get(asked), able)):
+    with proofs.noticed(), store.proving(lambda: _knows(store.get(asked), able)):
         known = store.get(asked)
         if known is not None and _knows(known, able):
             return known

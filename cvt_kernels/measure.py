@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,8 +108,8 @@ class ColdTimes(NamedTuple):
     Attributes:
         device: How long the device computed, in each run.
         host: How long the host took to start it; empty on a CPU, where that is the same.
-        is_disturbed: Whether other work on the machine disturbed the runs: half of them took twice as long as
-            the fastest one, or this process waited for a CPU for a tenth of the time, as Linux tells.
+        is_disturbed: Whether other work on the machine disturbed them: half of the runs took twice as long as
+            the fastest one, or in that one threads waited for a CPU for a tenth of its time (as Linux tells).
     """
 
     device: list[float]
@@ -118,40 +118,59 @@ class ColdTimes(NamedTuple):
 
 
 def cold_seconds_in_turns(
-    functions: Sequence[Callable[[], Any]], device: torch.device, seconds: float, *, fewest: int, most: int
+    functions: Sequence[Callable[[], Any]],
+    device: torch.device,
+    seconds: float,
+    *,
+    fewest: int,
+    most: int,
+    losers: Callable[[Mapping[int, ColdTimes]], Iterable[int]] = lambda timed: (),
 ) -> list[ColdTimes]:
-    """Times functions in turns, with L2 flushed before each run; one round before warms up.
+    """Times functions in turns, with L2 flushed before each run.
 
     Args:
-        functions: They are called without arguments.
+        functions: They are called without arguments, and have run before: what a first run prepares is timed
+            otherwise.
         device: The device on which they compute; a GPU must be the current one.
-        seconds: How long all timed rounds may take together, as far as ``fewest`` allows; five times as long
-            where other work on the machine disturbs them.
+        seconds: How long all rounds may take together, as far as ``fewest`` allows; five times as long where
+            other work on the machine disturbs them.
         fewest: The least number of rounds.
         most: The largest number of rounds.
+        losers: Given the times so far of those that are still timed, by their indices, returns the indices of
+            those that are timed no more. One that is left, or given, alone has nothing to be compared with.
     """
     times = [ColdTimes([], []) for _ in functions]
-    for function in functions:
-        function()
-    start, waited = time.perf_counter(), waited_seconds()
-    while (rounds := len(times[0].device)) < most:
-        limit = seconds * (_PATIENCE if any(map(_is_disturbed, times)) else 1)
+    timed = dict(enumerate(times))
+    waited: list[list[float]] = [[] for _ in functions]
+    start, rounds = time.perf_counter(), 0
+    while rounds < most and len(timed) > 1:
+        limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
         if rounds >= fewest and time.perf_counter() - start >= limit:
             break
-        turns = list(zip(functions, times, strict=True))
-        for function, taken in turns if rounds % 2 == 0 else reversed(turns):
-            _run_cold(function, device, taken)
-    waits = waited_seconds() - waited > _MOST_WAITING * (time.perf_counter() - start)
-    return [taken._replace(is_disturbed=waits or _is_disturbed(taken)) for taken in times]
+        for i in timed if rounds % 2 == 0 else reversed(timed):
+            waited[i].append(_run_cold(functions[i], device, times[i]))
+        rounds += 1
+        for i in losers(timed):
+            del timed[i]
+    return [
+        taken._replace(is_disturbed=_is_disturbed(taken) or _has_waited(taken, seconds))
+        for taken, seconds in zip(times, waited, strict=True)
+    ]
 
 
-_MOST_WAITING = 0.1  # times the time of the runs, on an idle machine
+_MOST_WAITING = 0.1  # times the time of a run, where nothing else runs
 _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 
 
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
+
+
+def _has_waited(times: ColdTimes, waited: Sequence[float]) -> bool:
+    """Says whether threads waited for a CPU in the fastest run, given for how long they did in each."""
+    best, seconds = min(zip(times.device, waited, strict=True), default=(0.0, 0.0))
+    return seconds > _MOST_WAITING * best
 
 
 def waited_seconds() -> float:
@@ -166,12 +185,13 @@ def waited_seconds() -> float:
     return nanoseconds / 1e9
 
 
-def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> None:
+def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> float:
+    """Notes the time of a run; returns for how long threads waited for a CPU meanwhile."""
     if device.type == "cuda":
         # A flush keeps the GPU busy for some 60 µs, in which the host must have started the function.
         for _ in range(int(min(taken.host, default=0.0) / 5e-5)):
             _flush_cache()
-        clock = DeviceClock()
+        clock, waited = DeviceClock(), waited_seconds()
         clock.arm()
         clock.read()
         start = time.perf_counter()
@@ -180,9 +200,16 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
         taken.device.append(clock.read())
     else:
         _flush_buffer("cpu", torch.get_num_threads()).zero_()
-        start = time.perf_counter()
+        _let_others_run()
+        waited, start = waited_seconds(), time.perf_counter()
         function()
         taken.device.append(time.perf_counter() - start)
+    return waited_seconds() - waited
+
+
+#: Ends the thread's share of a busy processor now, so that it does not end within what is timed: where 13 of
+#: 100 short runs were interrupted on a busy machine, 3 were with it.
+_let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
 
 
 def _flush_cache() -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -32,8 +34,8 @@ MARGIN = 1.1
 
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
-_POISON = 0xFF  # as every byte of a number: NaN in all floating dtypes
-_POISON_OF_INT8 = 0x80  # −128: with 0xFF it would be −1, which is as good as any other number
+_POISON = -1  # in every byte of a number: NaN in all floating dtypes
+_POISON_OF_INT8 = 0x80  # −128: −1 is as good as any other number
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
 _UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
@@ -41,6 +43,10 @@ _UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest o
 _UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
 _NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be that rounding to 8 bits makes
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
+#: After how many rounds a candidate has lost that took at least so many seconds, and so many times as long as
+#: another one. An interruption can make a short run several times as long, a long one it cannot.
+_CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_ENOUGH = 5  # rounds after which one has lost that does not win against the default by MARGIN
 
 Function = Callable[..., Any]
 
@@ -126,7 +132,7 @@ def prove(proof: Proof) -> Verdict:
         standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
         sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        timed = time_in_turns(sound, proof.timed, trials)
+        timed = time_in_turns(sound, proof.timed, trials, proof.default)
         measure.release_memory(proof.sample.device)
         return choose({**trials, **timed}, proof.default)
 
@@ -142,13 +148,65 @@ def time_again(proof: Proof, verdict: Verdict) -> Verdict:
     """
     with undisturbed(proof.sample.device):
         names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
-        timed = time_in_turns({name: proof.candidates[name] for name in names}, proof.timed, verdict.trials)
+        sound = {name: proof.candidates[name] for name in names}
+        timed = time_in_turns(sound, proof.timed, verdict.trials, proof.default)
         measure.release_memory(proof.sample.device)
     is_disturbed = any(trial.is_disturbed for trial in timed.values())
     if is_disturbed and all(trial.flaw is None for trial in timed.values()):
         return verdict._replace(timings=verdict.timings + 1)
     return choose({**verdict.trials, **timed}, proof.default)._replace(timings=verdict.timings + 1)
 
+
+# What a terminal shows --------------------------------------------------------------------------------------
+
+_PATIENCE = 2.0  # seconds of proofs in a process that go by in silence
+_NOTICE = (
+    "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
+    "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
+    "`cvt prove` does it ahead.\n"
+)
+_seconds = 0.0  # of proofs at first use, of all threads
+_is_noticed = False
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Says on a terminal what the block does, once in a process and after two seconds of such blocks.
+
+    Nothing is said where stderr is no terminal, nor in tests by pytest.
+    """
+    global _seconds
+    if _is_noticed or "PYTEST_CURRENT_TEST" in os.environ or not _is_terminal(sys.stderr):
+        yield
+        return
+    timer = threading.Timer(max(0.0, _PATIENCE - _seconds), _notice, [sys.stderr])
+    timer.daemon = True
+    start = time.monotonic()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _seconds += time.monotonic() - start
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _notice(stream: TextIO) -> None:
+    global _is_noticed
+    if not _is_noticed:
+        _is_noticed = True
+        with contextlib.suppress(OSError, ValueError):  # it is gone
+            stream.write(_NOTICE)
+            stream.flush()
+
+
+# The caller -----------------------------------------------------------------------------------------------
 
 _state = threading.local()
 
@@ -244,6 +302,7 @@ class Standard:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
+        reference: What computes the results of PyTorch, which need not be checked.
         oracle: What computes the exact results in float64.
         sample: The call, its tensors detached.
         douts: Gradients of the outputs, if the backward belongs to the call.
@@ -252,6 +311,7 @@ class Standard:
         unrounded: Computes what results may be as well.
     """
 
+    reference: Function
     oracle: Function
     sample: Call
     douts: list[Tensor]
@@ -294,14 +354,13 @@ class Standard:
     def _run(
         cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
     ) -> Standard:
-        douts = []
-        if sample.gradient:
-            generator = torch.Generator(sample.device).manual_seed(1)
-            outputs = run(reference, sample.map(_copied)._replace(gradient=False), []).outputs
-            douts = [_randomized(torch.empty_like(out), generator) for out in outputs]
-        same = run(reference, sample.map(_copied), douts)
+        generator = torch.Generator(sample.device).manual_seed(1)
+        call = sample.map(_copied)
+        outputs = _forward(reference, call)
+        douts = [_randomized(torch.empty_like(out), generator) for out in outputs if sample.gradient]
+        same = _results(call, outputs, douts)
         exact = _run_in_float64(oracle, sample.map(_in_float64), douts)
-        return cls(oracle, sample, douts, same, exact, unrounded)
+        return cls(reference, oracle, sample, douts, same, exact, unrounded)
 
     @functools.cached_property
     def other(self) -> Standard | None:
@@ -354,8 +413,15 @@ def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Res
 
 def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
     """Runs a function on a call, which it may change, and with ``douts`` the backward too."""
+    return _results(call, _forward(function, call), douts)
+
+
+def _forward(function: Function, call: Call) -> list[Tensor]:
     with torch.set_grad_enabled(call.gradient):
-        outputs = _flat(function(*call.args, **call.kwargs))
+        return _flat(function(*call.args, **call.kwargs))
+
+
+def _results(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> Results:
     gradients = _gradients(call, outputs, douts) if call.gradient else []
     return Results([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()])
 
@@ -373,7 +439,22 @@ def _gradients(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> list[T
 
 
 def check(function: Function, standard: Standard) -> Trial:
-    """Runs a candidate on the sample in guarded memory, and compares it with the standard."""
+    """Runs a candidate on the sample in guarded memory, and compares it with the standard.
+
+    The reference does not run again: what it returned is part of the standard.
+    """
+    results = standard.same if function is standard.reference else _run_guarded(function, standard)
+    if isinstance(results, str):
+        return Trial(None, None, None, None, results)
+    trial = _compare(results, standard)
+    if trial.flaw is None or standard.other is None:
+        return trial
+    other = _compare(results, standard.other)
+    return other if other.flaw is None else trial
+
+
+def _run_guarded(function: Function, standard: Standard) -> Results | str:
+    """Returns the results of a candidate in guarded memory, or the flaw that leaves none to compare."""
     try:
         with guarded_memory() as memory:
             results = run(function, standard.sample.map(memory.copy), standard.douts)
@@ -381,14 +462,8 @@ def check(function: Function, standard: Standard) -> Trial:
     except Exception as error:
         if is_out_of_memory(error) or not _is_usable(standard.sample.device):
             raise
-        return Trial(None, None, None, None, _flaw_of(error))
-    if memory.is_overwritten():
-        return Trial(None, None, None, None, "wrong: writes outside of its tensors")
-    trial = _compare(results, standard)
-    if trial.flaw is None or standard.other is None:
-        return trial
-    other = _compare(results, standard.other)
-    return other if other.flaw is None else trial
+        return _flaw_of(error)
+    return "wrong: writes outside of its tensors" if memory.is_overwritten() else results
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -454,7 +529,7 @@ def _argument_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[s
     for i, (given, mine, same) in enumerate(
         zip(standard.sample.tensors(), ours, standard.same.arguments, strict=True)
     ):
-        if torch.equal(mine, same):
+        if mine is same or torch.equal(mine, same):
             continue
         if torch.equal(given, same) or not given.is_floating_point():
             error = accuracy.compare(mine.double(), same.double(), same.double(), factor=0.0, units=0.0)
@@ -630,10 +705,15 @@ class GuardedMemory(TorchDispatchMode):
         start = _GUARD + shift
         padded = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         with _disable_current_modes():  # this one, where copy() was called within it
-            buffer = torch.full((padded,), _POISON, dtype=torch.uint8, device=like.device)
+            # As words, which are an eighth as many as bytes: on a busy machine threads wait for each other.
+            words = torch.full((padded // 8,), _POISON, dtype=torch.int64, device=like.device)
+            buffer = words.view(torch.uint8)
             if like.dtype == torch.int8:
                 buffer[start : start + size] = _POISON_OF_INT8
-        self._zones += [buffer[:start], buffer[start + size :]]
+        before, behind = start // 8, -(-(start + size) // 8)
+        signed = words.view(torch.int8)
+        edges = signed[8 * before : start], signed[start + size : 8 * behind]
+        self._zones += [words[:before], words[behind:], *(edge for edge in edges if edge.numel())]
         offset = start // like.element_size()
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
 
@@ -667,9 +747,15 @@ _FILLED = {
 
 
 def time_in_turns(
-    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial]
+    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial], default: str | None = None
 ) -> dict[str, Trial]:
-    """Times candidates that passed, L2-cold and in turns.
+    """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
+
+    Args:
+        candidates: By their names.
+        call: What they are timed on.
+        trials: Their trials so far.
+        default: The candidate that serves unless another wins by ``MARGIN``, if there is one.
 
     Returns:
         Their trials with the seconds of the fastest run, or with a flaw if a candidate fails, which may
@@ -689,15 +775,42 @@ def time_in_turns(
                 raise
             runners.pop(name, None)
             results[name] = trials[name]._replace(flaw=_flaw_of(error))
+    names = list(runners)
     measured = measure.cold_seconds_in_turns(
-        list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
+        list(runners.values()),
+        call.device,
+        _SECONDS,
+        fewest=_FEWEST,
+        most=_MOST,
+        losers=functools.partial(_losers, default=names.index(default) if default in names else None),
     )
-    for name, times in zip(runners, measured, strict=True):
-        host_seconds = min(times.host, default=None)
+    for name, times in zip(names, measured, strict=True):
+        seconds, host_seconds = min(times.device, default=None), min(times.host, default=None)
         results[name] = trials[name]._replace(
-            seconds=min(times.device), host_seconds=host_seconds, is_disturbed=times.is_disturbed
+            seconds=seconds, host_seconds=host_seconds, is_disturbed=times.is_disturbed
         )
     return results
+
+
+def _losers(timed: Mapping[int, measure.ColdTimes], default: int | None) -> list[int]:
+    """Returns which of some candidates have lost against another one, after as many rounds of each.
+
+    The fastest runs are compared, as :func:`choose` does: other work on the machine only ever adds to a run.
+    """
+    rounds = len(next(iter(timed.values())).device)
+    best = {i: (min(times.device), min(times.host, default=0.0)) for i, times in timed.items()}
+
+    def is_behind(i: int, other: int, factor: float) -> bool:
+        (mine, my_host), (theirs, their_host) = best[i], best[other]
+        return mine > factor * theirs and max(mine, my_host) > factor * max(theirs, their_host)
+
+    def has_lost_to(i: int, other: int) -> bool:
+        if other == default and rounds >= _ENOUGH and is_behind(i, other, 1 / MARGIN):
+            return True
+        clear = (factor for least, seconds, factor in _CLEAR if rounds >= least and best[i][0] >= seconds)
+        return any(is_behind(i, other, factor) for factor in clear)
+
+    return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
 def _timed(function: Function, call: Call) -> Callable[[], Any]:

@@ -542,8 +542,20 @@ def layer_norm(
     """
     if shift is not None:
         x = (x + shift).to(x.dtype)
-    out = F.layer_norm(x, (_plain(x.shape[-1]),), weight, bias, eps)
+    shape = (_plain(x.shape[-1]),)
+    if _are_wider(x, weight, bias):
+        weight, bias = (None if t is None else t.float() for t in (weight, bias))
+        out = F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
+    else:
+        out = F.layer_norm(x, shape, weight, bias, eps)
     return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
+
+
+def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Says whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or checks.autocast_enabled(x):
+        return False
+    return any(p is not None and p.dtype == torch.float32 for p in parameters)
 
 
 def add_layer_norm(

@@ -19,7 +19,7 @@ constexpr double kGrain = 1e6;  // multiplications that are worth a thread
 
 // The tensor (batch, tokens, heads, head_dim), copied if its channels are not adjacent.
 Tensor with_adjacent_channels(const Tensor& tensor) {
-  return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : made_contiguous("q, k, v", tensor);
 }
 
 Strided strided(const Tensor& tensor) {
@@ -27,19 +27,27 @@ Strided strided(const Tensor& tensor) {
 }
 
 void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t tokens) {
-  STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == q.size(0) && tensor.size(1) == tokens &&
-                      tensor.size(2) == q.size(2) && tensor.size(3) == q.size(3),
-                  name, ": expected (batch, tokens, heads, head_dim)");
-  STD_TORCH_CHECK(tensor.scalar_type() == q.scalar_type() && same_device(tensor, q), name,
-                  ": expected dtype and device of q");
+  expect(tensor.dim() == 4 && tensor.size(0) == q.size(0) && tensor.size(1) == tokens && tensor.size(2) == q.size(2) &&
+             tensor.size(3) == q.size(3),
+         name, tensor, "(batch, tokens, heads, head_dim) of ", tokens, " tokens, beside q ", Shown{q});
+  expect(tensor.scalar_type() == q.scalar_type() && same_device(tensor, q), name, tensor, "dtype and device of q, ",
+         Shown{q});
+}
+
+// Checks all but the scale, of which there are no wrong ones.
+void check(const Tensor& q, const Tensor& k, const Tensor& v) {
+  dtype_of("q", q);
+  expect(q.dim() == 4, "q", q, "(batch, tokens, heads, head_dim)");
+  expect(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q", q, "up to ", kMaxHeadDim, " channels per head");
+  expect(k.dim() == 4 && k.size(1) > 0, "k", k, "(batch, tokens, heads, head_dim) of at least one token");
+  check("k", k, q, k.size(1));
+  check("v", v, q, k.size(1));
+  numbers_of("q", q);
+  numbers_of("k", k);
 }
 
 Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Position* position) {
   static const Kernels& loops = choose(PRODUCT_TABLES);
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.size(1) > 0, "q and k: expected (batch, tokens, heads, head_dim)");
-  STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q: expected up to ", kMaxHeadDim, " channels per head");
-  check("k", k, q, k.size(1));
-  check("v", v, q, k.size(1));
   const Tensor queries = with_adjacent_channels(q);
   const Tensor keys = with_adjacent_channels(k);
   const Tensor values = with_adjacent_channels(v);
@@ -57,7 +65,8 @@ Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale
       .out = out.mutable_data_ptr(),
       .position = position,
   };
-  const DType dtype = dtype_of(q);
+  if (out.numel() == 0) return out;
+  const DType dtype = dtype_of("q", q);
   const int64_t bytes = loops.scratch_bytes(dtype, call);
   const double work = 2.0 * kTile * call.keys * call.head_dim;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
@@ -69,13 +78,14 @@ Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale
 }
 
 Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+  check(q, k, v);
   return attend_to(q, k, v, scale, nullptr);
 }
 
 // The table (heads, H + s (Hk - 1), W + s (Wk - 1)), packed by head; it and the result are in accumulators.
 Tensor packed_table(const Tensor& table, const PositionGrids& grids, double scale) {
   const int64_t heads = table.size(0), size = grids.packed_size();
-  const std::vector<int64_t> sizes{heads * size + kPackedPadding};
+  const std::vector<int64_t> sizes{product("table", {heads, size}) + kPackedPadding};
   const Tensor packed = empty(sizes, table.scalar_type(), table);
   const int64_t table_size = grids.table_height() * grids.table_width();
   const auto pack = [&]<class A>(A type) {
@@ -93,22 +103,29 @@ Tensor packed_table(const Tensor& table, const PositionGrids& grids, double scal
 
 Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Tensor& table,
                              const std::optional<Tensor>& rows, int64_t key_height, int64_t key_width, int64_t stride) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "q and k: expected (batch, tokens, heads, head_dim)");
-  STD_TORCH_CHECK(key_height > 0 && key_width > 0 && stride > 0, "key_height, key_width and stride: expected at least 1");
-  const int64_t class_tokens = k.size(1) - key_height * key_width;
-  STD_TORCH_CHECK(class_tokens == 0 || class_tokens == 1, "k: expected keys of a grid, and a class token or none");
-  STD_TORCH_CHECK(table.dim() == 3 && table.size(0) == q.size(2) && table.size(1) > stride * (key_height - 1) &&
-                      table.size(2) > stride * (key_width - 1),
-                  "table: expected (heads, offsets down, offsets across)");
-  STD_TORCH_CHECK(table.scalar_type() == accumulator_of(q) && same_device(table, q),
-                  "table: expected the dtype of accumulators and the device of q");
-  if (rows.has_value()) {
-    STD_TORCH_CHECK(rows->dim() == 2 && rows->size(0) == q.size(0) && rows->size(1) == q.size(1) &&
-                        rows->scalar_type() == ScalarType::Long && same_device(*rows, q),
-                    "rows: expected int64 (batch, queries)");
+  check(q, k, v);
+  for (const auto& [name, value] : {std::pair{"key_height", key_height}, {"key_width", key_width}, {"stride", stride}}) {
+    expect(value > 0 && value <= kMostNumbers, name, value, "at least 1, and no more than a table has");
   }
-  const auto contiguous = [](const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); };
-  const Tensor tokens = rows.has_value() ? contiguous(*rows) : table;
+  const int64_t keys = product("key_height and key_width", {key_height, key_width}), class_tokens = k.size(1) - keys;
+  expect(class_tokens == 0 || class_tokens == 1, "k", k, "keys of a grid of ", key_height, " × ", key_width,
+         ", and a class token or none");
+  expect(table.dim() == 3 && table.size(0) == q.size(2) &&
+             table.size(1) > product("stride and key_height", {stride, key_height - 1}) &&
+             table.size(2) > product("stride and key_width", {stride, key_width - 1}),
+         "table", table, "(heads, offsets down, offsets across) of ", q.size(2), " heads and a grid of queries");
+  expect(table.scalar_type() == accumulator_of(q) && same_device(table, q), "table", table,
+         "the dtype of accumulators and the device of q");
+  if (rows.has_value()) {
+    expect(rows->dim() == 2 && rows->size(0) == q.size(0) && rows->size(1) == q.size(1) &&
+               rows->scalar_type() == ScalarType::Long && same_device(*rows, q),
+           "rows", *rows, "int64 (batch, queries)");
+  }
+  const Tensor tokens = rows.has_value() ? made_contiguous("rows", *rows) : table;
+  const auto* numbers = static_cast<const int64_t*>(tokens.const_data_ptr());
+  for (int64_t i = 0; rows.has_value() && i < tokens.numel(); i++) {
+    expect(numbers[i] > INT64_MIN, "rows", numbers[i], "tokens");
+  }
   const PositionGrids grids{
       .height = table.size(1) - stride * (key_height - 1),
       .width = table.size(2) - stride * (key_width - 1),
@@ -117,11 +134,13 @@ Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, 
       .stride = stride,
       .class_tokens = class_tokens,
   };
-  const Tensor packed = packed_table(contiguous(table), grids, scale);
+  product("table", {stride, grids.width, grids.plane_height(), key_width});
+  if (q.numel() == 0) return empty(q.sizes(), q.scalar_type(), q);
+  const Tensor packed = packed_table(made_contiguous("table", table), grids, scale);
   const Position position{
       .grids = grids,
       .packed = packed.const_data_ptr(),
-      .rows = rows.has_value() ? static_cast<const int64_t*>(tokens.const_data_ptr()) : nullptr,
+      .rows = rows.has_value() ? numbers : nullptr,
   };
   return attend_to(q, k, v, scale, &position);
 }
@@ -130,6 +149,7 @@ Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, 
 }  // namespace cvt_kernels::attention
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("attention_inference", TORCH_BOX(&cvt_kernels::attention::attention_inference));
-  m.impl("attention_by_position", TORCH_BOX(&cvt_kernels::attention::attention_by_position));
+  using namespace cvt_kernels::attention;
+  IMPLEMENT(m, "attention_inference", &attention_inference);
+  IMPLEMENT(m, "attention_by_position", &attention_by_position);
 }

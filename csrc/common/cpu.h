@@ -10,11 +10,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
+#include <mutex>
 #include <string>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "common/checks.h"
 #include "common/instruction_sets.h"
 #include "common/workspace.h"
 
@@ -61,8 +64,8 @@ inline InstructionSet find_instruction_set() {
   if (avx2 && has_avx_vnni() && (name.empty() || name == "avx2_vnni")) return InstructionSet::avx2_vnni;
   if (avx2 && (name.empty() || name == "avx2")) return InstructionSet::avx2;
 #endif
-  STD_TORCH_CHECK(name.empty() || name == "plain", "CVT_KERNELS_CPU: got '", name,
-                  "', expected plain, or avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx_bf16 on a CPU that has it");
+  expect(name.empty() || name == "plain", "CVT_KERNELS_CPU", name,
+         "plain, or avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx_bf16 on a CPU that has it");
   return InstructionSet::plain;
 }
 
@@ -72,11 +75,27 @@ const Kernels& choose(const Kernels* const (&tables)[count]) {
   return *tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
 }
 
-// Calls f(begin, end, scratch) for parts of 0 to `size` in several threads, each part of at least `grain` and with
-// `bytes` of memory of its own.
+// Calls f(begin, end) for parts of 0 to `size` in several threads, each part of at least `grain`. What f throws is thrown
+// here again: torch's own function loses what was said.
+template <class F>
+void parallel_for(int64_t size, int64_t grain, const F& f) {
+  std::exception_ptr failure;
+  std::mutex mutex;
+  torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
+    try {
+      f(begin, end);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
+}
+
+// The same, each part with `bytes` of memory of its own.
 template <class F>
 void parallel_for_with_scratch(int64_t size, int64_t grain, int64_t bytes, const F& f) {
-  torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(size, grain, [&](int64_t begin, int64_t end) {
     const Workspace scratch(bytes);
     f(begin, end, scratch.data());
   });

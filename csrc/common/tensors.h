@@ -4,28 +4,29 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include "common/checks.h"
 #include "common/half.h"
 
 namespace cvt_kernels {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-inline DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
+inline DType dtype_of(const char* name, ScalarType type) {
+  switch (type) {
     case ScalarType::Double: return DType::float64;
     case ScalarType::Float: return DType::float32;
     case ScalarType::BFloat16: return DType::bfloat16;
     case ScalarType::Half: return DType::float16;
-    default: STD_TORCH_CHECK(false, "x: expected float64, float32, bfloat16 or float16");
+    default: refuse(name, std::string_view(shown(type)), "float64, float32, bfloat16 or float16");
   }
 }
+
+inline DType dtype_of(const char* name, const Tensor& x) { return dtype_of(name, x.scalar_type()); }
 
 inline ScalarType accumulator_of(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -35,8 +36,15 @@ inline int64_t accumulator_bytes(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? sizeof(double) : sizeof(float);
 }
 
-inline int64_t channels_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x: expected (..., channels)");
+inline int64_t numbers_of(const char* name, const Tensor& x) {
+  const auto sizes = x.sizes();
+  return product(name, sizes.begin(), sizes.end());
+}
+
+// The last size of a tensor, of which the others make rows.
+inline int64_t channels_of(const char* name, const Tensor& x) {
+  expect(x.dim() > 0 && x.size(x.dim() - 1) > 0, name, x, "(..., channels)");
+  numbers_of(name, x);
   return x.size(x.dim() - 1);
 }
 
@@ -44,15 +52,25 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && (!a.is_cuda() || a.get_device_index() == b.get_device_index());
 }
 
-// The tensor in contiguous memory, after a check that it has the shape and device of x, and a dtype.
+// The tensor in contiguous memory.
+inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  numbers_of(name, tensor);
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {  // which does not say why
+    refuse(name, tensor, "one of which there is memory for a copy");
+  }
+}
+
+// The same, after a check that it has the shape and device of x, and a dtype.
 inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x, ScalarType dtype) {
   const auto sizes = tensor.sizes(), expected = x.sizes();
-  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
-                  ": expected the shape of x");
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, ": expected the dtype of ",
-                  dtype == x.scalar_type() ? "x" : "the result");
-  STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  expect(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name, tensor, "the shape of ", Shown{x});
+  expect(tensor.scalar_type() == dtype, name, tensor, "the dtype of ", dtype == x.scalar_type() ? "x" : "the result", ", ",
+         shown(dtype));
+  expect(same_device(tensor, x), name, tensor, "the device of x");
+  return made_contiguous(name, tensor);
 }
 
 inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
@@ -63,10 +81,24 @@ inline std::optional<Tensor> contiguous_like(const char* name, const std::option
   return tensor.has_value() ? std::optional(contiguous_like(name, *tensor, x)) : std::nullopt;
 }
 
-// Checks a weight or a bias of the channels of x.
+// Checks a weight or a bias of the channels of x, of any floating dtype.
 inline void check_parameter(const char* name, const Tensor& tensor, const Tensor& x) {
-  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == channels_of(x), name, ": expected (channels,)");
-  STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
+  expect(tensor.dim() == 1 && tensor.size(0) == x.size(x.dim() - 1), name, tensor, "(channels,) of the ",
+         x.size(x.dim() - 1), " channels of x");
+  expect(same_device(tensor, x), name, tensor, "the device of x");
+  dtype_of(name, tensor);
+}
+
+// Refuses a tensor that shares memory with x, or another by its name, which is overwritten while the tensor is read.
+inline void expect_apart(const char* name, const Tensor& tensor, const Tensor& x, const char* x_name = "x") {
+  const auto end_of = [](const Tensor& t) {
+    int64_t numbers = 1;
+    for (int64_t i = 0; i < t.dim(); i++) numbers += (t.size(i) - 1) * t.stride(i);
+    return static_cast<const char*>(t.const_data_ptr()) + numbers * static_cast<int64_t>(t.element_size());
+  };
+  if (tensor.numel() == 0 || x.numel() == 0) return;
+  expect(end_of(tensor) <= x.const_data_ptr() || end_of(x) <= tensor.const_data_ptr(), name, tensor,
+         "no memory of ", x_name, ", which is overwritten");
 }
 
 // Makes `empty` ask PyTorch's dispatcher, where the proof of a kernel hands out guarded memory (cvt_kernels/proofs.py).
@@ -75,6 +107,7 @@ inline std::atomic<bool> dispatches_allocations{false};
 // A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the search for the operator by
 // its name that torch::stable::empty makes.
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+  const int64_t numbers = product("result", sizes.begin(), sizes.end());
   if (dispatches_allocations.load(std::memory_order_relaxed)) {
     return torch::stable::empty(sizes, dtype, std::nullopt, like.device());
   }
@@ -84,9 +117,9 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), static_cast<int32_t>(dtype), device_type,
-                                                         device_index, &handle));
+  const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                              static_cast<int32_t>(dtype), device_type, device_index, &handle);
+  if (error != TORCH_SUCCESS) [[unlikely]] throw OutOfMemory(numbers);  // all else was checked
   return Tensor(handle);
 }
 

@@ -24,10 +24,11 @@ inline int64_t balanced(int64_t images, int64_t parts, int64_t most) {
 template <class F>
 void for_units(int64_t units, int64_t bytes, const F& f) {
   const int64_t count = std::min(threads(), units);
+  if (count == 0) return;
   bytes = (bytes + 4095) / 4096 * 4096;
   const Workspace scratch(count * bytes);
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) {
       int64_t previous = -1;
       for (int64_t unit = next++; unit < units; previous = unit, unit = next++) {

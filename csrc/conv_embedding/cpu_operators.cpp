@@ -11,19 +11,19 @@
 namespace cvt_kernels::conv_embedding {
 namespace {
 
-int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding) {
-  STD_TORCH_CHECK(size + 2 * padding >= kernel, "image: expected as many pixels as the kernel has");
-  return (size + 2 * padding - kernel) / stride + 1;
-}
-
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
                                 const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
                                 int64_t stride, int64_t padding, bool channels_last, double eps) {
   static const Kernels& loops = choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
-  STD_TORCH_CHECK(image.dim() == 4 && kernel > 0 && stride > 0 && padding >= 0,
-                  "image: expected (batch, channels, height, width), with a kernel, a stride and a padding");
-  const int64_t channels = bias.size(0);
+  expect(image.dim() == 4 && image.size(1) > 0 && image.size(2) > 0 && image.size(3) > 0, "image", image,
+         "(batch, channels, height, width)");
+  numbers_of("image", image);
+  const Map out_map =
+      outputs_of("kernel, stride, padding", {image.size(2), image.size(3)}, kernel, stride, padding, 1, 0);
+  expect(bias.dim() == 1 && bias.size(0) > 0, "bias", bias, "(channels,)");
+  expect_eps("eps", eps);
+  const int64_t channels = bias.size(0), inputs = product("kernel", {image.size(1), kernel, kernel});
   Embedding call{
       .image = image.const_data_ptr(),
       .image_step = image.stride(0),
@@ -37,10 +37,10 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .kernel = kernel,
       .stride = stride,
       .padding = padding,
-      .out_height = output_size(image.size(2), kernel, stride, padding),
-      .out_width = output_size(image.size(3), kernel, stride, padding),
+      .out_height = out_map.height,
+      .out_width = out_map.width,
       .channels_last = channels_last,
-      .linear = linear::layer_of(dtype, packed, bias, channels, image.size(1) * kernel * kernel),
+      .linear = linear::layer_of(dtype, packed, bias, channels, inputs),
       .norm = {linear::vector_of("norm_weight", norm_weight, channels),
                linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
       .class_token = class_token.has_value() ? linear::vector_of("class_token", *class_token, channels) : nullptr,
@@ -48,6 +48,7 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .out = nullptr,
   };
   const int64_t pixels = call.out_height * call.out_width;
+  product("image", {pixels, inputs});
   const Tensor out = empty({call.images, class_token.has_value() + pixels, channels}, image.scalar_type(), image);
   call.out = out.mutable_data_ptr();
   call.tiles = balanced(call.images, (pixels + kTileRows - 1) / kTileRows, pixels);
@@ -60,5 +61,5 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
 }  // namespace cvt_kernels::conv_embedding
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("conv_embedding_inference", TORCH_BOX(&cvt_kernels::conv_embedding::conv_embedding_inference));
+  IMPLEMENT(m, "conv_embedding_inference", &cvt_kernels::conv_embedding::conv_embedding_inference);
 }

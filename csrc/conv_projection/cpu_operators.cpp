@@ -22,12 +22,6 @@ constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are rea
 constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
-int64_t output_size(int64_t size, const Branch& branch) {
-  const int64_t slack = size + 2 * branch.padding - branch.dilation * (branch.kernel - 1) - 1;
-  STD_TORCH_CHECK(slack >= 0, "x: expected a grid that gives an output");
-  return slack / branch.stride + 1;
-}
-
 const Kernels& loops() {
   static const Kernels& chosen = choose(KERNEL_TABLES);
   return chosen;
@@ -53,15 +47,17 @@ void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_
 }
 
 Tensor with_adjacent_channels(const Tensor& x) {
-  return x.dim() == 3 && x.stride(2) != 1 && x.size(2) != 1 ? torch::stable::contiguous(x) : x;
+  expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
+  return x.stride(2) != 1 && x.size(2) != 1 ? made_contiguous("x", x) : x;
 }
 
 // A call on x (batch, tokens, channels), and all that it points to.
 struct Arguments {
-  Arguments(const Tensor& input, int64_t height, int64_t width) : x(with_adjacent_channels(input)), dtype(dtype_of(x)) {
-    STD_TORCH_CHECK(x.dim() == 3 && height > 0 && width > 0, "x: expected (batch, tokens, channels) and its grid");
-    const int64_t class_tokens = x.size(1) - height * width;
-    STD_TORCH_CHECK(class_tokens == 0 || class_tokens == 1, "x: expected height · width tokens, or one more");
+  Arguments(const Tensor& input, int64_t height, int64_t width) : x(with_adjacent_channels(input)), dtype(dtype_of("x", x)) {
+    expect(height > 0, "height", height, "at least 1");
+    expect(width > 0, "width", width, "at least 1");
+    const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
+    expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
     call = {
         .x = x.const_data_ptr(),
         .batch_stride = x.stride(0),
@@ -70,7 +66,7 @@ struct Arguments {
         .class_tokens = class_tokens,
         .height = height,
         .width = width,
-        .channels = channels_of(x),
+        .channels = channels_of("x", x),
         .branches = nullptr,
         .count = 0,
         .block = 0,
@@ -83,7 +79,8 @@ struct Arguments {
   // Appends a branch without BatchNorm for each weight, with Branch::summands, or each an output of its own.
   void add_branches(const std::vector<Tensor>& weights, const std::vector<int64_t>& geometry,
                     const std::vector<int64_t>& summands = {}) {
-    STD_TORCH_CHECK(summands.empty() || summands.size() == weights.size(), "summands: expected 1 for each of the weights");
+    expect_count("geometry", geometry, 3 * weights.size());
+    if (!summands.empty()) expect_count("summands", summands, weights.size());
     for (size_t i = 0; i < weights.size(); i++) {
       branches.push_back(make_branch(weights[i], &geometry[3 * i]));
       if (!summands.empty()) branches[i].summands = summands[i];
@@ -94,15 +91,15 @@ struct Arguments {
   }
 
   const void* keep(const char* name, const Tensor& tensor) {
-    STD_TORCH_CHECK(same_device(tensor, x), name, ": expected the device of x");
-    return alive.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)).const_data_ptr();
+    expect(same_device(tensor, x), name, tensor, "the device of x");
+    return alive.emplace_back(made_contiguous(name, tensor)).const_data_ptr();
   }
 
   // The data of a parameter of the channels, in a dtype; null if there is none.
   const void* keep_parameter(const char* name, const std::optional<Tensor>& tensor, ScalarType type, const char* meaning) {
     if (!tensor.has_value()) return nullptr;
     check_parameter(name, *tensor, x);
-    STD_TORCH_CHECK(tensor->scalar_type() == type, name, meaning);
+    expect(tensor->scalar_type() == type, name, *tensor, meaning, ", ", shown(type));
     return keep(name, *tensor);
   }
 
@@ -119,24 +116,25 @@ struct Arguments {
   void check_sums() const {
     for (size_t first = 0; first < branches.size();) {
       const int64_t count = branches[first].summands, left = static_cast<int64_t>(branches.size() - first);
-      STD_TORCH_CHECK(count > 0 && count <= kMaxSummands && count <= left, "summands: expected 1 to ", kMaxSummands,
-                      " for each output, and 0 for the other weights of it");
+      expect(count > 0 && count <= kMaxSummands && count <= left, "summands", count, "1 to ", kMaxSummands,
+             " for each output, and 0 for the other weights of it");
       for (size_t i = first + 1; i < first + count; i++) {
         const Branch &one = branches[first], &other = branches[i];
-        STD_TORCH_CHECK(other.summands == 0 && other.stride == one.stride && other.height == one.height &&
-                            other.width == one.width,
-                        "summands: expected one stride and one grid for each output");
+        expect(other.summands == 0 && other.stride == one.stride && other.height == one.height && other.width == one.width,
+               "summands", Quoted{"an output of stride ", other.stride}, "one stride and one grid for each output");
       }
       first += count;
     }
   }
 
   Branch make_branch(const Tensor& weight, const int64_t* geometry) {
-    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
-                        weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
-                    "weights: expected (channels, 1, k, k) in the dtype of x");
+    expect(weight.dim() == 4 && weight.size(0) == call.channels && weight.size(1) == 1 &&
+               weight.size(2) == weight.size(3) && weight.scalar_type() == x.scalar_type(),
+           "weights", weight, "(channels, 1, k, k) in the dtype of x, ", Shown{x});
     const int64_t kernel = weight.size(3);
-    STD_TORCH_CHECK(0 < kernel && kernel <= kMaxKernel, "weights: expected a kernel of 1 to ", kMaxKernel);
+    expect(0 < kernel && kernel <= kMaxKernel, "weights", weight, "a kernel of 1 to ", kMaxKernel);
+    const Map out = outputs_of("geometry", {call.height, call.width}, kernel, geometry[0], geometry[1], geometry[2],
+                               kChannelStep);
     Branch branch{
         .weight = keep("weights", weight),
         .scale = nullptr,
@@ -149,14 +147,10 @@ struct Arguments {
         .stride = geometry[0],
         .padding = geometry[1],
         .dilation = geometry[2],
-        .height = 0,
-        .width = 0,
+        .height = out.height,
+        .width = out.width,
         .out = nullptr,
     };
-    STD_TORCH_CHECK(branch.stride > 0 && branch.padding >= 0 && branch.dilation > 0,
-                    "geometry: expected strides and dilations of at least 1 and paddings of at least 0");
-    branch.height = output_size(call.height, branch);
-    branch.width = output_size(call.width, branch);
     return branch;
   }
 };
@@ -167,8 +161,8 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
                                               const std::vector<int64_t>& geometry, const std::vector<double>& eps,
                                               const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
-  STD_TORCH_CHECK(norms.size() == 4 * count && geometry.size() == 3 * count && eps.size() == count,
-                  "norms, geometry, eps: expected 4, 3 and 1 for each of the weights");
+  expect_count("norms", norms, 4 * count);
+  expect_count("eps", eps, count);
   Arguments arguments(input, height, width);
   arguments.add_branches(weights, geometry, summands);
   Projection& call = arguments.call;
@@ -176,15 +170,16 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   for (size_t i = 0; i < count; i++) {
     Branch& branch = arguments.branches[i];
     const std::optional<Tensor>*const norm = &norms[4 * i], &mean = norm[2];
-    STD_TORCH_CHECK(mean.has_value() && norm[3].has_value(), "norms: expected a mean and a variance");
+    expect(mean.has_value() && norm[3].has_value(), "norms", std::string_view("none"), "a mean and a variance");
+    expect_eps("eps", eps[i]);
     const auto parameter = [&](const char* name, const std::optional<Tensor>& tensor) {
-      return arguments.keep_parameter(name, tensor, mean->scalar_type(), ": expected one dtype for each of the weights");
+      return arguments.keep_parameter(name, tensor, mean->scalar_type(), "one dtype for each of the weights");
     };
     branch.scale = parameter("scale", norm[0]);
     branch.shift = parameter("shift", norm[1]);
     branch.mean = parameter("mean", mean);
     branch.variance = parameter("variance", norm[3]);
-    branch.norm = dtype_of(*mean);
+    branch.norm = dtype_of("mean", *mean);
     branch.eps = eps[i];
     if (branch.summands == 0) continue;
     const int64_t tokens = arguments.tokens_of(branch);
@@ -195,6 +190,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   plan(call, bytes);
   int64_t size = (call.held + 1) * row_size(call);
   for (const Branch& branch : arguments.branches) size += packed_size(call, branch);
+  if (call.batch == 0) return outs;
   parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, size * bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
     loops().project(arguments.dtype, call, begin, end, scratch);
@@ -207,7 +203,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
 // Runs loops of training, which sum `quantities` of the type Q per channel. Returns what each image gives.
 template <class Q, class Loops>
 std::vector<Q> sum_images(const Arguments& arguments, Training call, int64_t quantities, Loops serve) {
-  std::vector<Q> sums(arguments.call.batch * quantities * arguments.call.channels);
+  std::vector<Q> sums(product("x", {arguments.call.batch, quantities, arguments.call.channels}));
   call.forward = arguments.call;
   call.sums = sums.data();
   call.quantities = quantities;
@@ -237,7 +233,7 @@ std::vector<double> total(const Arguments& arguments, const Training& call, int6
 template <class F>
 Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& x, F f) {
   const Tensor result = empty(sizes, type, x);
-  with_type(dtype_of(result), [&](auto stored) {
+  with_type(dtype_of("result", type), [&](auto stored) {
     using T = decltype(stored);
     T* out = static_cast<T*>(result.mutable_data_ptr());
     for (int64_t i = 0, size = result.numel(); i < size; i++) store(out + i, static_cast<Accumulator<T>>(f(i)));
@@ -248,10 +244,9 @@ Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
     const Tensor& input, int64_t height, int64_t width, const std::vector<Tensor>& weights,
     const std::vector<int64_t>& geometry) {
-  STD_TORCH_CHECK(geometry.size() == 3 * weights.size(), "geometry: expected 3 for each of the weights");
   Arguments arguments(input, height, width);
   const Tensor& x = arguments.x;
-  STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
+  expect(x.size(0) > 0, "x", x, "at least one image");
   arguments.add_branches(weights, geometry);
   Projection& call = arguments.call;
   plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
@@ -301,7 +296,7 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
     const Branch& branch = call.branches[b];
     const double* sum = &sums[2 * b * channels];
     A* mean = &vectors[3 * b * channels];
-    const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x), ": expected an accumulator");
+    const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x), "an accumulator");
     const double share = 1 / static_cast<double>(call.batch * branch.height * branch.width);
     for (int64_t c = 0; c < channels; c++) {
       mean[c] = static_cast<A>(sum[c] * share);
@@ -340,25 +335,28 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
     const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant,
     const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
-  STD_TORCH_CHECK(douts.size() == count && norms.size() == 3 * count && geometry.size() == 3 * count &&
-                      eps.size() == count && constant.size() == count,
-                  "douts, norms, geometry, eps, constant: expected 1, 3, 3, 1 and 1 for each of the weights");
+  expect_count("douts", douts, count);
+  expect_count("norms", norms, 3 * count);
+  expect_count("eps", eps, count);
+  expect_count("constant", constant, count);
   Arguments arguments(input, height, width);
   const Tensor& x = arguments.x;
-  STD_TORCH_CHECK(x.size(0) > 0, "x: expected at least one image");
+  expect(x.size(0) > 0, "x", x, "at least one image");
   arguments.add_branches(weights, geometry, summands);
   const ScalarType accumulator = accumulator_of(x);
   for (size_t i = 0; i < count; i++) {
     Branch& branch = arguments.branches[i];
     const std::optional<Tensor>*const norm = &norms[3 * i];
-    STD_TORCH_CHECK(norm[1].has_value() && norm[2].has_value(), "norms: expected a mean and a variance");
-    branch.mean = arguments.keep_parameter("mean", norm[1], accumulator, ": expected an accumulator");
-    branch.variance = arguments.keep_parameter("variance", norm[2], accumulator, ": expected an accumulator");
+    expect(norm[1].has_value() && norm[2].has_value(), "norms", std::string_view("none"), "a mean and a variance");
+    expect_eps("eps", eps[i]);
+    branch.mean = arguments.keep_parameter("mean", norm[1], accumulator, "an accumulator");
+    branch.variance = arguments.keep_parameter("variance", norm[2], accumulator, "an accumulator");
     branch.eps = eps[i];
     const Tensor& dout = douts[i];
-    STD_TORCH_CHECK(dout.dim() == 3 && dout.size(0) == x.size(0) && dout.size(1) == arguments.tokens_of(branch) &&
-                        dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
-                    "douts: expected the shape of the output, in the dtype of x");
+    expect(dout.dim() == 3 && dout.size(0) == x.size(0) && dout.size(1) == arguments.tokens_of(branch) &&
+               dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
+           "douts", dout, "the shape of the output, (", x.size(0), ", ", arguments.tokens_of(branch), ", ", x.size(2),
+           "), in the dtype of x, ", shown(x.scalar_type()));
   }
   plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   const Gradients result = accumulator == ScalarType::Double
@@ -372,7 +370,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   using namespace cvt_kernels::conv_projection;
-  m.impl("conv_projection_inference", TORCH_BOX(&conv_projection_inference));
-  m.impl("conv_projection_moments", TORCH_BOX(&conv_projection_moments));
-  m.impl("conv_projection_gradients", TORCH_BOX(&conv_projection_gradients));
+  IMPLEMENT(m, "conv_projection_inference", &conv_projection_inference);
+  IMPLEMENT(m, "conv_projection_moments", &conv_projection_moments);
+  IMPLEMENT(m, "conv_projection_gradients", &conv_projection_gradients);
 }

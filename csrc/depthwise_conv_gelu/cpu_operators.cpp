@@ -30,11 +30,9 @@ const Kernels& loops() {
   return chosen;
 }
 
-Tensor made_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
-
 Activation activation_of(const std::string& name) {
   const Activation activation = layer_norm_gelu::activation_of(name);
-  STD_TORCH_CHECK(activation != Activation::identity, "activation: got identity, expected none, tanh or quick");
+  expect(activation != Activation::identity, "activation", name, "none, tanh or quick");
   return activation;
 }
 
@@ -43,21 +41,23 @@ Activation activation_of(const std::string& name) {
 struct Arguments {
   Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const std::optional<Tensor>& shift,
             int64_t units = 1)
-      : x(input.dim() == 3 && input.stride(2) != 1 ? made_contiguous(input) : input),
-        dtype(dtype_of(x)),
-        weight(made_contiguous(kernel)) {
-    STD_TORCH_CHECK(x.dim() == 3 && height > 0 && width > 0 && x.size(1) == height * width,
-                    "x: expected (batch, height · width, channels)");
-    const int64_t channels = channels_of(x);
-    STD_TORCH_CHECK(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
-                        weight.size(3) == 3,
-                    "weight: expected (channels, 1, 3, 3)");
-    STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() && same_device(weight, x),
-                    "weight: expected the dtype and device of x");
+      : x(input.dim() == 3 && input.stride(2) != 1 ? made_contiguous("x", input) : input),
+        dtype(dtype_of("x", x)),
+        weight(made_contiguous("weight", kernel)) {
+    expect(height > 0, "height", height, "at least 1");
+    expect(width > 0, "width", width, "at least 1");
+    expect(x.dim() == 3 && x.size(1) == product("height and width", {height, width}), "x", x,
+           "(batch, height · width, channels) of ", height, " · ", width, " tokens");
+    const int64_t channels = channels_of("x", x);
+    expect(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
+               weight.size(3) == 3,
+           "weight", weight, "(channels, 1, 3, 3) of ", channels, " channels");
+    expect(weight.scalar_type() == x.scalar_type() && same_device(weight, x), "weight", weight,
+           "the dtype and device of x, ", Shown{x});
     if (shift.has_value()) {
       check_parameter("bias", *shift, x);
-      STD_TORCH_CHECK(shift->scalar_type() == x.scalar_type(), "bias: expected the dtype of x");
-      bias = made_contiguous(*shift);
+      expect(shift->scalar_type() == x.scalar_type(), "bias", *shift, "the dtype of x, ", shown(x.scalar_type()));
+      bias = made_contiguous("bias", *shift);
     }
     const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));
     const int64_t wanted = std::min(units / std::max<int64_t>(1, x.size(0)), channels / kLeastBlock);
@@ -105,7 +105,7 @@ Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, c
 Tensor gradient_of(const Tensor& parameter, const std::vector<double>& totals, int64_t first, int64_t size) {
   const Tensor gradient = empty(parameter.sizes(), parameter.scalar_type(), parameter);
   const int64_t channels = parameter.size(0);
-  with_type(dtype_of(parameter), [&](auto type) {
+  with_type(dtype_of("parameter", parameter), [&](auto type) {
     using T = decltype(type);
     T* out = static_cast<T*>(gradient.mutable_data_ptr());
     for (int64_t c = 0; c < channels; c++) {
@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   const int64_t bands = std::clamp<int64_t>(kBackwardUnits / std::max<int64_t>(1, arguments.blocks() * conv.batch), 1,
                                             std::max<int64_t>(1, conv.height / kBandRows));
   const int64_t parts = conv.batch * bands, size = kParameters * conv.channels;
-  std::vector<A> sums(parts * size);
+  std::vector<A> sums(product("x", {parts, size}));
   const Backward call{conv, dout.const_data_ptr(), dx.mutable_data_ptr(), bands, sums.data()};
   const int64_t bytes = backward_size(conv) * static_cast<int64_t>(sizeof(A));
   const int64_t grain = std::max<int64_t>(1, kGrain * bands / (conv.height * conv.width * conv.block));
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   });
   std::vector<double> totals(size);
   const int64_t share = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts));
-  torch::stable::parallel_for(0, size, share, [&](int64_t begin, int64_t end) {
+  parallel_for(size, share, [&](int64_t begin, int64_t end) {
     for (int64_t part = 0; part < parts; part++) {
       for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
     }
@@ -157,6 +157,6 @@ std::tuple<Tensor, Tensor, Tensor> depthwise_conv_gelu_backward(const Tensor& do
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   using namespace cvt_kernels::depthwise_conv_gelu;
-  m.impl("depthwise_conv_gelu", TORCH_BOX(&depthwise_conv_gelu));
-  m.impl("depthwise_conv_gelu_backward", TORCH_BOX(&depthwise_conv_gelu_backward));
+  IMPLEMENT(m, "depthwise_conv_gelu", &cvt_kernels::depthwise_conv_gelu::depthwise_conv_gelu);
+  IMPLEMENT(m, "depthwise_conv_gelu_backward", &depthwise_conv_gelu_backward);
 }

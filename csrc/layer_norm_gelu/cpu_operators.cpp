@@ -20,22 +20,21 @@ constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
 constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
 constexpr int64_t kSumRows = 128;         // the most rows that are added one after another
 
-// A weight, bias or shift in the accumulator's type; filled with `absent` if there is none.
+// A weight, bias or shift in the accumulator's type, once checked; filled with `absent` if there is none.
 class Parameter {
  public:
   Parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
-    const int64_t channels = channels_of(x);
+    const int64_t channels = channels_of("x", x);
     if (!tensor.has_value()) {
-      copy(x, channels, [=](int64_t) { return absent; });
+      if (x.numel() > 0) copy(x, channels, [=](int64_t) { return absent; });
       return;
     }
-    check_parameter(name, *tensor, x);
     if (tensor->scalar_type() == accumulator_of(x) && tensor->is_contiguous()) {
       tensor_ = tensor;
       return;
     }
     const int64_t stride = tensor->stride(0);
-    with_type(dtype_of(*tensor), [&](auto type) {
+    with_type(dtype_of(name, *tensor), [&](auto type) {
       const auto* values = static_cast<const decltype(type)*>(tensor->const_data_ptr());
       copy(x, channels, [=](int64_t c) { return load(values + c * stride); });
     });
@@ -59,29 +58,29 @@ class Parameter {
   std::vector<double> copy_;
 };
 
-// The gradient of a parameter, in its type, from the sums over the rows.
+// The gradient of a parameter, in its type, from the sums over the rows; zeros without these.
 template <class A>
-Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const A* totals) {
+Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const A* totals = nullptr) {
   if (!parameter.has_value()) return no_gradient(x);
   const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type(), x);
   const int64_t channels = parameter->size(0);
-  with_type(dtype_of(*parameter), [&](auto stored) {
+  with_type(dtype_of("parameter", *parameter), [&](auto stored) {
     using T = decltype(stored);
     T* out = static_cast<T*>(gradient.mutable_data_ptr());
-    for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals[c]));
+    for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals == nullptr ? A(0) : totals[c]));
   });
   return gradient;
 }
 
 template <class F>
 void for_rows(int64_t rows, int64_t channels, const F& f) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / channels), f);
+  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
 }
 
 // Calls f(begin, end) for the same blocks of a flat tensor, however many threads share them.
 template <class F>
 void for_blocks(int64_t size, const F& f) {
-  torch::stable::parallel_for(0, (size + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+  parallel_for((size + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++) f(block * kBlock, std::min(size, (block + 1) * kBlock));
   });
 }
@@ -118,7 +117,7 @@ std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
   std::vector<A> sums(chunks * size);
   const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
-  torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(channels), pairs(size_of_pairs(chunk_rows, kSumRows, size));
     for (int64_t chunk = begin; chunk < end; chunk++) {
       sum_in_pairs(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), kSumRows, size, pairs.data(),
@@ -135,13 +134,13 @@ std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const
 
 class Cpu {
  public:
-  explicit Cpu(const Tensor& x) : dtype_(dtype_of(x)) {}
+  Cpu(const char* name, const Tensor& x) : dtype_(dtype_of(name, x)) {}
 
   void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
                   Activation activation) const {
-    check_result(tensors.out);
+    check_result("dtype", tensors.out);
     const Tensor& x = tensors.x;
-    const int64_t channels = channels_of(x);
+    const int64_t channels = channels_of("x", x);
     const Parameter weight("weight", parameters.weight, x, 1), bias("bias", parameters.bias, x, 0);
     std::optional<Parameter> shift;
     if (tensors.shift.has_value()) shift.emplace("shift", tensors.shift, x, 0);
@@ -166,10 +165,11 @@ class Cpu {
 
   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
                                          Activation activation) const {
-    check_result(tensors.dout);
-    STD_TORCH_CHECK(!tensors.dbranch.has_value(), "with_dbranch: the branch has the dtype of its sum on a CPU");
+    check_result("dout", tensors.dout);
+    expect(!tensors.dbranch.has_value(), "with_dbranch", std::string_view("true"),
+           "false: the branch has the dtype of its sum on a CPU");
     const Tensor& h = tensors.h;
-    const int64_t channels = channels_of(h);
+    const int64_t channels = channels_of("h", h);
     const Parameter weight("weight", parameters.weight, h, 1), bias("bias", parameters.bias, h, 0);
     const LayerNormBackward call{
         .dout = tensors.dout.const_data_ptr(),
@@ -187,6 +187,7 @@ class Cpu {
       const auto serve = [&](int64_t begin, int64_t end, A* sums, A* scratch) {
         loops_.layer_norm_backward(dtype_, activation, call, begin, end, sums, scratch);
       };
+      if (rows == 0) return {gradient_of<A>(parameters.weight, h), gradient_of<A>(parameters.bias, h)};
       const std::vector<A> sums = sum_over_rows<A>(rows, channels, 2 * channels, serve);
       return {gradient_of(parameters.weight, h, sums.data()), gradient_of(parameters.bias, h, sums.data() + channels)};
     };
@@ -200,7 +201,7 @@ class Cpu {
     if (!bias.has_value()) return for_blocks(x.numel(), run);
     const Parameter shift("bias", bias, x, 0);
     call.bias = shift.data();
-    call.channels = channels_of(x);
+    call.channels = channels_of("x", x);
     for_rows(x.numel() / call.channels, call.channels, run);
   }
 
@@ -216,7 +217,7 @@ class Cpu {
     }
     const Parameter shift("bias", bias, x, 0);
     call.bias = shift.data();
-    call.channels = channels_of(x);
+    call.channels = channels_of("x", x);
     const int64_t channels = call.channels, rows = x.numel() / channels;
     const auto sum = [&]<class A>(A) {
       const auto serve = [&](int64_t begin, int64_t end, A* sums, A*) {
@@ -228,8 +229,8 @@ class Cpu {
   }
 
  private:
-  void check_result(const Tensor& out) const {
-    STD_TORCH_CHECK(dtype_of(out) == dtype_, "dtype: the loops for CPUs compute results of the dtype of their rows");
+  void check_result(const char* name, const Tensor& out) const {
+    expect(dtype_of(name, out) == dtype_, name, out, "results of the dtype of their rows, which the loops for CPUs compute");
   }
 
   static const Kernels& loops() {

@@ -32,13 +32,13 @@ void* current_stream(int32_t device) {
 }
 
 int channels_for_kernels(const Tensor& x) {
-  const int64_t channels = channels_of(x);
-  STD_TORCH_CHECK(channels <= kMaxChannels, "x: got ", channels, " channels, expected up to ", kMaxChannels);
+  const int64_t channels = channels_of("x", x);
+  expect(channels <= kMaxChannels, "x", Quoted{"channels, ", channels}, "up to ", kMaxChannels, " channels");
   return static_cast<int>(channels);
 }
 
 int rows_for_kernels(int64_t rows) {
-  STD_TORCH_CHECK(rows <= kMaxRows, "x: got ", rows, " rows, expected up to ", kMaxRows);
+  expect(rows <= kMaxRows, "x", Quoted{"rows, ", rows}, "up to ", kMaxRows, " rows");
   return static_cast<int>(rows);
 }
 
@@ -49,11 +49,9 @@ bool is_aligned(const Tensor& x, int64_t elements, std::initializer_list<const v
                               [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; });
 }
 
-// A weight, bias or shift of the channels of x as the kernels take it: contiguous and of the type.
-std::optional<Tensor> kernel_parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x,
-                                       ScalarType type) {
+// A weight, bias or shift, once checked, as the kernels take it: contiguous and of the type.
+std::optional<Tensor> kernel_parameter(const std::optional<Tensor>& tensor, ScalarType type) {
   if (!tensor.has_value()) return std::nullopt;
-  check_parameter(name, *tensor, x);
   return torch::stable::contiguous(tensor->scalar_type() == type ? *tensor : torch::stable::to(*tensor, type));
 }
 
@@ -65,8 +63,8 @@ class KernelParameters {
       is_float_ |= parameter->has_value() && (*parameter)->scalar_type() != x.scalar_type();
     }
     const ScalarType type = is_float_ ? ScalarType::Float : x.scalar_type();
-    weight_ = kernel_parameter("weight", weight, x, type);
-    bias_ = kernel_parameter("bias", bias, x, type);
+    weight_ = kernel_parameter(weight, type);
+    bias_ = kernel_parameter(bias, type);
   }
   const void* weight() const { return const_data_of(weight_); }
   const void* bias() const { return const_data_of(bias_); }
@@ -80,9 +78,9 @@ class KernelParameters {
 // A call on the device of x and its current stream.
 class Gpu {
  public:
-  explicit Gpu(const Tensor& x)
-      : guard_(x.get_device_index()), stream_(current_stream(x.get_device_index())), dtype_(dtype_of(x)) {
-    STD_TORCH_CHECK(dtype_ != DType::float64, "x: there are no CUDA kernels for float64");
+  Gpu(const char* name, const Tensor& x)
+      : guard_(x.get_device_index()), stream_(current_stream(x.get_device_index())), dtype_(dtype_of(name, x)) {
+    expect(dtype_ != DType::float64, name, x, "another dtype: there are no CUDA kernels for float64");
   }
 
   void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
@@ -92,9 +90,9 @@ class Gpu {
     const KernelParameters converted(parameters.weight, parameters.bias, rows);
     const bool float_shift = tensors.shift.has_value() && tensors.shift->scalar_type() != rows.scalar_type();
     const auto shift =
-        kernel_parameter("shift", tensors.shift, rows, float_shift ? ScalarType::Float : rows.scalar_type());
-    STD_TORCH_CHECK(!shift.has_value() || activation == Activation::identity,
-                    "shift: there are no CUDA kernels with an activation");
+        kernel_parameter(tensors.shift, float_shift ? ScalarType::Float : rows.scalar_type());
+    expect(!shift.has_value() || activation == Activation::identity, "shift", shift,
+           "none: there are no CUDA kernels with an activation");
     const LayerNormForward call{
         .x = tensors.x.const_data_ptr(),
         .residual = const_data_of(tensors.residual),
@@ -209,11 +207,11 @@ class Gpu {
   // The dtype of a result. Where it is another one than the rows', it is either 16 bits of float32 or float32 of 16 bits;
   // a sum with a residual is then a branch of 16 bits beside a stream of float32.
   DType checked_result(const Tensor& out, Activation activation, bool has_branch) const {
-    const DType result = dtype_of(out);
+    const DType result = dtype_of("dtype", out);
     const bool narrows = dtype_ == DType::float32 && result != DType::float64;
     const bool widens = result == DType::float32 && !has_branch;
-    STD_TORCH_CHECK(result == dtype_ || (activation == Activation::identity && (narrows || widens)),
-                    "dtype: there are no CUDA kernels for this result");
+    expect(result == dtype_ || (activation == Activation::identity && (narrows || widens)), "dtype", out,
+           "another dtype: there are no CUDA kernels for this result");
     return result;
   }
 
@@ -237,13 +235,13 @@ class Gpu {
 
   // Without LayerNorm there are no kernels for the identity.
   static void check_is_gelu(Activation activation) {
-    STD_TORCH_CHECK(activation != Activation::identity, "activation: got 'identity', expected none, tanh or quick");
+    expect(activation != Activation::identity, "activation", std::string_view("'identity'"), "none, tanh or quick");
   }
 
   // The gradient of a parameter, in its type, from the sums of the blocks, of which each block has one row.
   Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const Tensor& sums, int64_t index) const {
     if (!parameter.has_value()) return no_gradient(x);
-    const int64_t channels = channels_of(x);
+    const int64_t channels = channels_of("x", x);
     const bool same = parameter->scalar_type() == x.scalar_type();
     const Tensor gradient = empty({channels}, same ? x.scalar_type() : ScalarType::Float, x);
     const SumOverBlocks call{

@@ -1,7 +1,7 @@
 // The operators of LayerNorm and GELU, written once for the CPU and the GPU: checks of the arguments, the tensors that
 // they make, and their registration. The schemas and what they compute stand in module.cpp.
 //
-// A device (cpu_operators.cpp, cuda_operators.cpp) is a class that is made for one call, from its first tensor, and has
+// A device (cpu_operators.cpp, cuda_operators.cpp) is a class that is made for one call, from a tensor and its name, and has
 //   void layer_norm(const LayerNormTensors&, const Parameters&, double eps, Activation) const
 //   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors&, const Parameters&, Activation) const
 //   void gelu(const GeluTensors&, const std::optional<Tensor>& bias, Activation) const
@@ -30,6 +30,11 @@ struct Parameters {
 struct ParameterGradients {
   Tensor weight, bias;
 };
+
+inline void check(const Parameters& parameters, const Tensor& x) {
+  if (parameters.weight.has_value()) check_parameter("weight", *parameters.weight, x);
+  if (parameters.bias.has_value()) check_parameter("bias", *parameters.bias, x);
+}
 
 // The tensors below are contiguous. `out` and `dout` may be of another dtype than the rows that are normalized, those of
 // x or h; a device that does not compute a pair of dtypes refuses the call.
@@ -65,15 +70,16 @@ inline Activation activation_of(const std::string& name) {
   if (name == "identity") return Activation::identity;
   if (name == "none") return Activation::none;
   if (name == "tanh") return Activation::tanh;
-  STD_TORCH_CHECK(name == "quick", "activation: got '", name, "', expected identity, none, tanh or quick");
+  expect(name == "quick", "activation", name, "identity, none, tanh or quick");
   return Activation::quick;
 }
 
 inline void check_statistics(const Tensor& mean, const Tensor& rstd, const Tensor& h) {
-  for (const Tensor& statistic : {mean, rstd}) {
-    STD_TORCH_CHECK(statistic.numel() == h.numel() / channels_of(h) && statistic.scalar_type() == accumulator_of(h) &&
-                        statistic.is_contiguous() && same_device(statistic, h),
-                    "mean and rstd: expected one accumulator per row");
+  const int64_t rows = h.numel() / channels_of("h", h);
+  for (const auto& [name, statistic] : {std::pair<const char*, const Tensor&>{"mean", mean}, {"rstd", rstd}}) {
+    expect(statistic.numel() == rows && statistic.scalar_type() == accumulator_of(h) && statistic.is_contiguous() &&
+               same_device(statistic, h),
+           name, statistic, "one accumulator for each of ", rows, " rows, contiguous");
   }
 }
 
@@ -96,8 +102,12 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
                            double eps, Activation activation, ScalarType dtype, bool with_statistics,
                            const std::optional<Tensor>& shift = std::nullopt) {
   const Tensor& rows = residual.has_value() ? *residual : input;
-  const Device device(rows);
-  channels_of(rows);  // rejects a tensor that has no rows
+  const Device device(residual.has_value() ? "residual" : "x", rows);
+  channels_of("x", rows);
+  check(parameters, rows);
+  if (shift.has_value()) check_parameter("shift", *shift, rows);
+  expect_eps("eps", eps);
+  dtype_of("dtype", dtype);
   const auto sizes = rows.sizes();
   const auto statistic = [&]() -> std::optional<Tensor> {
     if (!with_statistics) return std::nullopt;
@@ -154,8 +164,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dou
                                                                const std::optional<Tensor>& weight,
                                                                const std::optional<Tensor>& bias,
                                                                const std::string& activation, bool with_dbranch) {
-  const Device device(h);
+  const Device device("h", h);
+  const Activation function = activation_of(activation);
   check_statistics(mean, rstd, h);
+  check({weight, bias}, h);
+  dtype_of("dout", dout);
   const LayerNormBackwardTensors tensors{
       .dout = contiguous_like("dout", dout, h, dout.scalar_type()),
       .dh = contiguous_like("dh", dh, h),
@@ -165,40 +178,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dou
       .dx = uninitialized_like(h),
       .dbranch = with_dbranch ? std::optional(empty(h.sizes(), dout.scalar_type(), h)) : std::nullopt,
   };
-  auto gradients = device.layer_norm_backward(tensors, {weight, bias}, activation_of(activation));
+  auto gradients = device.layer_norm_backward(tensors, {weight, bias}, function);
   return {tensors.dx, with_dbranch ? *tensors.dbranch : empty({0}, dout.scalar_type(), h),
           std::move(gradients.weight), std::move(gradients.bias)};
 }
 
+inline void check_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
+  if (!bias.has_value()) return;
+  channels_of("x", x);
+  check_parameter("bias", *bias, x);
+}
+
 template <class Device>
 Tensor gelu(const Tensor& input, const std::optional<Tensor>& bias, const std::string& activation) {
-  const Device device(input);
+  const Device device("x", input);
+  const Activation function = activation_of(activation);
+  check_gelu(input, bias);
   const GeluTensors tensors{.x = contiguous_like("x", input, input), .out = uninitialized_like(input)};
-  device.gelu(tensors, bias, activation_of(activation));
+  device.gelu(tensors, bias, function);
   return tensors.out;
 }
 
 template <class Device>
 std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input, const std::optional<Tensor>& bias,
                                          const std::string& activation) {
-  const Device device(input);
+  const Device device("x", input);
+  const Activation function = activation_of(activation);
+  check_gelu(input, bias);
   const GeluBackwardTensors tensors{
       .dout = contiguous_like("dout", dout, input),
       .x = contiguous_like("x", input, input),
       .dx = uninitialized_like(input),
   };
-  return {tensors.dx, device.gelu_backward(tensors, bias, activation_of(activation))};
+  return {tensors.dx, device.gelu_backward(tensors, bias, function)};
 }
 
 template <class Device>
 void register_operators(auto& library) {
-  library.impl("layer_norm", TORCH_BOX(&layer_norm<Device>));
-  library.impl("layer_norm_inference", TORCH_BOX(&layer_norm_inference<Device>));
-  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm<Device>));
-  library.impl("add_layer_norm_inference", TORCH_BOX(&add_layer_norm_inference<Device>));
-  library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward<Device>));
-  library.impl("gelu", TORCH_BOX(&gelu<Device>));
-  library.impl("gelu_backward", TORCH_BOX(&gelu_backward<Device>));
+  IMPLEMENT(library, "layer_norm", &layer_norm<Device>);
+  IMPLEMENT(library, "layer_norm_inference", &layer_norm_inference<Device>);
+  IMPLEMENT(library, "add_layer_norm", &add_layer_norm<Device>);
+  IMPLEMENT(library, "add_layer_norm_inference", &add_layer_norm_inference<Device>);
+  IMPLEMENT(library, "layer_norm_backward", &layer_norm_backward<Device>);
+  IMPLEMENT(library, "gelu", &gelu<Device>);
+  IMPLEMENT(library, "gelu_backward", &gelu_backward<Device>);
 }
 
 }  // namespace cvt_kernels::layer_norm_gelu

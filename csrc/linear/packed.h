@@ -15,21 +15,36 @@ inline const Kernels& kernels() {
 
 // The dtype of a tensor that these kernels can serve.
 inline DType served_dtype(const char* name, const Tensor& tensor) {
-  const DType dtype = dtype_of(tensor);
-  STD_TORCH_CHECK(dtype != DType::float64, name, ": expected float32, bfloat16 or float16");
+  const DType dtype = dtype_of(name, tensor);
+  expect(dtype != DType::float64, name, tensor, "float32, bfloat16 or float16");
   return dtype;
 }
 
 inline const float* vector_of(const char* name, const Tensor& tensor, int64_t size) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.dim() == 1 &&
-                      tensor.size(0) == size,
-                  name, ": expected float32 of the channels of the layer");
+  expect(tensor.scalar_type() == ScalarType::Float && tensor.dim() == 1 && tensor.size(0) == size && tensor.is_contiguous(),
+         name, tensor, "float32 of the channels of the layer, (", size, ",)");
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 
+// Checks bytes that an operator has packed.
+inline void expect_packed(const char* name, const Tensor& packed, int64_t bytes, const char* expected) {
+  expect(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.size(0) == bytes && packed.is_contiguous() &&
+             reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % sizeof(float) == 0,
+         name, packed, expected, ", uint8 (", bytes, ",) at a multiple of 4 bytes");
+}
+
+// Checks the channels of all heads and of the MLP of a block.
+inline void expect_widths(int64_t projected, int64_t hidden, int64_t heads, int64_t most) {
+  expect(heads > 0, "widths", Quoted{"heads, ", heads}, "at least 1 head");
+  expect(projected > 0 && projected % heads == 0 && projected / heads <= most, "widths", projected,
+         "channels of ", heads, " heads, up to ", most, " each");
+  expect(hidden > 0, "widths", Quoted{"hidden channels, ", hidden}, "at least 1");
+}
+
 inline Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, int64_t outputs, int64_t inputs) {
-  STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == kernels().packed_bytes(dtype, outputs, inputs),
-                  "packed: expected a weight that pack_linear packed, in the dtype of the call");
+  product("packed", {outputs, inputs});
+  expect_packed("packed", packed, kernels().packed_bytes(dtype, outputs, inputs),
+                "a weight that pack_linear packed, in the dtype of the call");
   return {packed.const_data_ptr(), vector_of("bias", bias, outputs), inputs, outputs};
 }
 

@@ -29,7 +29,7 @@ struct Matrix {
 };
 
 Matrix rows_of(const Tensor& x) {
-  const int64_t columns = channels_of(x), last = x.dim() - 1, rows = x.numel() / columns;
+  const int64_t columns = channels_of("x", x), last = x.dim() - 1, rows = x.numel() / columns;
   bool regular = columns == 1 || x.stride(last) == 1;
   int64_t stride = columns, expected = -1;  // of the next dimension; a repeated row has the stride 0
   for (int64_t i = last - 1; i >= 0; i--) {
@@ -38,24 +38,24 @@ Matrix rows_of(const Tensor& x) {
     else regular = regular && x.stride(i) == expected;
     expected = x.stride(i) * x.size(i);
   }
-  return regular ? Matrix{x, rows, columns, stride} : Matrix{torch::stable::contiguous(x), rows, columns, columns};
+  return regular ? Matrix{x, rows, columns, stride} : Matrix{made_contiguous("x", x), rows, columns, columns};
 }
 
 // The scale of all rows; 0 where each row has its own.
-float scale_of(const std::optional<Tensor>& scale) {
+float scale_of(const char* name, const std::optional<Tensor>& scale) {
   if (!scale.has_value()) return 0;
-  STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->numel() == 1, "scale: expected a float32 scalar");
+  expect(scale->scalar_type() == ScalarType::Float && scale->numel() == 1, name, *scale, "a float32 scalar");
   const float value = *static_cast<const float*>(scale->const_data_ptr());
-  STD_TORCH_CHECK(value > 0 && std::isfinite(value), "scale: got ", value, ", expected a positive number");
+  expect(value > 0 && std::isfinite(value), name, value, "a positive number");
   return value;
 }
 
-// A vector of the channels in float32; filled with `absent` if there is none.
+// A vector of the channels in float32; filled with `absent` if there is none, and there are rows for it.
 class Vector {
  public:
-  Vector(const char* name, const std::optional<Tensor>& tensor, int64_t size, float absent)
+  Vector(const char* name, const std::optional<Tensor>& tensor, int64_t size, float absent, bool has_rows)
       : data_(tensor.has_value() ? linear::vector_of(name, *tensor, size) : nullptr) {
-    if (tensor.has_value()) return;
+    if (tensor.has_value() || !has_rows) return;
     filled_.assign(size, absent);
     data_ = filled_.data();
   }
@@ -87,15 +87,16 @@ std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::optional<Tensor>& scale) {
-  return quantized(x, {.scale = scale_of(scale)});
+  return quantized(x, {.scale = scale_of("scale", scale)});
 }
 
 std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias, double eps,
                                                const std::optional<Tensor>& shift, const std::optional<Tensor>& scale) {
-  const int64_t channels = channels_of(x);
-  const Vector norm_weight("weight", weight, channels, 1), norm_bias("bias", bias, channels, 0);
-  return quantized(x, {.scale = scale_of(scale),
+  const int64_t channels = channels_of("x", x), has_rows = x.numel() > 0;
+  const Vector norm_weight("weight", weight, channels, 1, has_rows), norm_bias("bias", bias, channels, 0, has_rows);
+  expect_eps("eps", eps);
+  return quantized(x, {.scale = scale_of("scale", scale),
                        .normalizes = true,
                        .norm = {norm_weight.data(), norm_bias.data(), static_cast<float>(eps)},
                        .shift = shift.has_value() ? linear::vector_of("shift", *shift, channels) : nullptr});
@@ -103,16 +104,17 @@ std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optio
 
 std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation,
                                          const std::optional<Tensor>& scale) {
-  const Vector added("bias", bias, channels_of(x), 0);
+  const Vector added("bias", bias, channels_of("x", x), 0, x.numel() > 0);
   const Activation gelu = layer_norm_gelu::activation_of(activation);
-  return quantized(x, {.scale = scale_of(scale), .norm = {nullptr, added.data(), 0}, .activation = gelu});
+  expect(gelu != Activation::identity, "activation", activation, "none, tanh or quick");
+  return quantized(x, {.scale = scale_of("scale", scale), .norm = {nullptr, added.data(), 0}, .activation = gelu});
 }
 
 Tensor pack_linear_int8(const Tensor& weight) {
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Char && weight.size(0) > 0 &&
-                      weight.size(1) > 0 && weight.size(1) <= kMostInputs,
-                  "weight: expected int8 (outputs, inputs) of up to ", kMostInputs, " inputs");
-  const Tensor rows = weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+  expect(weight.dim() == 2 && weight.scalar_type() == ScalarType::Char && weight.size(0) > 0 && weight.size(1) > 0 &&
+             weight.size(1) <= kMostInputs,
+         "weight", weight, "int8 (outputs, inputs) of up to ", kMostInputs, " inputs");
+  const Tensor rows = made_contiguous("weight", weight);
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const Tensor out = empty({kernels().packed_bytes(outputs, inputs)}, ScalarType::Byte, weight);
   kernels().pack(static_cast<const int8_t*>(rows.const_data_ptr()), outputs, inputs, out.mutable_data_ptr());
@@ -167,31 +169,34 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
                    const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale,
                    const std::optional<Tensor>& residual, const std::string& activation, ScalarType dtype) {
   const bool is_quantized = x.scalar_type() == ScalarType::Char;
-  STD_TORCH_CHECK(is_quantized == x_scales.has_value(), "x_scales: expected them for x of int8, and none for others");
-  const int64_t outputs = weight_scale.numel(), inputs = channels_of(x);
-  STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous() &&
-                      packed.numel() == kernels().packed_bytes(outputs, inputs),
-                  "packed: expected a weight that pack_linear_int8 packed");
+  expect(is_quantized == x_scales.has_value(), "x_scales", x_scales, "them for x of int8, and none for others; x is ",
+         Shown{x});
+  const DType x_dtype = is_quantized ? DType::float32 : linear::served_dtype("x", x);
+  expect(weight_scale.dim() == 1 && weight_scale.size(0) > 0, "weight_scale", weight_scale, "(outputs,)");
+  const int64_t outputs = weight_scale.size(0), inputs = channels_of("x", x);
+  const float* scale_of_weight = linear::vector_of("weight_scale", weight_scale, outputs);
+  expect_weight(packed, outputs, inputs);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = outputs;
+  dtype_of("dtype", dtype);
   const Tensor out = empty(sizes, dtype, x);
   const DType out_dtype = linear::served_dtype("dtype", out);
-  const Vector added("bias", bias, outputs, 0);
+  const Vector added("bias", bias, outputs, 0, true);
   std::optional<Tensor> summand, scales;
   if (residual.has_value()) summand = contiguous_like("residual", *residual, out);
   if (is_quantized) {
-    STD_TORCH_CHECK(x_scales->scalar_type() == ScalarType::Float && x_scales->numel() == x.numel() / inputs,
-                    "x_scales: expected a float32 number for each row");
-    scales = x_scales->is_contiguous() ? *x_scales : torch::stable::contiguous(*x_scales);
+    expect(x_scales->scalar_type() == ScalarType::Float && x_scales->numel() == x.numel() / inputs, "x_scales", *x_scales,
+           "a float32 number for each row");
+    scales = made_contiguous("x_scales", *x_scales);
   }
   const Left left{
       .x = rows_of(x),
-      .dtype = is_quantized ? DType::float32 : linear::served_dtype("x", x),
+      .dtype = x_dtype,
       .scales = static_cast<const float*>(layer_norm_gelu::const_data_of(scales)),
-      .scale = scale_of(input_scale),
+      .scale = scale_of("input_scale", input_scale),
   };
   const Finish finish{
-      .weight_scale = linear::vector_of("weight_scale", weight_scale, outputs),
+      .weight_scale = scale_of_weight,
       .bias = added.data(),
       .activation = layer_norm_gelu::activation_of(activation),
       .residual = layer_norm_gelu::const_data_of(summand),
@@ -207,9 +212,9 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   using namespace cvt_kernels::linear_int8;
-  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
-  m.impl("layer_norm_quantize", TORCH_BOX(&layer_norm_quantize));
-  m.impl("gelu_quantize", TORCH_BOX(&gelu_quantize));
-  m.impl("pack_linear_int8", TORCH_BOX(&pack_linear_int8));
-  m.impl("linear_int8_packed", TORCH_BOX(&linear_int8));
+  IMPLEMENT(m, "quantize_rows", &quantize_rows);
+  IMPLEMENT(m, "layer_norm_quantize", &layer_norm_quantize);
+  IMPLEMENT(m, "gelu_quantize", &gelu_quantize);
+  IMPLEMENT(m, "pack_linear_int8", &pack_linear_int8);
+  IMPLEMENT(m, "linear_int8_packed", &cvt_kernels::linear_int8::linear_int8);
 }

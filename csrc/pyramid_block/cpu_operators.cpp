@@ -27,12 +27,14 @@ const Kernels& kernels() {
 
 Tensor pack_depthwise(const Tensor& weight, const std::optional<Tensor>& bias) {
   const DType dtype = linear::served_dtype("weight", weight);
+  expect(weight.dim() == 4 && weight.size(0) > 0 && weight.size(1) == 1 && weight.size(2) == 3 && weight.size(3) == 3 &&
+             weight.is_contiguous(),
+         "weight", weight, "contiguous (channels, 1, 3, 3)");
   const int64_t channels = weight.size(0);
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.numel() == 9 * channels && weight.is_contiguous(),
-                  "weight: expected contiguous (channels, 1, 3, 3)");
   if (bias.has_value()) {
-    STD_TORCH_CHECK(bias->size(0) == channels && bias->is_contiguous() && bias->scalar_type() == weight.scalar_type(),
-                    "bias: expected contiguous (channels,) in the dtype of weight");
+    expect(bias->dim() == 1 && bias->size(0) == channels && bias->is_contiguous() &&
+               bias->scalar_type() == weight.scalar_type(),
+           "bias", *bias, "contiguous (channels,) in the dtype of weight, ", Shown{weight});
   }
   const Tensor out = empty({kernels().packed_convolution_size(channels)}, ScalarType::Float, weight);
   kernels().pack_convolution(dtype, weight.const_data_ptr(), bias.has_value() ? bias->const_data_ptr() : nullptr, channels,
@@ -61,7 +63,8 @@ Norm norm_of(const Arguments& given, int first, int number, int64_t channels) {
 void reduce_by(Block& block, DType dtype, const Arguments& given, std::vector<Linear>& slices) {
   block.ratio = static_cast<int64_t>(given.reduction.size());
   if (block.ratio == 0) return;
-  STD_TORCH_CHECK(block.ratio <= std::min(block.height, block.width), "reduction: expected at most the rows and columns of x");
+  expect(block.ratio <= std::min(block.height, block.width), "reduction", block.ratio, "at most the rows and columns of x, ",
+         block.height, " × ", block.width);
   for (const Tensor& packed : given.reduction) {
     slices.push_back(linear::layer_of(dtype, packed, given.vectors[10], block.channels, block.ratio * block.channels));
   }
@@ -71,16 +74,22 @@ void reduce_by(Block& block, DType dtype, const Arguments& given, std::vector<Li
 
 Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given,
                std::vector<Linear>& slices) {
-  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && height > 0 && width > 0 && x.size(1) == height * width,
-                  "x: expected contiguous (batch, tokens, channels) and its grid");
+  expect(height > 0, "height", height, "at least 1");
+  expect(width > 0, "width", width, "at least 1");
+  expect(x.dim() == 3 && x.is_contiguous() && x.size(1) == product("height and width", {height, width}), "x", x,
+         "contiguous (batch, tokens, channels) of ", height, " · ", width, " tokens");
   const bool reduces = !given.reduction.empty();
-  STD_TORCH_CHECK(given.packed.size() == 6 && given.vectors.size() == (reduces ? 13 : 10) && given.widths.size() == 3 &&
-                      given.eps.size() == (reduces ? 3 : 2),
-                  "packed, vectors, widths, eps: expected 6, 10, 3 and 2, with a reduction 3 vectors and an eps more");
+  expect_count("packed", given.packed, 6);
+  expect_count("vectors", given.vectors, reduces ? 13 : 10);
+  expect_count("widths", given.widths, 3);
+  expect_count("eps", given.eps, reduces ? 3 : 2);
+  for (const double eps : given.eps) expect_eps("eps", eps);
   const int64_t channels = x.size(2), projected = given.widths[0], hidden = given.widths[1], heads = given.widths[2];
-  STD_TORCH_CHECK(channels > 0 && heads > 0 && projected > 0 && projected % heads == 0 && hidden > 0 &&
-                      projected / heads <= kMaxHeadDim,
-                  "widths: expected channels of heads, up to ", kMaxHeadDim, ", hidden channels, and heads");
+  expect(channels > 0, "x", x, "(batch, tokens, channels)");
+  numbers_of("x", x);
+  linear::expect_widths(projected, hidden, heads, kMaxHeadDim);
+  product("widths", {x.size(1), projected});
+  product("widths", {x.size(1), hidden});
   Block block{};
   block.height = height;
   block.width = width;
@@ -97,9 +106,9 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   block.norm2 = norm_of(given, 2, 1, channels);
   reduce_by(block, dtype, given, slices);
   if (given.conv.has_value()) {
-    STD_TORCH_CHECK(given.conv->scalar_type() == ScalarType::Float && given.conv->is_contiguous() &&
-                        given.conv->numel() == kernels().packed_convolution_size(hidden),
-                    "conv: expected a convolution of the hidden channels that pack_depthwise packed");
+    expect(given.conv->scalar_type() == ScalarType::Float && given.conv->is_contiguous() &&
+               given.conv->numel() == kernels().packed_convolution_size(hidden),
+           "conv", *given.conv, "a convolution of the ", hidden, " hidden channels that pack_depthwise packed");
     block.conv = static_cast<const float*>(given.conv->const_data_ptr());
   }
   return block;
@@ -159,7 +168,7 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
 Activation activation_of(const std::string& name) {
   if (name == "none") return Activation::none;
   if (name == "tanh") return Activation::tanh;
-  STD_TORCH_CHECK(name == "quick", "activation: expected none, tanh or quick");
+  expect(name == "quick", "activation", name, "none, tanh or quick");
   return Activation::quick;
 }
 
@@ -192,6 +201,6 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::
 }  // namespace cvt_kernels::pyramid_block
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("pack_depthwise", TORCH_BOX(&cvt_kernels::pyramid_block::pack_depthwise));
-  m.impl("pyramid_block_packed", TORCH_BOX(&cvt_kernels::pyramid_block::pyramid_block));
+  IMPLEMENT(m, "pack_depthwise", &cvt_kernels::pyramid_block::pack_depthwise);
+  IMPLEMENT(m, "pyramid_block_packed", &cvt_kernels::pyramid_block::pyramid_block);
 }

@@ -24,19 +24,21 @@ const Kernels& kernels() {
 
 template <class F>
 void for_rows(int64_t rows, int64_t channels, const F& f) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / channels), f);
+  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
 }
 
 // The index (images, count) of rows, each a token of its image or negative; it refuses others.
 class Index {
  public:
   Index(const Tensor& rows, int64_t tokens) : tokens_(tokens) {
-    STD_TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == ScalarType::Long, "rows: expected (batch, rows) of int64");
-    rows_ = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
+    expect(rows.dim() == 2 && rows.scalar_type() == ScalarType::Long, "rows", rows, "(batch, rows) of int64");
     images = rows.size(0), count = rows.size(1);
+    const int64_t number = product("rows", {images, count});
+    product("tokens", {images, tokens});
+    rows_ = made_contiguous("rows", rows);
     data = static_cast<const int64_t*>(rows_.const_data_ptr());
-    for (int64_t i = 0; i < images * count; i++) {
-      STD_TORCH_CHECK(data[i] < tokens, "rows: got ", data[i], ", expected the tokens 0 to ", tokens - 1, ", or -1");
+    for (int64_t i = 0; i < number; i++) {
+      expect(data[i] < tokens, "rows", data[i], "the tokens 0 to ", tokens - 1, ", or -1");
     }
   }
 
@@ -57,9 +59,9 @@ class Index {
   Tensor rows_;
 };
 
-int64_t element_bytes(const Tensor& x) {
+int64_t element_bytes(const char* name, const Tensor& x) {
   int64_t bytes = 0;
-  with_type(dtype_of(x), [&](auto type) { bytes = sizeof(type); });
+  with_type(dtype_of(name, x), [&](auto type) { bytes = sizeof(type); });
   return bytes;
 }
 
@@ -67,12 +69,13 @@ int64_t element_bytes(const Tensor& x) {
 class Tokens {
  public:
   explicit Tokens(const Tensor& given) : x_(given) {
-    STD_TORCH_CHECK(given.dim() == 3 && given.size(2) > 0, "x: expected (batch, tokens, channels)");
-    if (given.stride(2) != 1) x_ = torch::stable::contiguous(given);
+    expect(given.dim() == 3 && given.size(2) > 0, "x", given, "(batch, tokens, channels)");
+    bytes_ = element_bytes("x", given);
+    numbers_of("x", given);
+    if (given.stride(2) != 1) x_ = made_contiguous("x", given);
     images = x_.size(0), tokens = x_.size(1), channels = x_.size(2);
     image_stride = x_.stride(0), token_stride = x_.stride(1);
     data = static_cast<const char*>(x_.const_data_ptr());
-    bytes_ = element_bytes(x_);
   }
 
   int64_t row_bytes() const { return channels * bytes_; }
@@ -89,17 +92,18 @@ class Tokens {
 };
 
 void check_images(const Index& index, int64_t images) {
-  STD_TORCH_CHECK(index.images == images, "rows: expected the batch of x");
+  expect(index.images == images, "rows", Quoted{"a batch of ", index.images}, "the batch of x, ", images);
 }
 
 // The tensor in contiguous memory, after a check that it has a row of channels, of the dtype of `like`, for each of an index.
 std::optional<Tensor> rows_of(const char* name, const std::optional<Tensor>& given, const Index& index, int64_t channels,
                               const Tensor& like) {
   if (!given.has_value()) return std::nullopt;
-  STD_TORCH_CHECK(given->dim() == 3 && given->size(0) == index.images && given->size(1) == index.count &&
-                      given->size(2) == channels && given->scalar_type() == like.scalar_type(),
-                  name, ": expected (batch, rows, channels) of the dtype of x");
-  return given->is_contiguous() ? *given : torch::stable::contiguous(*given);
+  expect(given->dim() == 3 && given->size(0) == index.images && given->size(1) == index.count &&
+             given->size(2) == channels && given->scalar_type() == like.scalar_type(),
+         name, *given, "(batch, rows, channels) of the dtype of x: ", shown(like.scalar_type()), " (", index.images, ", ",
+         index.count, ", ", channels, ")");
+  return made_contiguous(name, *given);
 }
 
 const char* data_of(const std::optional<Tensor>& tensor) {
@@ -127,11 +131,11 @@ Tensor gather_rows(const Tensor& x, const Tensor& rows) {
 class Vector {
  public:
   Vector(const char* name, const std::optional<Tensor>& given, const Tensor& x, double absent) : given_(given) {
-    const int64_t channels = channels_of(x);
+    const int64_t channels = x.numel() == 0 ? 0 : x.size(2);
     if (given.has_value()) {
       check_parameter(name, *given, x);
-      STD_TORCH_CHECK(given->scalar_type() == accumulator_of(x) && given->is_contiguous(), name,
-                      ": expected adjacent accumulators");
+      expect(given->scalar_type() == accumulator_of(x) && given->is_contiguous(), name, *given,
+             "adjacent accumulators, ", shown(accumulator_of(x)));
     } else if (accumulator_of(x) == ScalarType::Double) {
       absent_.assign(channels, absent);
     } else {
@@ -155,8 +159,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gather_add_layer_norm(const Tensor& x
   const Index index(rows, tokens.tokens);
   check_images(index, tokens.images);
   const Tensor added = *rows_of("branch", branch, index, tokens.channels, x);
-  const Vector scale("weight", weight, x, 1), shift("bias", bias, x, 0);
+  const Vector scale("weight", weight, added, 1), shift("bias", bias, added, 0);
+  expect_eps("eps", eps);
   const int64_t count = with_statistics ? tokens.images * index.count : 0;
+  const DType dtype = dtype_of("x", x);
   const Tensor h = empty(added.sizes(), x.scalar_type(), x), out = empty(added.sizes(), x.scalar_type(), x);
   const Tensor mean = empty({count}, accumulator_of(x), x), rstd = empty({count}, accumulator_of(x), x);
   const Gather call{
@@ -177,7 +183,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gather_add_layer_norm(const Tensor& x
   };
   for_rows(tokens.images * index.count, tokens.channels, [&](int64_t begin, int64_t end) {
     std::vector<double> scratch(tokens.channels);
-    kernels().gather_add_layer_norm(dtype_of(x), call, begin, end, scratch.data());
+    kernels().gather_add_layer_norm(dtype, call, begin, end, scratch.data());
   });
   return {h, out, mean, rstd};
 }
@@ -191,10 +197,10 @@ class Writer {
         branch_(rows_of("branch", branch, index, channels, like)),
         values_data_(data_of(values_)),
         branch_data_(data_of(branch_)),
-        dtype_(dtype_of(like)),
+        dtype_(dtype_of("x", like)),
         channels_(channels),
-        bytes_(channels * element_bytes(like)) {
-    STD_TORCH_CHECK(values.has_value() || !branch.has_value(), "branch: expected values too");
+        bytes_(channels * element_bytes("x", like)) {
+    expect(values.has_value() || !branch.has_value(), "values", values, "them beside a branch");
   }
 
   void operator()(int64_t i, char* to) const {
@@ -213,20 +219,21 @@ class Writer {
 
 Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const std::optional<Tensor>& values,
                     const std::optional<Tensor>& branch, int64_t tokens) {
-  STD_TORCH_CHECK(x.has_value() || values.has_value(), "x: expected it, or values");
+  expect(x.has_value() || values.has_value(), "x", x, "it, or values");
+  expect(tokens >= 0, "tokens", tokens, "at least 0");
   const Tensor& like = x.has_value() ? *x : *values;
   const std::optional<Tokens> from = x.has_value() ? std::optional<Tokens>(*x) : std::nullopt;
   const Index index(rows, tokens);
-  const int64_t images = index.images, channels = channels_of(like);
+  const int64_t images = index.images, channels = channels_of(x.has_value() ? "x" : "values", like);
   if (from.has_value()) {
     check_images(index, from->images);
-    STD_TORCH_CHECK(from->tokens == tokens, "tokens: expected those of x");
+    expect(from->tokens == tokens, "tokens", tokens, "those of x, ", from->tokens);
   }
   const Writer write(values, branch, index, channels, like);
   const Tensor out = empty({images, tokens, channels}, like.scalar_type(), like);
   const std::vector<int64_t> places = index.places();
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t bytes = channels * element_bytes(like);
+  const int64_t bytes = channels * element_bytes("x", like);
   for_rows(images * tokens, channels, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       if (places[i] >= 0) write(places[i], to + i * bytes);
@@ -238,12 +245,16 @@ Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const st
 }
 
 void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values, const std::optional<Tensor>& branch) {
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(2) > 0 && x.is_contiguous(), "x: expected contiguous (batch, tokens, channels)");
+  expect(x.dim() == 3 && x.size(2) > 0 && x.is_contiguous(), "x", x, "contiguous (batch, tokens, channels)");
+  numbers_of("x", x);
+  expect_apart("rows", rows, x);
+  expect_apart("values", values, x);
+  if (branch.has_value()) expect_apart("branch", *branch, x);
   const Index index(rows, x.size(1));
   check_images(index, x.size(0));
   const Writer write(values, branch, index, x.size(2), x);
   char* to = static_cast<char*>(x.mutable_data_ptr());
-  const int64_t tokens = x.size(1), bytes = x.size(2) * element_bytes(x);
+  const int64_t tokens = x.size(1), bytes = x.size(2) * element_bytes("x", x);
   for_rows(index.images * index.count, x.size(2), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t token = index.data[i];
@@ -257,8 +268,8 @@ void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values, co
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   using namespace cvt_kernels::rows;
-  m.impl("gather_rows", TORCH_BOX(&gather_rows));
-  m.impl("gather_add_layer_norm", TORCH_BOX(&gather_add_layer_norm));
-  m.impl("scatter_rows", TORCH_BOX(&scatter_rows));
-  m.impl("scatter_rows_", TORCH_BOX(&scatter_rows_));
+  IMPLEMENT(m, "gather_rows", &gather_rows);
+  IMPLEMENT(m, "gather_add_layer_norm", &gather_add_layer_norm);
+  IMPLEMENT(m, "scatter_rows", &scatter_rows);
+  IMPLEMENT(m, "scatter_rows_", &scatter_rows_);
 }

@@ -29,21 +29,25 @@ const Kernels& kernels() {
 Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor& shift, const Tensor& mean,
                         const Tensor& variance, double eps) {
   const DType dtype = linear::served_dtype("weight", weight);
+  expect(weight.dim() == 4 && weight.size(0) > 0 && weight.size(1) == 1 && weight.size(2) == weight.size(3) &&
+             weight.size(3) > 0 && weight.size(3) <= conv_projection::kMaxKernel,
+         "weight", weight, "(channels, 1, k, k) with a kernel of 1 to ", conv_projection::kMaxKernel);
   const int64_t channels = weight.size(0), kernel = weight.size(3);
-  const Tensor taps = weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+  const Tensor taps = made_contiguous("weight", weight);
   Branch branch{};
-  const auto norm = [&](const Tensor& tensor) {
-    STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == channels && tensor.is_contiguous() &&
-                        tensor.scalar_type() == mean.scalar_type(),
-                    "scale, shift, mean, variance: expected (channels,) of one dtype");
+  const auto norm = [&](const char* name, const Tensor& tensor) {
+    expect(tensor.dim() == 1 && tensor.size(0) == channels && tensor.is_contiguous() &&
+               tensor.scalar_type() == mean.scalar_type(),
+           name, tensor, "contiguous (channels,) of one dtype, ", shown(mean.scalar_type()), " (", channels, ",)");
     return tensor.const_data_ptr();
   };
+  expect_eps("eps", eps);
   branch.weight = taps.const_data_ptr();
-  branch.scale = norm(scale);
-  branch.shift = norm(shift);
-  branch.mean = norm(mean);
-  branch.variance = norm(variance);
-  branch.norm = dtype_of(mean);
+  branch.scale = norm("scale", scale);
+  branch.shift = norm("shift", shift);
+  branch.mean = norm("mean", mean);
+  branch.variance = norm("variance", variance);
+  branch.norm = dtype_of("mean", mean);
   branch.eps = eps;
   branch.kernel = kernel;
   const Tensor out = empty({kernels().packed_convolution_size(kernel, channels)}, ScalarType::Float, weight);
@@ -70,12 +74,10 @@ Linear layer_of(DType dtype, const Arguments& given, int i, int64_t outputs, int
   const Tensor& scales = given.weight_scales[i];
   if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
   const linear_int8::Kernels& integers = linear_int8::kernels();
-  STD_TORCH_CHECK(dtype == DType::float32, "x: expected float32 for layers of 8-bit integers");
-  STD_TORCH_CHECK(inputs <= linear_int8::kMostInputs && packed.is_contiguous() &&
-                      packed.numel() == integers.packed_bytes(outputs, inputs),
-                  "packed: expected a weight that pack_linear_int8 packed");
+  expect(dtype == DType::float32, "x", std::string_view("16 bits"), "float32 for layers of 8-bit integers");
+  linear_int8::expect_weight(packed, outputs, inputs);
   const float scale = static_cast<float>(given.input_scales[i]);
-  STD_TORCH_CHECK(scale >= 0, "input_scales: expected positive numbers, or 0 for none");
+  expect(scale >= 0 && scale < INFINITY, "input_scales", scale, "positive numbers, or 0 for none");
   return {packed.const_data_ptr(),  linear::vector_of("bias", bias, outputs),           inputs, outputs, &integers,
           linear::vector_of("weight_scales", scales, outputs), scale};
 }
@@ -86,31 +88,32 @@ Branch branch_of(const Block& block, const int64_t* geometry) {
   branch.stride = geometry[1];
   branch.padding = geometry[2];
   branch.dilation = geometry[3];
-  STD_TORCH_CHECK(branch.kernel > 0 && branch.kernel <= conv_projection::kMaxKernel && branch.stride > 0 &&
-                      branch.padding >= 0 && branch.dilation > 0,
-                  "geometry: expected kernels of 1 to ", conv_projection::kMaxKernel,
-                  ", strides and dilations of at least 1, paddings of at least 0");
-  const int64_t reach = branch.dilation * (branch.kernel - 1) + 1;
-  const int64_t height = block.height + 2 * branch.padding - reach, width = block.width + 2 * branch.padding - reach;
-  STD_TORCH_CHECK(height >= 0 && width >= 0, "x: expected a grid that gives an output");
-  branch.height = height / branch.stride + 1;
-  branch.width = width / branch.stride + 1;
+  expect(branch.kernel > 0 && branch.kernel <= conv_projection::kMaxKernel, "geometry", branch.kernel, "kernels of 1 to ",
+         conv_projection::kMaxKernel);
+  const Map out = outputs_of("geometry", {block.height, block.width}, branch.kernel, branch.stride, branch.padding,
+                             branch.dilation, block.channels);
+  branch.height = out.height;
+  branch.width = out.width;
   return branch;
 }
 
 Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given) {
-  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && height > 0 && width > 0,
-                  "x: expected contiguous (batch, tokens, channels) and its grid");
-  STD_TORCH_CHECK(given.packed.size() == 9 && given.vectors.size() == 10 && given.geometry.size() == 12 &&
-                      given.widths.size() == 3 && given.weight_scales.size() == 6 && given.input_scales.size() == 6,
-                  "packed, vectors, geometry, widths, weight_scales, input_scales: expected 9, 10, 12, 3, 6 and 6");
+  expect(x.dim() == 3 && x.is_contiguous(), "x", x, "contiguous (batch, tokens, channels)");
+  expect(height > 0, "height", height, "at least 1");
+  expect(width > 0, "width", width, "at least 1");
+  expect_count("packed", given.packed, 9);
+  expect_count("vectors", given.vectors, 10);
+  expect_count("geometry", given.geometry, 12);
+  expect_count("widths", given.widths, 3);
+  expect_count("weight_scales", given.weight_scales, 6);
+  expect_count("input_scales", given.input_scales, 6);
   const int64_t channels = x.size(2), projected = given.widths[0], hidden = given.widths[1], heads = given.widths[2];
-  STD_TORCH_CHECK(channels > 0 && heads > 0 && projected > 0 && projected % heads == 0 && hidden > 0 &&
-                      projected / heads <= kMaxHeadDim,
-                  "widths: expected channels of heads, up to ", kMaxHeadDim, ", hidden channels, and heads");
+  expect(channels > 0, "x", x, "(batch, tokens, channels)");
+  numbers_of("x", x);
+  linear::expect_widths(projected, hidden, heads, kMaxHeadDim);
   Block block{};
-  block.class_tokens = x.size(1) - height * width;
-  STD_TORCH_CHECK(block.class_tokens == 0 || block.class_tokens == 1, "x: expected height · width tokens, or one more");
+  block.class_tokens = x.size(1) - product("height and width", {height, width});
+  expect(block.class_tokens == 0 || block.class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
   block.height = height;
   block.width = width;
   block.channels = channels;
@@ -119,14 +122,18 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
     Branch& branch = block.branches[i] = branch_of(block, &given.geometry[4 * i]);
     block.margin = std::max(block.margin, branch.padding);
     const Tensor& packed = given.packed[i];
-    STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
-                        packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
-                    "packed: expected convolutions of the geometry");
+    expect(packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
+               packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
+           "packed", packed, "convolutions of the geometry, that pack_convolution packed");
     block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
     block.linears[i] = layer_of(dtype, given, i, projected, channels);
   }
-  STD_TORCH_CHECK(tokens_of(block, 0) == tokens_of(block) && tokens_of(block, 1) == tokens_of(block, 2),
-                  "geometry: expected as many queries as tokens, and as many keys as values");
+  expect(tokens_of(block, 0) == tokens_of(block), "geometry", Quoted{"queries, ", tokens_of(block, 0)},
+         "as many queries as tokens, ", tokens_of(block));
+  expect(tokens_of(block, 1) == tokens_of(block, 2), "geometry", Quoted{"keys, ", tokens_of(block, 1)},
+         "as many keys as values, ", tokens_of(block, 2));
+  for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), projected});
+  product("widths", {tokens_of(block), hidden});
   block.proj = layer_of(dtype, given, 3, channels, projected);
   block.fc1 = layer_of(dtype, given, 4, hidden, channels);
   block.fc2 = layer_of(dtype, given, 5, channels, hidden);
@@ -137,33 +144,34 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
 
 // Returns the rows of all images, of which each must be ascending, followed by -1 only.
 const int64_t* rows_of(const Tensor& rows, int64_t images, int64_t tokens) {
-  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.dim() == 2 && rows.size(0) == images &&
-                      rows.size(1) > 0 && rows.is_contiguous(),
-                  "rows: expected contiguous int64 (batch, rows)");
+  expect(rows.scalar_type() == ScalarType::Long && rows.dim() == 2 && rows.size(0) == images && rows.size(1) > 0 &&
+             rows.is_contiguous(),
+         "rows", rows, "contiguous int64 (batch, rows) of a batch of ", images);
   const int64_t* data = static_cast<const int64_t*>(rows.const_data_ptr());
   const int64_t kept = rows.size(1);
-  for (int64_t place = 0; place < images * kept; place++) {
+  for (int64_t place = 0, number = numbers_of("rows", rows); place < number; place++) {
     const int64_t row = data[place];
-    STD_TORCH_CHECK(row >= -1 && row < tokens, "rows: got ", row, ", expected indices of ", tokens, " tokens, or -1");
+    expect(row >= -1 && row < tokens, "rows", row, "indices of ", tokens, " tokens, or -1");
     const bool ascends = place % kept == 0 || row == -1 || row > data[place - 1];
     const bool ended = place % kept != 0 && data[place - 1] == -1;
-    STD_TORCH_CHECK(ascends && !(ended && row != -1), "rows: expected those of an image ascending, then -1");
+    expect(ascends && !(ended && row != -1), "rows", row, "those of an image ascending, then -1");
   }
   return data;
 }
 
 // Gives the block the place of its scores, and whose they are.
 void score_by(Block& block, const Tensor& scores, const std::string& query, int64_t images) {
-  STD_TORCH_CHECK(query == "cls" || query == "avg", "query: expected cls or avg");
-  STD_TORCH_CHECK(scores.scalar_type() == ScalarType::Float && scores.dim() == 2 && scores.size(0) == images &&
-                      scores.size(1) == tokens_of(block, 1) && scores.is_contiguous(),
-                  "scores: expected contiguous float32 (batch, keys)");
+  expect(query == "cls" || query == "avg", "query", query, "cls or avg");
+  expect(scores.scalar_type() == ScalarType::Float && scores.dim() == 2 && scores.size(0) == images &&
+             scores.size(1) == tokens_of(block, 1) && scores.is_contiguous(),
+         "scores", scores, "contiguous float32 (batch, keys), (", images, ", ", tokens_of(block, 1), ")");
   block.scored = query == "cls" ? Scored::class_token : Scored::mean;
   block.scores = static_cast<float*>(scores.mutable_data_ptr());
   if (query == "avg") return;
-  STD_TORCH_CHECK(block.class_tokens == 1, "query: got cls, expected avg without a class token");
+  expect(block.class_tokens == 1, "query", query, "avg without a class token");
   for (int64_t image = 0; block.rows != nullptr && image < images; image++) {
-    STD_TORCH_CHECK(block.rows[image * block.kept] == 0, "rows: expected the class token of each image for its scores");
+    expect(block.rows[image * block.kept] == 0, "rows", block.rows[image * block.kept],
+           "the class token of each image, 0, for its scores");
   }
 }
 
@@ -179,7 +187,8 @@ int64_t held_bytes(const Block& block) {
 
 // Cuts the work into units.
 void plan(Block& block) {
-  block.bands = 1;
+  block.bands = block.height;
+  if (held_bytes(block) <= kHeldBytes) block.bands = 1;
   while (block.bands < block.height && held_bytes(block) > kHeldBytes) block.bands++;
   block.bands = balanced(block.images, block.bands, block.height);
   const int64_t queries = queries_of(block);
@@ -208,8 +217,23 @@ void serve(DType dtype, Block& block, char* projected) {
 Activation activation_of(const std::string& name) {
   if (name == "none") return Activation::none;
   if (name == "tanh") return Activation::tanh;
-  STD_TORCH_CHECK(name == "quick", "activation: expected none, tanh or quick");
+  expect(name == "quick", "activation", name, "none, tanh or quick");
   return Activation::quick;
+}
+
+// What is overwritten is x, and the scores.
+void expect_all_apart(const Tensor& x, const std::vector<Tensor>& packed, const std::vector<Tensor>& vectors,
+                      const std::vector<Tensor>& weight_scales, const std::optional<Tensor>& rows,
+                      const std::optional<Tensor>& scores) {
+  const auto apart = [&](const char* name, const Tensor& tensor) {
+    expect_apart(name, tensor, x);
+    if (scores.has_value()) expect_apart(name, tensor, *scores, "the scores");
+  };
+  for (const Tensor& each : packed) apart("packed", each);
+  for (const Tensor& each : vectors) apart("vectors", each);
+  for (const Tensor& each : weight_scales) apart("weight_scales", each);
+  if (rows.has_value()) apart("rows", *rows);
+  if (scores.has_value()) expect_apart("scores", *scores, x);
 }
 
 void transformer_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
@@ -220,6 +244,8 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
                        const std::optional<Tensor>& scores, const std::string& query) {
   const DType dtype = linear::served_dtype("x", x);
   Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales, input_scales});
+  expect_eps("eps1", eps1);
+  expect_eps("eps2", eps2);
   block.norm1.eps = static_cast<float>(eps1);
   block.norm2.eps = static_cast<float>(eps2);
   block.scale = scale;
@@ -229,6 +255,9 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
     block.kept = rows->size(1);
   }
   if (scores.has_value()) score_by(block, *scores, query, x.size(0));
+  expect_all_apart(x, packed, vectors, weight_scales, rows, scores);
+  product("rows", {queries_of(block), widths[0]});
+  if (x.size(0) == 0) return;
   int64_t image_bytes = 0;
   for (int i = 0; i < 3; i++) image_bytes += projected_tokens(block, i) * block.linears[i].outputs;
   image_bytes *= kernels().element_bytes(dtype);
@@ -249,6 +278,6 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
 }  // namespace cvt_kernels::transformer_block
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  m.impl("pack_convolution", TORCH_BOX(&cvt_kernels::transformer_block::pack_convolution));
-  m.impl("transformer_block_", TORCH_BOX(&cvt_kernels::transformer_block::transformer_block));
+  IMPLEMENT(m, "pack_convolution", &cvt_kernels::transformer_block::pack_convolution);
+  IMPLEMENT(m, "transformer_block_", &cvt_kernels::transformer_block::transformer_block);
 }

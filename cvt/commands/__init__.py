@@ -11,6 +11,7 @@ from cvt_kernels.missing import warn_of_missing_kernels
 
 from . import bench, classify, compile, doctor, evaluate, explain, export, prove, prune, quantize, train  # noqa: A004 (their names)
 from .common import print_remarks
+from .paths import check_outputs
 from .process import Parser, orderly, run_command
 
 _COMMANDS = (classify, evaluate, explain, quantize, prune, export, train, doctor, prove, bench, compile)
@@ -26,14 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="cvt", description="Convolutional vision Transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.error_with_help("a command is missing")
+    return arguments
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
-    """Runs a command, and says before on one line which kernels are missing, if warnings are wanted."""
+    """Runs a command, and says before on one line which kernels are missing, if warnings are wanted.
+
+    The argument ``written``, if it has one, names the files that it writes into folders.
+    """
+    written = vars(arguments).pop("written", None)
+    check_outputs(arguments, {} if written is None else written(arguments))
     if arguments.command != "doctor":  # which says so itself
         with warnings.catch_warnings(record=True) as caught:
             warn_of_missing_kernels()

@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cvt_kernels.tables import printable
 
-from ..checkpoints import Checkpoint, local_place, read_checkpoint
+from ..checkpoints import Checkpoint, read_checkpoint
 from ..config import (
     ACTIVATIONS,
     LARGEST_IMAGE,
@@ -34,6 +33,7 @@ from ..hub import PRETRAINED
 from ..huggingface import Preprocessing
 from ..model import CvT
 from ..segmentation import CvTSegmenter
+from .paths import STDOUT, input_path
 from .process import why_not_written
 
 if TYPE_CHECKING:
@@ -63,23 +63,16 @@ worker_count = integer(0, 256)
 seed = integer(0, MOST_SEED)
 
 
-def path_text(text: str) -> str:
-    """Parses an argument of argparse that must be a path or a name: anything but nothing."""
-    if not text:
-        raise argparse.ArgumentTypeError("got '', expected a path")
-    return text
-
-
 def add_photos_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the photographs, for :meth:`LoadedModel.read`."""
-    parser.add_argument("photos", nargs="+", type=path_text, metavar="PHOTO", help="JPEG, PNG, WebP, …")
+    parser.add_argument("photos", nargs="+", type=input_path, metavar="PHOTO", help="JPEG, PNG, WebP, …")
 
 
 def add_labels_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--labels``, for :meth:`LoadedModel.labels`."""
     parser.add_argument(
         "--labels",
-        type=path_text,
+        type=input_path,
         metavar="FILE",
         help="class names: one per line, or a JSON list or {index: name}",
     )
@@ -98,7 +91,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = F
     )
     parser.add_argument(
         "--checkpoint",
-        type=path_text,
+        type=input_path,
         required=not pretrained,
         help=f"{text} (default: microsoft/cvt-13, or what fits --model)" if pretrained else text,
     )
@@ -152,7 +145,7 @@ def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -
     """Adds ``--calibrate``, for :func:`open_calibration`."""
     parser.add_argument(
         "--calibrate",
-        type=path_text,
+        type=input_path,
         required=required,
         metavar="DATA",
         help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
@@ -383,23 +376,6 @@ def open_split(
 # Output ---------------------------------------------------------------------------------------------------
 
 
-def check_output(output: Path, arguments: argparse.Namespace) -> None:
-    """Raises ValueError if ``--output`` would take the place of another file of the command."""
-    place, source = output.resolve(), local_place(arguments.checkpoint)
-    if isinstance(source, Path):
-        source = source.resolve()
-        if place == source or (source.is_dir() and source in place.parents):
-            raise ValueError(
-                f"--output: got {arguments.output!r}, expected a file that is no part of --checkpoint"
-            )
-        if source.is_file() and place == source.parent:
-            raise ValueError(
-                f"--output: got {arguments.output!r}, which has --checkpoint, expected another place"
-            )
-    if arguments.json and Path(arguments.json).resolve() == place:
-        raise ValueError(f"--json: got {arguments.json!r} as --output, expected another file")
-
-
 @contextlib.contextmanager
 def recorded_warnings() -> Iterator[list[str]]:
     """Yields a list that holds the messages of all warnings of the block once the block has ended."""
@@ -434,17 +410,18 @@ def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None
 def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str]) -> None:
     """Prints the result, and before it on stderr the remarks; to be called when everything is done."""
     print_remarks(arguments, remarks)
-    print_lines(lines)
+    print_lines(arguments, lines)
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stdout, with escapes for what would command the terminal.
+def print_lines(arguments: argparse.Namespace, lines: Iterable[str]) -> None:
+    """Prints lines on stdout, or on stderr where ``--json -`` has it, with escapes for terminals.
 
     Raises:
         OSError: They cannot be written.
     """
+    stream = sys.stderr if getattr(arguments, "json", None) == STDOUT else sys.stdout
     try:
-        print(printable("\n".join(lines)), flush=True)
+        print(printable("\n".join(lines)), file=stream, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

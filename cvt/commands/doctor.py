@@ -6,16 +6,22 @@ import argparse
 from typing import Any
 
 import cvt_kernels as ck
+from cvt_kernels import diagnosis
 
 from .common import print_lines
+from .paths import add_json_argument, reporting
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
-    commands.add_parser(
+    parser = commands.add_parser(
         "doctor", help="what is installed, which backend each operator takes on this machine, and why"
-    ).set_defaults(run=_doctor)
+    )
+    add_json_argument(parser, "the same as data")
+    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    print_lines([ck.doctor()])
+    with reporting(arguments.json, indent=1) as report_json:
+        print_lines(arguments, [ck.doctor()])
+        report_json(diagnosis.as_json())

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from cvt_kernels.tables import aligned
 
 from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels
-from ..files import replacing, write_json
 from ..model import CvT
 from ..segmentation import CvTSegmenter
 from ..training.recipe import PRECISIONS
@@ -27,12 +26,12 @@ from .common import (
     load_model,
     naming_options,
     open_split,
-    path_text,
     print_result,
     recorded_warnings,
     resolve_device,
     token_keep,
 )
+from .paths import add_json_argument, input_path, reporting
 
 if TYPE_CHECKING:
     from ..datasets import Batches
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--data",
-        type=path_text,
+        type=input_path,
         required=True,
         help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet; for a model of train --task "
         "segment one with val/images/NAME.jpg and val/labels/NAME.png",
@@ -69,9 +68,7 @@ def add_parser(commands: Any) -> None:
         "checkpoint's own setting comes first in any case",
     )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
-    parser.add_argument(
-        "--json", type=path_text, metavar="FILE", help="write the figures and the whole confusion matrix"
-    )
+    add_json_argument(parser, "the figures and the whole confusion matrix")
     add_device_argument(parser)
     parser.set_defaults(run=_evaluate)
 
@@ -97,24 +94,22 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         keeps.setdefault(config.stages[-1].token_keep, config.token_keep)
     batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
+        report_json = stack.enter_context(reporting(arguments.json))
         remarks = stack.enter_context(recorded_warnings())
         runs = [
             _measure(model, keep, batches, size, PRECISIONS[arguments.precision]) for keep in keeps.values()
         ]
         evaluation, costs = runs[0].evaluation, runs[0].cost
-        if file is not None:
-            setting = {
-                "checkpoint": arguments.checkpoint,
-                "data": data,
-                "image_size": size,
-                "batch_size": arguments.batch_size,
-                "precision": arguments.precision,
-                "device": str(device),
-            }
-            content = setting | as_json(evaluation, costs, labels)
-            content["token_keep"] = [run.as_json() for run in runs]
-            write_json(file, content)
+        setting = {
+            "checkpoint": arguments.checkpoint,
+            "data": data,
+            "image_size": size,
+            "batch_size": arguments.batch_size,
+            "precision": arguments.precision,
+            "device": str(device),
+        }
+        content = setting | as_json(evaluation, costs, labels)
+        report_json(content | {"token_keep": [run.as_json() for run in runs]})
     heading = f"{arguments.checkpoint} on {data}, {size}×{size} pixels, {arguments.precision} on {device}"
     result = [heading, "", report(evaluation, costs, labels)]
     if arguments.token_keeps:

@@ -15,10 +15,10 @@ from .common import (
     add_photos_argument,
     add_token_keep_argument,
     load_model,
-    path_text,
     print_result,
     resolve_device,
 )
+from .paths import output_path
 
 
 def add_parser(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     add_token_keep_argument(parser)
     parser.add_argument(
         "--output",
-        type=path_text,
+        type=output_path,
         required=True,
         metavar="DIR",
         help="for explain.json, and for each photograph NAME.attention.png and NAME.rollout.png, with "
@@ -44,7 +44,14 @@ def add_parser(commands: Any) -> None:
         help="heads.png too (needs the package matplotlib)",
     )
     add_device_argument(parser)
-    parser.set_defaults(run=_explain)
+    parser.set_defaults(run=_explain, written=_names_written)
+
+
+def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the names of the files in ``--output``."""
+    kinds = ("attention", "rollout", "tokens")
+    pictures = [f"{Path(photo).stem}.{kind}.png" for photo in arguments.photos for kind in kinds]
+    return {"output": ["explain.json", *pictures, *(["heads.png"] if arguments.plot else [])]}
 
 
 def _explain(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, path_text, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
 from .onnx_nodes import with_nodes
+from .paths import add_json_argument, output_path, reporting
 
 FORMATS = ("pt2", "onnx")
 #: Largest accepted difference of the logits, relative to the largest logit.
@@ -39,26 +40,50 @@ QUANTIZED_TOLERANCE = 1e-2, 3.0
 _IMAGES = 5  # that are compared
 
 
+class Parity(NamedTuple):
+    """The distance of an export's logits from the model's, on random images.
+
+    Attributes:
+        difference: The largest difference, relative to the largest logit.
+        rounding: Of a quantized model, the same of the model and itself in float64, where nothing is rounded.
+            On other images its export may differ by about as much: a number that lies between two integers
+            may be rounded to either, which is rare, and moves others across such places in later layers.
+    """
+
+    difference: float
+    rounding: float | None = None
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser("export", help="write a model for torch.export or ONNX, and compare the two")
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--output", type=path_text, required=True, metavar="FILE")
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE")
+    add_json_argument(parser, "how close the file is to the model")
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments, "cpu")
     size, config = loaded.image_size, loaded.model.config
-    difference = export(loaded.model, arguments.output, arguments.format, image_size=size, progress=True)
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+        parity = export(loaded.model, file, arguments.format, image_size=size, progress=True)
+        given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
+        report_json({**given, "image_size": size, "classes": config.num_classes, **parity._asdict()})
     sides = f", {size}, {size}" if config.head == "segment" else ""
-    line = (
+    lines = [
         f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "
-        f"(batch, {config.num_classes}{sides}), within {difference:.1e} of the model"
-    )
-    print_result(arguments, [line], loaded.remarks)
+        f"(batch, {config.num_classes}{sides}), within {parity.difference:.1e} of the largest logit on "
+        f"{_IMAGES} random images"
+    ]
+    if parity.rounding is not None:
+        lines.append(
+            f"on others possibly about {parity.rounding:.1e} off, as the model is by its 8-bit numbers"
+        )
+    print_result(arguments, lines, loaded.remarks)
 
 
 def export(
@@ -68,7 +93,7 @@ def export(
     *,
     image_size: int,
     progress: bool = False,
-) -> float:
+) -> Parity:
     """Writes a model with its weights, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
@@ -84,10 +109,8 @@ def export(
         progress: Show a bar over the three steps on stderr, if that is a terminal.
 
     Returns:
-        The largest difference of the logits, relative to the largest logit; at most :data:`TOLERANCE`, but
-        for a quantized model: there a number that lies between two integers may be rounded to either, which
-        moves others across such places in every later layer. So it differs by as much as rounding changes the
-        model, the error of which against float64, where nothing is rounded, is the measure.
+        What was found. The difference is at most :data:`TOLERANCE`, but for a quantized model, where its own
+        error against float64 is the measure (:data:`QUANTIZED_TOLERANCE`).
 
     Raises:
         ValueError: An unknown format, a model in another mode, dtype or place, one that PyTorch cannot export
@@ -125,21 +148,22 @@ def export(
         return _compare(model, images, expected, logits)
 
 
-def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits: Tensor) -> float:
-    """Returns the largest difference of an export's logits, relative to the largest logit of the model.
+def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits: Tensor) -> Parity:
+    """Returns how close an export's logits are to the model's.
 
     Raises:
         ValueError: They differ by too much.
     """
     tiny = torch.finfo(torch.float32).tiny
-    difference = ((logits - expected).abs().max() / expected.abs().max().clamp_min(tiny)).item()
+    largest = expected.abs().max().clamp_min(tiny)
+    difference = ((logits - expected).abs().max() / largest).item()
     if not quantized_layers(model.state_dict()):
         if not difference <= TOLERANCE:
             raise ValueError(
                 f"model: its export differs by {difference:.1e} of the largest logit, "
                 f"expected at most {TOLERANCE:.0e}"
             )
-        return difference
+        return Parity(difference)
     exact = copy.deepcopy(model).double()(images.double())
     size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
     of_logits, of_error = QUANTIZED_TOLERANCE
@@ -149,7 +173,7 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
         raise ValueError(
             f"model: its export differs by {got:.1e} of the logits, expected at most {expectation:.1e}"
         )
-    return difference
+    return Parity(difference, ((exact - expected).abs().max() / largest).item())
 
 
 def _size(tensor: Tensor) -> float:

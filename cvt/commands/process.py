@@ -102,6 +102,11 @@ class Parser(argparse.ArgumentParser):
         """Prints the usage and the error, and exits with 2."""
         super().error(printable_word(message))
 
+    def error_with_help(self, message: str) -> Any:
+        """Prints the help, with a line per command, and the error, and exits with 2."""
+        self.print_help(sys.stderr)
+        self.exit(2, f"\n{self.prog}: error: {message}\n")
+
     def exit(self, status: int = 0, message: str | None = None) -> Any:
         """Exits, with 2 where the help could not be printed."""
         reason = None if sys.stdout is None else why_not_printed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,8 @@ from ..card import ModelCard
 from ..checkpoints import Checkpoint, save_safetensors
 from ..config import CvTConfig
 from ..evaluation import Cost, Evaluation, cost, evaluate
-from ..files import check_writable, replacing, write_json
-from ..huggingface import BEST, WEIGHTS, made_up_labels
+from ..files import check_writable, filling, making, replacing
+from ..huggingface import BEST, CONFIGS, WEIGHTS, made_up_labels
 from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from .common import (
     LoadedModel,
@@ -29,17 +30,16 @@ from .common import (
     add_device_argument,
     add_labels_argument,
     add_model_arguments,
-    check_output,
     load_model,
     naming_options,
     open_calibration,
-    path_text,
     positive_int,
     print_result,
     recorded_warnings,
     resolve_device,
     seed,
 )
+from .paths import add_json_argument, output_path, reporting
 
 if TYPE_CHECKING:
     from ..datasets import Batches
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(option, type=float, default=0.0, metavar="FRACTION", help=text)
     parser.add_argument(
         "--output",
-        type=path_text,
+        type=output_path,
         required=True,
         metavar="PATH",
         help=f"a name that ends with {_SUFFIX}, or a directory",
@@ -84,9 +84,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="chooses their images (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    parser.add_argument("--json", type=path_text, metavar="FILE", help="write the figures")
+    add_json_argument(parser, "the figures")
     add_device_argument(parser)
-    parser.set_defaults(run=_prune)
+    parser.set_defaults(run=_prune, written=_names_written)
+
+
+def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the names of the files of a folder that is ``--output``."""
+    is_file = os.path.splitext(arguments.output)[1] == _SUFFIX
+    return {} if is_file else {"output": [WEIGHTS[0], *CONFIGS]}
 
 
 def _prune(arguments: argparse.Namespace) -> None:
@@ -108,17 +114,19 @@ def _prune(arguments: argparse.Namespace) -> None:
     if arguments.calibrate:
         data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
     with contextlib.ExitStack() as stack:
-        json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
-        file = stack.enter_context(replacing(output)) if output.suffix == _SUFFIX else None
+        if output.suffix != _SUFFIX:
+            stack.enter_context(making(output))
+        staged = filling(output) if output.suffix != _SUFFIX else replacing(output)
+        file = stack.enter_context(staged)
+        report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
         remarks = stack.enter_context(recorded_warnings())
         smaller = _pruned(loaded.model, arguments, data)
         figures = _measure(loaded, smaller, data, arguments.batch_size)
-        size = _write(file or output, smaller, loaded, _ClassNames.of(loaded, labels, data))
+        size = _write(file, smaller, loaded, _ClassNames.of(loaded, labels, data))
         figures = figures[0], figures[1]._replace(size=size)
-        if json_file is not None:
-            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-            setting |= {"image_size": loaded.image_size, "device": str(device)}
-            write_json(json_file, setting | _as_json(loaded.model.config, smaller.config, *figures))
+        setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
+        setting |= {"image_size": loaded.image_size, "device": str(device)}
+        report_json(setting | _as_json(loaded.model.config, smaller.config, *figures))
     lines = [
         _heading(arguments, data),
         "",
@@ -142,7 +150,6 @@ def _check(output: Path, arguments: argparse.Namespace) -> None:
         what = "a file" if output.is_file() else f"the directory of a training, which has {BEST}"
         raise ValueError(f"--output: {arguments.output} is {what}, expected a directory for the new model")
     check_writable("--output", output, directory=is_directory)
-    check_output(output, arguments)
     if arguments.saliency == "taylor" and not arguments.calibrate:
         raise ValueError("--saliency: taylor needs images with labels, expected --calibrate with it")
 

@@ -21,7 +21,7 @@ from ..card import ModelCard
 from ..checkpoints import Checkpoint, save_safetensors
 from ..evaluation import Evaluation, evaluate
 from ..factory import create_model
-from ..files import check_writable, replacing, write_json
+from ..files import check_writable, replacing
 from ..model import CvT
 from ..quantized import compact
 from .common import (
@@ -31,16 +31,15 @@ from .common import (
     add_device_argument,
     add_labels_argument,
     add_model_arguments,
-    check_output,
     load_model,
     open_calibration,
-    path_text,
     positive_int,
     print_result,
     recorded_warnings,
     resolve_device,
     seed,
 )
+from .paths import add_json_argument, output_path, reporting
 
 if TYPE_CHECKING:
     from ..datasets import Batches
@@ -59,7 +58,7 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_calibrate_argument(parser, required=True)
     parser.add_argument(
-        "--output", type=path_text, required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}"
+        "--output", type=output_path, required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}"
     )
     parser.add_argument(
         "--scheme",
@@ -90,9 +89,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="chooses those that calibrate (default: 0)")
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    parser.add_argument(
-        "--json", type=path_text, metavar="FILE", help="write the figures of the model and of every layer"
-    )
+    add_json_argument(parser, "the figures of the model and of every layer")
     add_device_argument(parser)
     parser.set_defaults(run=_quantize)
 
@@ -112,11 +109,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if output.suffix != _SUFFIX:
         raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
     try:
-        os.fsencode(output.resolve()).decode()
+        os.fsencode(os.path.realpath(output)).decode()
     except UnicodeDecodeError as error:  # the file is read again, and safetensors takes no such name
         raise ValueError(f"--output: got {str(output)!r}, expected a name in UTF-8") from error
     check_writable("--output", output, directory=False)
-    check_output(output, arguments)
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
@@ -125,8 +121,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
     images, answers = open_calibration(arguments, loaded, arguments.images)
     card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
     with contextlib.ExitStack() as stack:
-        json_file = stack.enter_context(replacing(arguments.json)) if arguments.json else None
         file = stack.enter_context(replacing(output))
+        report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
         remarks = stack.enter_context(recorded_warnings())
         model = copy.deepcopy(classifier)
         report = ck.quantize(
@@ -141,11 +137,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
         trials = _Trials(classifier, model, report, card, file, answers)
         report, after = trials.within(before.top1 - arguments.max_drop / 100)
         figures = (before, _size_of(classifier)), (after, file.stat().st_size)
-        if json_file is not None:
-            setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-            setting |= {"image_size": loaded.image_size, "device": str(device)}
-            setting |= {"calibration_images": len(images.dataset)}
-            write_json(json_file, setting | _as_json(report, *figures))
+        setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
+        setting |= {"image_size": loaded.image_size, "device": str(device)}
+        setting |= {"calibration_images": len(images.dataset)}
+        report_json(setting | _as_json(report, *figures))
     heading = (
         f"{output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
         f"{arguments.calibrate}, measured on {after.images} others"
@@ -237,7 +232,7 @@ class _Trials:
         kept = {
             f"{path}.{name}"
             for path in self._order[:count]
-            for name in ("weight", "weight_scale", "input_scale")
+            for name in ("weight", "qweight", "weight_scale", "input_scale")
         }
         tensors = {name: t for name, t in self._quantized.items() if name not in kept}
         tensors |= {name: t for name, t in self._original.items() if name in kept}

@@ -12,6 +12,8 @@ import torch
 from ..checkpoints import read_checkpoint
 from ..config import ACTIVATIONS, PRESETS, Head
 from ..factory import create_model
+from ..files import check_writable
+from ..huggingface import BEST
 from ..model import CvT
 from ..segmentation import CvTSegmenter
 from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
@@ -23,13 +25,13 @@ from .common import (
     integer,
     naming_options,
     open_split,
-    path_text,
     print_lines,
     print_remarks,
     printed_warnings,
     resolve_device,
     worker_count,
 )
+from .paths import STDOUT, add_json_argument, input_path, output_path, reporting
 
 _MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of CvTConfig
 
@@ -44,7 +46,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--data",
-        type=path_text,
+        type=input_path,
         required=True,
         help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for --task segment one with "
         "train/images/NAME.jpg, train/labels/NAME.png and the same in val/",
@@ -57,17 +59,17 @@ def add_parser(commands: Any) -> None:
         "help has the defaults of segment",
     )
     parser.add_argument(
-        "--output", type=path_text, required=True, metavar="DIR", help="for checkpoints and logs"
+        "--output", type=output_path, required=True, metavar="DIR", help="for checkpoints and logs"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--model", choices=tuple(MODELS), help="default: cvt_13; for digits cvt_nano")
     parser.add_argument(
-        "--checkpoint", type=path_text, help="fine-tune these weights, with a new head for other classes"
+        "--checkpoint", type=input_path, help="fine-tune these weights, with a new head for other classes"
     )
     parser.add_argument(
         "--activation", choices=tuple(ACTIVATIONS), help="default: the checkpoint's, or else quick_gelu"
     )
-    parser.add_argument("--teacher", type=path_text, metavar="CHECKPOINT", help="for --distillation")
+    parser.add_argument("--teacher", type=input_path, metavar="CHECKPOINT", help="for --distillation")
     parser.add_argument("--image-size", type=image_size, help="pixels (default: 224; for digits 16)")
     parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
     parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
@@ -86,7 +88,13 @@ def add_parser(commands: Any) -> None:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             parser.add_argument(option, type=_kind(field), help=text)
-    parser.set_defaults(run=_train)
+    add_json_argument(parser, "the options, and the figures of every epoch")
+    parser.set_defaults(run=_train, written=_names_written)
+
+
+def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the names of the files in ``--output``, but for TensorBoard's, which are always new."""
+    return {"output": [BEST, "last.pth", "log.csv", "curves.png"]}
 
 
 def _kind(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
@@ -107,6 +115,8 @@ def _differing(option: str, values: dict[str, Any]) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    if arguments.json not in (None, STDOUT):
+        check_writable("--json", arguments.json, directory=False)  # fails now rather than after hours
     # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
     from ..datasets import DIGITS, RandomCrop
     from ..training.trainer import Trainer, distributed, epoch_line
@@ -140,12 +150,16 @@ def _train(arguments: argparse.Namespace) -> None:
             workers=arguments.workers,
             corrupt=arguments.corrupt,
         )
-        history = trainer.fit(report=lambda row: print_lines([epoch_line(row, config.epochs)]), progress=True)
+        with reporting(arguments.json if trainer.rank == 0 else None) as report_json:
+            history = trainer.fit(
+                report=lambda row: print_lines(arguments, [epoch_line(row, config.epochs)]), progress=True
+            )
+            report_json({"output": arguments.output, **dataclasses.asdict(config), "epochs_done": history})
         if trainer.rank == 0:
             score, title = trainer.task.score, trainer.task.title
             best = max(history, key=lambda row: row[score])
             line = f"{title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}"
-            print_lines([f"{arguments.output}: {line}"])
+            print_lines(arguments, [f"{arguments.output}: {line}"])
 
 
 def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,15 @@ from ..ops.attention import attention
 _NAME = "cvt_kernels"
 _TRANSFORMERS = "transformers>=4.53"  # the first with an interface for masks
 
-#: Arguments of some models of transformers that change the result.
-_REFUSED = ("cache", "head_mask", "output_attentions", "s_aux", "sliding_window", "softcap")
+#: Arguments of some models of transformers that change the result → why they are refused.
+_REFUSED = {
+    "cache": "reads no paged cache",
+    "head_mask": "has no mask of heads",
+    "output_attentions": "makes no attention maps",
+    "s_aux": "has no attention sinks",
+    "sliding_window": "has no sliding windows",
+    "softcap": "does not cap scores",
+}
 
 
 def register_attention() -> None:
@@ -66,21 +73,24 @@ def _attend(
         # A module that does not say is causal unless there is a mask, as for transformers itself.
         is_causal = getattr(module, "is_causal", attention_mask is None)
     if is_causal and query.shape[2] > 1:
-        raise _refusal(module, "is_causal: got True", "False")
-    for name in _REFUSED:
-        if name in others and others[name] is not None and others[name] is not False:
-            raise _refusal(module, f"{name}: got a {type(others[name]).__name__}", "None")
+        raise _refusal(module, "is_causal: got True", "False", "has no causal mask")
+    for name, reason in _REFUSED.items():
+        given = others.get(name)
+        if given is not None and given is not False:
+            got = given if isinstance(given, int | float) else f"a {type(given).__name__}"
+            raise _refusal(module, f"{name}: got {got}", "False" if given is True else "None", reason)
     if key.shape[1] != query.shape[1]:
-        raise _refusal(module, f"key: got {key.shape[1]} heads", f"{query.shape[1]} as of query")
+        reason = "has as many heads of keys as of queries"
+        raise _refusal(module, f"key: got {key.shape[1]} heads", f"{query.shape[1]} as of query", reason)
     bias = _bias_of(attention_mask, position_bias, query, key)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return attention(q, k, v, scale=scaling, bias=bias, dropout_p=dropout), None
 
 
-def _refusal(module: nn.Module, got: str, expected: str) -> ValueError:
+def _refusal(module: nn.Module, got: str, expected: str, reason: str) -> ValueError:
     return ValueError(
-        f"{got} from {type(module).__name__}, expected {expected}; "
-        'attn_implementation="eager" serves this part of the model'
+        f"{got} from {type(module).__name__}, expected {expected}, since "
+        f'attn_implementation="{_NAME}" {reason}; model.set_attn_implementation("eager") serves such calls'
     )
 
 

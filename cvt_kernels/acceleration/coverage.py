@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from .entries import BlockEntry
 from .freezing import find_stages, operators_served, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
+#: A path with a number; the last one, if there are some.
+_NUMBERED = re.compile(r"(.*\.|)(0|[1-9]\d*)((?:\..*)?)")
+
 
 class BlockCoverage(NamedTuple):
     """A row of :func:`coverage`: one block, or a frozen stage or layer.
@@ -29,7 +33,7 @@ class BlockCoverage(NamedTuple):
         backends: Operator → the backends that serve it on the block's device, with gradients if the block is
             in training mode and has parameters that require one. Under ``auto`` they are those of this
             machine's verdicts on all shapes and dtypes, the most frequent first, such as
-            ``"native or reference"``; ``"not proven yet"`` if the first call will decide. ``"none"`` if no
+            ``"native or reference"``; ``"not used yet"`` if the first call will decide. ``"none"`` if no
             requested backend can serve.
         reason: Says why it is not fused; None if it is.
     """
@@ -56,6 +60,8 @@ class Calls(NamedTuple):
 class Coverage(list[BlockCoverage]):
     """The rows of :func:`coverage`; as a string, a table of them and the backends of their operators.
 
+    In the table, equal rows of consecutive blocks are one.
+
     Attributes:
         served: The calls of the fused blocks → operator → the backends that serve them, each with its number
             of verdicts (0 where it serves without one).
@@ -69,9 +75,9 @@ class Coverage(list[BlockCoverage]):
 
     def __str__(self) -> str:
         table = [("block", "class", "fused", "operators, or why not")]
-        for row in self:
+        for path, row in _rows_by_range(self):
             operators = ", ".join(row.backends) or "–"
-            table.append((row.path, row.class_name, "yes" if row.fused else "no", row.reason or operators))
+            table.append((path, row.class_name, "yes" if row.fused else "no", row.reason or operators))
         lines = [*aligned(table), ""]
         for calls, by_operator in self.served.items():
             direction = "forward+backward" if calls.gradient else "forward"
@@ -80,6 +86,27 @@ class Coverage(list[BlockCoverage]):
             lines.append("")
         fused = sum(row.fused for row in self)
         return "\n".join([*lines, f"{fused} of {len(self)} blocks fused"])
+
+
+def _rows_by_range(rows: Iterable[BlockCoverage]) -> list[tuple[str, BlockCoverage]]:
+    """Returns rows with their paths; equal ones of consecutive blocks as one: ``stage2.blocks.0–9.attn``."""
+    lines: list[tuple[str, list[int], str, BlockCoverage]] = []
+    runs: dict[Any, list[int]] = {}
+    for row in rows:
+        match = _NUMBERED.fullmatch(row.path)
+        before, number, after = match.groups() if match else (row.path, None, "")
+        kind = before, after, row.class_name, row.fused, tuple(row.backends.items()), row.reason
+        run = runs.get(kind, [])
+        if not run or number is None or int(number) != run[-1] + 1:
+            run = runs[kind] = []
+            lines.append((before, run, after, row))
+        if number is not None:
+            run.append(int(number))
+    return [(f"{before}{_as_range(run)}{after}", row) for before, run, after, row in lines]
+
+
+def _as_range(run: list[int]) -> str:
+    return f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run))
 
 
 def _described(counts: Mapping[str, int]) -> str:
@@ -181,4 +208,4 @@ def _backends(operator: str, calls: Calls) -> dict[str, int]:
     if backends.requested_backends() != ("auto",):
         return {"none": 0}
     name = dispatch.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
-    return {name or "not proven yet": 0}
+    return {name or "not used yet": 0}

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..ops.linear import linear
+from .entries import class_name
 from .fused import is_watched, why_must_be_called
 from .pyramid import as_map, drop
 
@@ -136,7 +137,7 @@ def why_head_unsupported(head: Any, projections: Any) -> str | None:
     if head.linear_fuse.bias is not None:
         return "linear_fuse has a bias"
     if type(projections) is not nn.ModuleList:
-        return f"the projections are a {type(projections).__qualname__}, expected a ModuleList"
+        return f"the projections are a {class_name(type(projections))}, expected a ModuleList"
     for i, projection in enumerate(projections):
         if (
             type(projection).__name__ != "SegformerMLP"

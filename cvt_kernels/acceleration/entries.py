@@ -179,12 +179,27 @@ def why_convolutions_unsupported(branches: Iterable[tuple[Any, Any]]) -> str | N
     return None
 
 
+def class_name(kind: type) -> str:
+    """Returns the name of a class, with its module if PyTorch has another class of that name."""
+    name = kind.__qualname__
+    return name if getattr(nn, name, kind) is kind else f"{kind.__module__}.{name}"
+
+
+def why_another_class(module: Any, expected: str | None = None) -> str:
+    """Says that a module is not of the class that is expected, and how it becomes one if it is peft's."""
+    kind = type(module)
+    reason = f"is a {class_name(kind)}" + ("" if expected is None else f", expected {expected}")
+    if kind.__module__.partition(".")[0] == "peft":
+        reason += "; merge_and_unload() of the model with adapters puts plain layers back"
+    return reason
+
+
 def why_norms_unsupported(*norms: Any) -> str | None:
     """Says which of the modules is no LayerNorm over the last dimension of positive eps; None if all are."""
     for norm in norms:
         plain = type(norm) is nn.LayerNorm or type(norm).__bases__ == (nn.LayerNorm,)
         if not plain or len(norm.normalized_shape) != 1:
-            return f"{type(norm).__qualname__} is not a LayerNorm over the last dimension"
+            return f"{class_name(type(norm))} is not a LayerNorm over the last dimension"
         if not norm.eps > 0:
             return f"{type(norm).__qualname__} has eps = {norm.eps:g}, expected more than 0"
     return None

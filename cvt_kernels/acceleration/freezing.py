@@ -25,7 +25,7 @@ from ..ops.packing import Snapshot
 from ..reference import PyramidBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
-from .entries import why_convolutions_unsupported, why_norms_unsupported
+from .entries import class_name, why_another_class, why_convolutions_unsupported, why_norms_unsupported
 from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
 from .layers import FrozenEntry, LayerEntry
 from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
@@ -137,7 +137,7 @@ def _why_other_modules(stage: nn.Module, entry: FrozenEntry) -> str | None:
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
         if kind not in _PLAIN and not is_named(kind, entry.classes):
-            return f"{path} is a {kind.__qualname__}"
+            return f"{path} {why_another_class(module)}"
         has_forward = kind.forward is not nn.Module.forward
         if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
             return f"the forward of {path} is patched by {patch}"
@@ -178,7 +178,7 @@ def _why_other_work(stage: nn.Module, parts: StageParts | PyramidParts) -> str |
     known = set(parts.modules())
     for path, module in stage.named_modules():
         if module not in known and (isinstance(module, _WORKING) or type(module).__name__ in _WORKING_NAMES):
-            return f"{path} is a {type(module).__qualname__}, which upstream does not have there"
+            return f"{path} is a {class_name(type(module))}, which upstream does not have there"
     return None
 
 
@@ -196,7 +196,7 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
             return "a linear layer is not a plain nn.Linear or LinearInt8"
     conv, batch_norm = parts.conv, parts.batch_norm
     if type(conv) is not nn.Conv2d:
-        return f"the embedding has a {type(conv).__qualname__}, expected Conv2d"
+        return f"the convolution of the embedding {why_another_class(conv, 'Conv2d')}"
     if batch_norm is not None and batch_norm.running_mean is None:
         return "a BatchNorm has no running statistics"
     settings = (conv.kernel_size, conv.stride, conv.padding)

@@ -186,6 +186,15 @@ def norm_operators(caller: nn.Module, name: str) -> tuple[str, str]:
     return "layer_norm", "layer_norm_quantize" if takes_rows(caller, name) else "add_layer_norm"
 
 
+def check_images(name: str, images: Tensor, projection: nn.Module) -> None:
+    """Raises ValueError unless what an embedding gets is images or maps (B, C, H, W)."""
+    if images.ndim != 4:
+        channels = getattr(projection, "in_channels", "channels")
+        raise ValueError(
+            f"{name}: got shape {tuple(images.shape)}, expected (batch, {channels}, height, width)"
+        )
+
+
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
     image = projection(image)
@@ -222,10 +231,16 @@ def patch_of(cls: type) -> str | None:
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
     # functools.wraps gives a patch the names of what it wraps, but not its globals.
-    home = getattr(forward, "__globals__", {}).get("__name__")
-    if home == owner.__module__ and inspect.unwrap(forward).__qualname__ == f"{owner.__qualname__}.forward":
+    own = inspect.unwrap(forward)
+    homes = [getattr(each, "__globals__", {}).get("__name__") for each in (forward, own)]
+    is_own = homes[1] == owner.__module__ and own.__qualname__ == f"{owner.__qualname__}.forward"
+    if is_own and homes[0] in (owner.__module__, _WRAPPING):
         return None
-    return f"{home}.{forward.__qualname__}"
+    return f"{homes[0]}.{forward.__qualname__}"
+
+
+#: The module of transformers that wraps the forwards of layers, from 5.23 on, to checkpoint their gradients.
+_WRAPPING = "transformers.modeling_layers"
 
 
 _BYPASSED = (

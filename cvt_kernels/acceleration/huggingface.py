@@ -25,6 +25,7 @@ from .fused import (
     add_and_normalize_for,
     apply_linear,
     apply_linear_and_gelu,
+    check_images,
     embed,
     gelu_operator,
     gelu_variant,
@@ -39,6 +40,7 @@ _WORDS = ("query", "key", "value")
 
 
 def _embeddings(self: Any, pixel_values: Tensor) -> Tensor:
+    check_images("pixel_values", pixel_values, self.projection)
     return embed(self.projection, self.normalization, pixel_values)
 
 

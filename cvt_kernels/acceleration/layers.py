@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.pyramid_block import pyramid_block
 from ..reference import PyramidBlock
 from . import glpn, pvt, segformer
-from .entries import BlockEntry, StageEntry
+from .entries import BlockEntry, StageEntry, why_another_class
 from .fused import GELU_VARIANTS, gelu_operator, is_plain_linear
 from .matching import TABLE
 from .pyramid import PyramidParts
@@ -133,7 +133,7 @@ def why_parts_unsupported(parts: PyramidParts) -> str | None:
     layers = (*parts.linears, parts.proj, parts.fc1, parts.fc2)
     for name, layer in zip(_LINEARS, layers, strict=True):
         if not is_plain_linear(layer):
-            return f"the linear layer of {name} is a {type(layer).__qualname__}, expected a plain nn.Linear"
+            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear')}"
     return None
 
 

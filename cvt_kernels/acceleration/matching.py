@@ -16,7 +16,7 @@ from torch import nn
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
 from . import glpn, huggingface, microsoft, ours, pvt, segformer
-from .entries import BlockEntry, BypassedPart
+from .entries import BlockEntry, BypassedPart, why_another_class
 from .fused import is_watched, patch_of, why_must_be_called
 
 _PYRAMIDS = segformer, pvt, glpn
@@ -34,6 +34,21 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
         TypeError: ``model`` is not a module.
         ValueError: There is no such block.
     """
+    found = blocks_in(model)
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
+            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
+        )
+    return found
+
+
+def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
+    """Returns what :func:`find_blocks` does, or an empty list.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
     check_module(model)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []
@@ -41,11 +56,6 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
         entry = recognize(module, parents.get(id(module)))
         if entry is not None:
             found.append((path, module, entry))
-    if not found:
-        raise ValueError(
-            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
-            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
-        )
     return found
 
 
@@ -173,8 +183,7 @@ def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | Non
         return None
     kinds = [k for k in part.kinds if k is not NoneType]
     expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in kinds)
-    actual = "missing" if module is None else f"a {kind.__qualname__}"
-    return f"is {actual}, expected {expected}"
+    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
 
 
 def is_named(kind: type, names: Collection[Any]) -> bool:

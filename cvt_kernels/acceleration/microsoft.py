@@ -25,6 +25,7 @@ from .fused import (
     add_and_normalize_for,
     apply_linear,
     apply_linear_and_gelu,
+    check_images,
     embed,
     gelu_operator,
     gelu_variant,
@@ -38,6 +39,7 @@ from .stages import BlockParts, StageParts
 
 
 def _embedding(self: Any, x: Tensor) -> Tensor:
+    check_images("x", x, self.proj)
     return embed(self.proj, self.norm, x)
 
 

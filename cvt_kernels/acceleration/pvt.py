@@ -48,7 +48,7 @@ from .segformer import embeddings_entry, layer_entry
 
 
 def _embeddings(self: Any, pixel_values: Tensor) -> Any:
-    if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
+    if pixel_values.ndim == 4 and pixel_values.shape[1] != self.num_channels:
         return NotImplemented  # upstream has an error for it
     tokens, height, width = embed_tokens(self.projection, self.layer_norm, pixel_values)
     positions, first = self.position_embeddings, None

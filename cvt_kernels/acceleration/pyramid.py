@@ -22,7 +22,7 @@ from ..reference import (
     Reduction,
 )
 from .entries import why_norms_unsupported
-from .fused import GELU_VARIANTS, apply_linear, gelu_variant, is_watched, normalize
+from .fused import GELU_VARIANTS, apply_linear, check_images, gelu_variant, is_watched, normalize
 
 #: What the activation of a feed-forward network may be: a GELU of PyTorch or of transformers.
 GELUS: tuple[type | str, ...] = (nn.GELU, *GELU_VARIANTS)
@@ -32,6 +32,7 @@ GELUS: tuple[type | str, ...] = (nn.GELU, *GELU_VARIANTS)
 
 def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int, int]:
     """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'."""
+    check_images("pixel_values", image, projection)
     if _is_plain_embedding(projection) and image.dtype == norm.weight.dtype == projection.weight.dtype:
         kernel, stride, padding = (
             getattr(projection, name)[0] for name in ("kernel_size", "stride", "padding")

@@ -55,7 +55,13 @@ class Snapshot:
 
 
 def _facts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
-    return [None if t is None else (t._version, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    return [None if t is None else (t._version, _address(t), t.shape, t.stride(), t.dtype) for t in tensors]
+
+
+def _address(tensor: Tensor) -> int:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.data_ptr()
+    return tensor.untyped_storage()._cdata  # fake tensors have no other address
 
 
 #: What depends on a storage, by the identity of the storage: its Python object lives as long as the memory.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..ops.linear_int8 import check_format
-from ..ops.linear_int8.modules import QuantizedLayer, put_back, replace
+from ..ops.linear_int8.modules import QuantizedLayer, put_back, refuse_to_save, replace
 from .calibration import Choice, calibrate
 from .layers import Layer, find_layers, quantized
 from .report import QuantizationReport, QuantizedLayerReport
@@ -43,8 +43,10 @@ def quantize(
     """Turns the linear layers in the blocks of a CvT into :class:`cvt_kernels.LinearInt8`, in place.
 
     The blocks are those that :func:`cvt_kernels.accelerate` knows, accelerated or not. Each layer keeps its
-    name, so that ``state_dict`` has its weight in 8-bit numbers, and ``weight_scale`` beside it. The layers
-    are kept aside: :func:`cvt_kernels.restore` puts them back, :func:`unquantize` some of them.
+    name; ``state_dict`` has ``qweight`` of 8-bit numbers in place of its ``weight``, and ``weight_scale``
+    beside it. The layers are kept aside: :func:`cvt_kernels.restore` puts them back, :func:`unquantize` some
+    of them. ``save_pretrained`` of a model of transformers raises ValueError as long as it is quantized,
+    since ``from_pretrained`` could not read the layers.
 
     Args:
         model: Any module in evaluation mode; wrappers are looked into.
@@ -90,6 +92,7 @@ def quantize(
         if layer.path in made:
             made[layer.path].set_input_scale(choices[layer.path].input_scale)
             replace(model, layer.module, made[layer.path])
+    refuse_to_save(model)
     return QuantizationReport(_row(layer, choices) for layer in layers)
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..acceleration.entries import why_another_class
 from ..acceleration.fused import why_must_be_called
-from ..acceleration.matching import find_blocks, why_mismatched
+from ..acceleration.matching import blocks_in, why_mismatched
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 
@@ -34,10 +35,10 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no block of a CvT, or no such layer in them.
+        ValueError: It has no block of a CvT with such a layer.
     """
     found, channels = [], None
-    for path, block, entry in find_blocks(model):
+    for path, block, entry in blocks_in(model):
         reason = why_mismatched(block, entry)
         for name in entry.layers:
             module = block._modules.get(name)
@@ -52,19 +53,22 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
             where = f"{path}.{name}" if path else name
             found.append(Layer(where, module, reason or why_not(module)))
     if not found:
-        raise ValueError(f"model: {type(model).__name__} has no linear layer in a block of a CvT")
+        raise ValueError(
+            f"model: {type(model).__name__} has no block of a CvT with linear layers, expected a CvT of cvt, "
+            "of transformers (CvtModel, CvtForImageClassification) or Microsoft's, or a model with such in it"
+        )
     return found
 
 
 def _why_no_plain_linear(module: Any) -> str | None:
     if type(module) is not nn.Linear:
-        return f"is a {type(module).__qualname__}, expected nn.Linear"
+        return why_another_class(module, "nn.Linear")
     return why_must_be_called(module) or _why_weight_unsupported(module.weight)
 
 
 def _why_no_plain_convolution(module: Any) -> str | None:
     if type(module) is not nn.Conv2d:
-        return f"is a {type(module).__qualname__}, expected nn.Conv2d"
+        return why_another_class(module, "nn.Conv2d")
     if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
         return "is not a dense convolution padded by a number of zeros"
     return why_must_be_called(module) or _why_weight_unsupported(module.weight)

@@ -14,7 +14,7 @@ import cvt_kernels as ck
 from cvt import PRESETS, CvT, CvTConfig, CvTFeatures, create_model
 from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
-from cvt_kernels import checks
+from cvt_kernels import backends, checks, dispatch
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
 from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
@@ -313,6 +313,26 @@ def test_drop_path_acts_on_both_branches_and_not_on_the_stream():
         unchanged = [torch.equal(a, b) for a, b in zip(block(x, (4, 4)), x, strict=True)]
     assert 4 <= sum(unchanged) <= 32  # a quarter, with both branches dropped; none is zeroed
     assert block(x, (4, 4)).flatten(1).any(dim=1).all()
+
+
+def kinds_of_calls(images: int, size: int) -> set[str]:
+    """Returns the questions of a forward of CvT-13, whose tensors have no numbers."""
+    questions = set()
+
+    def call(operator, x, *args, **kwargs):
+        questions.add(dispatch.question(operator, x, *args, **kwargs))
+        return backends.registered(operator, "reference").function(x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
+        patch.setattr(dispatch, "call", call)
+        create_model("cvt_13").eval()(torch.empty(images, 3, size, size))
+    return questions
+
+
+def test_batches_of_about_the_same_size_are_of_the_same_kinds():
+    kinds = kinds_of_calls(16, 224)
+    assert len(kinds) == 31
+    assert kinds_of_calls(20, 180) == kinds
 
 
 # timm's conventions ---------------------------------------------------------------------------------------

@@ -132,18 +132,22 @@ ONES = torch.ones(96)
         ({"input_scale": ONES}, r"input_scale: got \(96,\) of float32, expected \(\) of float32"),
         ({"input_scale": torch.tensor(0.0)}, "input_scale: has other scales, expected finite ones above 0"),
         (
-            {"weight": torch.full((96, 24), -128, dtype=torch.int8)},
+            {"qweight": torch.full((96, 24), -128, dtype=torch.int8)},
             "has a number that is not from -127 to 127",
         ),
-        ({"weight": torch.ones(96, 24)}, r"1 unexpected \(first: .*weight_scale\)"),
-        ({"weight": torch.ones(96, 24, dtype=torch.int32)}, "unexpected"),
+        ({"weight": torch.ones(96, 24), "qweight": None}, r"1 unexpected \(first: .*weight_scale\)"),
+        ({"qweight": torch.ones(96, 24)}, "qweight: got dtype float16, expected int8 or float8_e4m3fn"),
         (
-            {"weight": torch.ones(96, dtype=torch.int8)},
+            {"weight": torch.ones(96, 24, dtype=torch.int8), "qweight": None, "weight_scale": None},
+            r"1 of another kind \(first: .*fc1.weight, torch.int8",
+        ),
+        (
+            {"qweight": torch.ones(96, dtype=torch.int8)},
             r"got shape \(96,\), torch.strided, expected \(outputs",
         ),
-        ({"weight": torch.ones(96, 23, dtype=torch.int8)}, "1 of another shape"),
+        ({"qweight": torch.ones(96, 23, dtype=torch.int8)}, "1 of another shape"),
         (
-            {"weight": torch.full((96, 24), math.nan).to(torch.float8_e4m3fn)},
+            {"qweight": torch.full((96, 24), math.nan).to(torch.float8_e4m3fn)},
             "has a number that is not from -448 to 448",
         ),
     ],
@@ -163,20 +167,20 @@ def test_damaged_layers(tmp_path, changes, message):
 def test_8_bit_numbers_where_no_linear_layer_is(tmp_path, layer):
     shape = small().get_submodule(layer).weight.shape
     extra = {
-        f"{layer}.weight": torch.ones(shape, dtype=torch.int8),
+        f"{layer}.qweight": torch.ones(shape, dtype=torch.int8),
         f"{layer}.weight_scale": torch.ones(shape[0]),
     }
     path = saved(small(), tmp_path / "q.safetensors", **extra)
-    with pytest.raises(CheckpointError, match=f"{layer}.weight: is of int8, where no layer has such"):
+    with pytest.raises(CheckpointError, match=f"{layer}.qweight: is of int8, where no layer has such"):
         create_model(checkpoint=path)
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda t: t.to("meta")])
 def test_tensors_without_plain_memory(change):
     weight, scale = torch.ones(3, 2, dtype=torch.int8), torch.ones(3)
-    assert why_damaged({"a.weight": weight, "a.weight_scale": scale}) is None
-    assert "a.weight: got shape" in why_damaged({"a.weight": change(weight), "a.weight_scale": scale})
-    assert "a.weight_scale: got (3,)" in why_damaged({"a.weight": weight, "a.weight_scale": change(scale)})
+    assert why_damaged({"a.qweight": weight, "a.weight_scale": scale}) is None
+    assert "a.qweight: got shape" in why_damaged({"a.qweight": change(weight), "a.weight_scale": scale})
+    assert "a.weight_scale: got (3,)" in why_damaged({"a.qweight": weight, "a.weight_scale": change(scale)})
 
 
 def test_the_file_of_cvt_13_has_less_than_three_tenths_of_its_size():
@@ -196,7 +200,7 @@ def test_the_file_of_cvt_13_has_less_than_three_tenths_of_its_size():
 def quantized_like(model):
     """Returns int8 weights in the places of the linear layers of the blocks of a model."""
     return {
-        f"{name}.weight": torch.empty_like(module.weight, dtype=torch.int8)
+        f"{name}.qweight": torch.empty_like(module.weight, dtype=torch.int8)
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear and name != "head"
     }
@@ -224,7 +228,7 @@ def test_what_stays_in_floating_point_is_rounded_where_that_is_accurate():
 def test_a_number_that_stands_for_many_is_refused_before_it_takes_memory(tmp_path):
     numbers = torch.zeros(1, 1, dtype=torch.int8).expand(2**30, 2**30)
     torch.save(
-        {f"{FC1}.weight": numbers, f"{FC1}.weight_scale": torch.ones(1).expand(2**30)}, tmp_path / "q.pth"
+        {f"{FC1}.qweight": numbers, f"{FC1}.weight_scale": torch.ones(1).expand(2**30)}, tmp_path / "q.pth"
     )
     with pytest.raises(CheckpointError, match=r"bytes, and its tensors have 11529215"):
         read_checkpoint(tmp_path / "q.pth")

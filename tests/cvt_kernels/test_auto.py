@@ -2,7 +2,12 @@
 
 import contextlib
 import json
+import os
+import pty
+import select
 import subprocess
+import sys
+import threading
 import time
 import warnings
 
@@ -447,6 +452,53 @@ def test_an_empty_tensor_is_served_and_not_proven(proven):
     assert proven == []
     assert ck.gelu(torch.tensor(1.0)).shape == ()
     assert len(proven) == 1
+
+
+@contextlib.contextmanager
+def stderr_on(ends, monkeypatch, patience=0.0):
+    """Lets the block have one of two connected files as stderr; yields the other one."""
+    ours, theirs = ends
+    with os.fdopen(ours) as shown, os.fdopen(theirs, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(proofs, "_PATIENCE", patience)
+        patch.setattr(proofs, "_is_noticed", False)
+        patch.setattr(sys, "stderr", stderr)
+        yield shown
+
+
+def is_any_timer() -> bool:
+    return any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+
+
+def test_a_terminal_shows_once_what_takes_time(proven, monkeypatch):
+    lines = []
+
+    def waits(x, *, approximate):
+        if not lines:
+            assert select.select([shown], [], [], 60)[0]
+            lines.append(shown.readline())
+        return reference.gelu(x, approximate=approximate)
+
+    register(waits)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with stderr_on(pty.openpty(), monkeypatch) as shown:
+        ck.gelu(torch.randn(3, 16))
+        with proofs.noticed():
+            assert not is_any_timer()
+    assert lines[0].startswith("cvt_kernels: checking and timing kernels, at the first call of each kind")
+    assert "remembered; `cvt prove` does it ahead" in lines[0]
+
+
+@pytest.mark.parametrize("where", ["quick", "pipe", "pytest"])
+def test_nothing_is_shown_elsewhere_or_of_quick_proofs(monkeypatch, where):
+    ends = os.pipe() if where == "pipe" else pty.openpty()
+    if where != "pytest":
+        monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with stderr_on(ends, monkeypatch, 1e6 if where == "quick" else 0.0) as shown:
+        with proofs.noticed():
+            assert is_any_timer() == (where == "quick")
+        print("the end", file=sys.stderr, flush=True)
+        assert shown.readline() == "the end\n"
+        assert not proofs._is_noticed
 
 
 # Determinism, compilation and capture ---------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
 
 def test_doctor_counts_the_verdicts_of_every_backend(proving):
     add_marked_backend("native", 10.0, operator="gelu")
-    assert table(ck.doctor())["gelu"][1] == "not proven yet"
+    assert table(ck.doctor())["gelu"][1] == "not used yet"
     for channels in (2, 3):
         remember_verdict("native", "gelu", torch.ones(channels), approximate="none")
     remember_verdict("reference", "gelu", torch.ones(4), approximate="none")
@@ -184,7 +184,7 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
     verdict = verdicts.Verdict("triton", "triton", {"triton": trial(), "reference": trial()})
     stores["cuda"].remember({"attention, forward, bfloat16, 1+ heads": verdict})
     report = ck.doctor()
-    assert table(report)["attention"][1] == "not proven yet"
+    assert table(report)["attention"][1] == "not used yet"
     assert table(report, "cuda")["attention"] == ("triton, sdpa, reference", "triton 1")
     assert table(report, "cuda")["linear"] == ("reference", "reference")
     assert table(report)["gelu"][0] == "native, reference"

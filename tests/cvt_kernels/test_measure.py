@@ -113,11 +113,25 @@ def test_cold_runs_take_turns_and_begin_with_empty_caches(clock, flushed):
 
         return call
 
-    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
+    functions = [function("a", [1.0, 3.0]), function("b", [2.0, 4.0])]
     times = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=2, most=9)
     assert times == [measure.ColdTimes([1.0, 3.0], []), measure.ColdTimes([2.0, 4.0], [])]
     forth, back = ["flush", "a", "flush", "b"], ["flush", "b", "flush", "a"]
-    assert flushed == ["a", "b", *forth, *back]  # the first of each warms up
+    assert flushed == [*forth, *back]
+
+
+@pytest.mark.usefixtures("flushed")
+def test_cold_runs_of_those_that_have_not_lost(clock):
+    seen = []
+
+    def losers(timed):
+        seen.append({i: len(times.device) for i, times in timed.items()})
+        return [0] if len(seen) == 2 else [2] if len(seen) == 3 else []
+
+    functions = [lambda: clock.spend(3.0), lambda: clock.spend(1.0), lambda: clock.spend(2.0)]
+    times = measure.cold_seconds_in_turns(functions, CPU, 1e9, fewest=5, most=8, losers=losers)
+    assert seen == [{0: 1, 1: 1, 2: 1}, {0: 2, 1: 2, 2: 2}, {1: 3, 2: 3}]
+    assert [each.device for each in times] == [[3.0] * 2, [1.0] * 3, [2.0] * 3]
 
 
 @pytest.mark.usefixtures("flushed")
@@ -136,15 +150,25 @@ def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
 @pytest.mark.usefixtures("flushed")
 @pytest.mark.parametrize(
     ("costs", "waits", "disturbed"),
-    [([2.0, 2.1, 2.0], 0.0, False), ([2.0, 5.0, 5.0], 0.0, True), ([2.0, 2.1, 2.0], 3.0, True)],
-    ids=["idle", "spread", "waits"],
+    [
+        ([2.0, 2.1, 2.1], [0.1, 2.0, 2.0], False),
+        ([2.0, 5.0, 5.0], [0.0, 0.0, 0.0], True),
+        ([2.1, 2.0, 2.1], [0.0, 0.3, 0.0], True),
+    ],
+    ids=["best", "spread", "waits"],
 )
 def test_cold_runs_that_other_work_disturbs(clock, monkeypatch, costs, waits, disturbed):
-    waited = iter([1.0, 1.0 + waits])
-    monkeypatch.setattr(measure, "waited_seconds", lambda: next(waited))
-    each = iter([1.0, *costs])
-    [times] = measure.cold_seconds_in_turns([lambda: clock.spend(next(each))], CPU, 0.0, fewest=3, most=3)
-    assert times.is_disturbed is disturbed
+    waited = [0.0]
+    monkeypatch.setattr(measure, "waited_seconds", lambda: waited[0])
+    runs = iter(zip(costs, waits, strict=True))
+
+    def run():
+        seconds, waits = next(runs)
+        clock.spend(seconds)
+        waited[0] += waits
+
+    times, other = measure.cold_seconds_in_turns([run, lambda: clock.spend(1.0)], CPU, 0.0, fewest=3, most=3)
+    assert (times.is_disturbed, other.is_disturbed) == (disturbed, False)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
@@ -175,7 +199,7 @@ def test_cold_runs_by_the_real_clock():
     slow, fast = measure.cold_seconds_in_turns(
         [lambda: measure.time.sleep(0.02), lambda: calls.append(x.sum())], CPU, 0.0, fewest=2, most=2
     )
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert min(slow.device) >= 0.02
     assert min(fast.device) > 0
     assert slow.host == fast.host == []

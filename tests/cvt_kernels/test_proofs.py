@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import threading
 
 import pytest
@@ -148,6 +149,18 @@ def test_a_tile_too_many_is_found_far_away():
     assert gelu_flaw(writes) == "wrong: writes outside of its tensors"
 
 
+@pytest.mark.parametrize("where", ["input", "output"])
+@pytest.mark.parametrize("side", [-2, 42])
+def test_writes_beside_tensors_that_begin_or_end_within_a_word_are_found(where, side):
+    def writes(x, *, approximate):
+        out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
+        ctypes.memset((x if where == "input" else out).data_ptr() + side, 7, 2)
+        return out
+
+    x = torch.randn(22).bfloat16()[1:].view(3, 7)
+    assert gelu_flaw(writes, x) == "wrong: writes outside of its tensors"
+
+
 def test_what_is_read_outside_of_an_input_is_nan():
     def reads(x, *, approximate):
         beyond = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
@@ -263,6 +276,27 @@ def test_errors_are_numbers_of_the_trial():
     assert 0 <= right.error <= right.allowed < 1e-4
     wrong = proofs.check(_one_wrong, standard_of("gelu", x, approximate="none"))
     assert wrong.error == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
+    dtypes = []
+
+    def counted(x, *, approximate):
+        dtypes.append(x.dtype)
+        return reference.gelu(x, approximate=approximate)
+
+    x = torch.randn(7, 24, requires_grad=gradient)
+    other = Implementation(lambda x, *, approximate: reference.gelu(x, approximate=approximate))
+    for backend, each in {"reference": Implementation(counted), "native": other, "triton": other}.items():
+        backends.register("gelu", backend, each)
+    proof = dispatch.proof_of("gelu", x, approximate="none")
+    standard = proof.standard()
+    trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
+    assert dtypes == [torch.float32, torch.float64]
+    assert len(trials) == 3
+    assert len(set(trials.values())) == 1  # the reference has its error all the same
+    assert trials["reference"].error > 0
 
 
 # Right kernels --------------------------------------------------------------------------------------------
@@ -794,6 +828,50 @@ def test_no_call_of_a_proof_exchanges_data_with_other_processes():
         assert all(conv.process_group is None for conv in call.args[2])
 
 
+# Timing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "rounds", "chosen"),
+    [
+        ({"native": [1], "reference": [1.6]}, 3, "native"),
+        ({"native": [9, 1, 1], "reference": [1.6]}, 3, "native"),  # the first was interrupted
+        ({"native": [1.6], "reference": [1]}, 3, "reference"),
+        ({"native": [1], "reference": [3]}, 3, "native"),
+        ({"native": [10], "reference": [30]}, 2, "native"),  # no interruption is that long
+        ({"native": [20], "reference": [31]}, 2, "native"),
+        ({"native": [20], "reference": [51]}, 1, "native"),
+        ({"native": [1], "reference": [1.3]}, 5, "native"),
+        ({"native": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
+        ({"native": [1], "reference": [1.15]}, 40, "native"),
+        ({"native": [1], "sdpa": [1.15]}, 40, "native"),  # nor is either of them the default
+        ({"native": [10], "sdpa": [19], "reference": [50]}, 3, "native"),
+        ({"native": [10], "sdpa": [50], "reference": [11.5]}, 40, "native"),
+        ({"native": [(1, 9)], "reference": [(3, 2)]}, 40, "reference"),  # the host takes longer
+        ({"native": [(1, 2)], "reference": [(3, 5)]}, 3, "native"),
+    ],
+)
+def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds, chosen):
+    ran = []
+
+    def run_cold(function, device, taken):
+        function()
+        times = milliseconds[ran[-1]]
+        time = times[min(len(taken.device), len(times) - 1)]
+        seconds, *host_seconds = time if isinstance(time, tuple) else (time,)
+        taken.device.append(seconds / 1000)
+        taken.host.extend(each / 1000 for each in host_seconds)
+        return 0.0
+
+    monkeypatch.setattr(measure, "_run_cold", run_cold)
+    candidates = {name: lambda x, name=name: ran.append(name) for name in milliseconds}
+    call = proofs.Call((torch.ones(2, 2),), {}, False)
+    trials = proofs.time_in_turns(candidates, call, dict.fromkeys(candidates, trial(None)), "reference")
+    assert proofs.choose(trials, "reference").chosen == chosen
+    assert ran.count(chosen) == 1 + rounds  # the first run is not timed
+    assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 1])
+
+
 # Choice ---------------------------------------------------------------------------------------------------
 
 
@@ -816,7 +894,7 @@ def test_the_host_counts_outside_of_graphs_only():
 
 def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
     for waits in (False, True):
-        seconds = iter([0.0, 1e6 * waits])
+        seconds = itertools.count(step=1e6 * waits)
         monkeypatch.setattr(measure, "waited_seconds", lambda seconds=seconds: next(seconds))
         monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
         verdict = prove("linear", torch.randn(40, 16), torch.randn(8, 16), None)

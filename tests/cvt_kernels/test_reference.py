@@ -336,6 +336,35 @@ def test_layer_norm_and_gelu_gradients(approximate):
     )
 
 
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch):
+    """Lets F.layer_norm refuse parameters of another dtype than its input, as PyTorch does on a GPU."""
+    own = F.layer_norm
+
+    def layer_norm(x, shape, weight=None, bias=None, eps=1e-5):
+        assert all(p is None or p.dtype == x.dtype for p in (weight, bias))
+        return own(x, shape, weight, bias, eps)
+
+    monkeypatch.setattr(F, "layer_norm", layer_norm)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_layer_norm_with_parameters_of_float32(dtype):
+    x, residual = torch.randn(2, 3, 5, 8, dtype=dtype)
+    weight, bias = 1 + torch.randn(8), torch.randn(8)
+    exact = reference.layer_norm(x.double(), weight.double(), bias.double())
+    for parameters in ((weight, bias), (weight, None), (weight.to(dtype), bias)):
+        expected = exact if parameters[1] is not None else exact - bias.double()
+        out = reference.layer_norm(x, *parameters)
+        assert out.dtype == dtype
+        assert (out.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps * expected.abs().max()
+    assert torch.equal(reference.add_layer_norm(x, residual, weight, bias)[0], x + residual)
+    image, kernel = torch.randn(1, 3, 8, 8, dtype=dtype), torch.randn(8, 3, 4, 4, dtype=dtype)
+    tokens = reference.conv_embedding(image, kernel, None, weight.to(dtype), bias, stride=4, padding=0)
+    assert tokens.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_adds_a_shift_before(dtype):
     """The sum has the dtype of x, even beside a shift of float32; x itself stays."""

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, help="how many cases of each subject; without --minutes 1000")
     parser.add_argument(
         "--only", nargs="+", choices=cases.CHOICES, default=list(cases.CHOICES), metavar="SUBJECT",
-        help="operators, commands, files",
+        help="operators, raw, commands, files",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed; others count up from it")
     parser.add_argument("--case", metavar="LINE", help="one case alone, as a failure names it")

@@ -10,23 +10,31 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import commands, files, operators
+from . import commands, files, models, operators, raw
 
 #: The choices of every setting of a subject, the simplest first.
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     **operators.CHOICES,
+    "raw": raw.CHOICES,
+    "models": models.CHOICES,
     "commands": commands.CHOICES,
     "files": files.CHOICES,
 }
 _SIMPLEST = 0.4  # how often a setting is the simplest, whatever the others
-_RARE = {"autocast": 0.9, "parameters": 0.7, "layout": 0.5, "values": 0.5}  # how often these are
+_RARE = {
+    "autocast": 0.9,
+    "parameters": 0.7,
+    "layout": 0.5,
+    "values": 0.5,
+    "operator": 0.0,
+}  # how often these are
 
 
 class Case(NamedTuple):
     """A case.
 
     Attributes:
-        subject: An operator, ``"commands"`` or ``"files"``.
+        subject: An operator, ``"raw"``, ``"models"``, ``"commands"`` or ``"files"``.
         settings: The choice for every setting.
         seed: Of the random numbers.
     """

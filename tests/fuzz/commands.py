@@ -42,7 +42,13 @@ _ABSURD = (
     "data", "model", "photo.png", "model.pth", "labels.json", "quantized.safetensors", "pruned.safetensors",
     "results0.json", "cuda", "meta", "cuda:99", "cvt_13",
 )  # fmt: skip
-_MUTATIONS = ("drop", "double", "swap", "absurd", "unknown", "cut")
+_MUTATIONS = ("drop", "double", "swap", "absurd", "unknown", "cut", "onto")
+_OUTPUTS = ("--output", "--json", "--report", "--save-weights")
+#: Files that commands read, by several paths.
+_INPUTS = (
+    "model.pth", "./model.pth", "model", "model/config.json", "model/../model/model.safetensors", "photo.png",
+    "data/train/cat/0.png", "data/val/dog/1.png", "data", "labels.txt", "results0.json", "results1.json",
+)  # fmt: skip
 #: The settings of a case: a command, and how many mutations of which kinds.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "command": tuple(_LINES),
@@ -75,6 +81,8 @@ def _mutate(words: list[str], mutation: str, source: random.Random) -> None:
         words[place] = source.choice(_ABSURD)
     elif mutation == "unknown":
         words.insert(place, source.choice(("--unknown", "-x", "--json", "--help-me", *_ABSURD)))
+    elif mutation == "onto":
+        words += [source.choice(_OUTPUTS), source.choice(_INPUTS)]
     elif mutation == "cut":
         words[place] = words[place][: source.randrange(len(words[place]) + 1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import cases, commands, files, judge
+from . import cases, commands, files, judge, models, raw
 from .worker import Answer, Ask
 
 
@@ -15,10 +15,9 @@ def asking(*, triton: bool = False) -> Ask:
         case = cases.parsed(line)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if case.subject == "commands":
-                return commands.judge(case)
-            if case.subject == "files":
-                return files.judge(case)
+            others = {"raw": raw, "models": models, "commands": commands, "files": files}
+            if case.subject in others:
+                return others[case.subject].judge(case)
             return judge.judge(case, triton=triton)
 
     return ask

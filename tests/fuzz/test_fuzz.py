@@ -12,6 +12,7 @@ import torch
 
 from cvt.commands.process import run_command
 from cvt_kernels import backends, reference
+from cvt_kernels.ops import packing
 from tests.checks import not_built
 from tests.fuzz import campaign, cases, commands, files, subjects, world
 from tests.fuzz.__main__ import main
@@ -66,17 +67,32 @@ def test_cases_that_failed_once(line):
 
 
 def test_every_operator_has_cases():
-    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files"}
+    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files", "models", "raw"}
 
 
 def test_commands_and_files():
     for case in (
         "commands command=classify seed=1",
         "commands command=bench first=absurd second=drop seed=2",
+        "commands command=evaluate first=onto seed=3",
     ):
         assert ask(case).flaws == []
     for name, damage in (("photo.png", "truncated"), ("labels.json", "json"), ("model/config.json", "other")):
         assert ask(f"files file={name} damage={damage} seed=1").flaws == []
+
+
+def test_sequences_of_changes_to_models():
+    answers = {line: ask(line) for line in (f"models:{seed}" for seed in range(12))}
+    assert {line: answer.flaws for line, answer in answers.items() if answer.flaws} == {}
+    assert sum(answer.served for answer in answers.values()) > 50
+
+
+def test_a_forward_with_old_weights_is_found(monkeypatch):
+    monkeypatch.setattr(packing, "note_written", lambda tensors: None)
+    answers = [ask(f"models mode=frozen backend=onednn second=step seed={seed}") for seed in range(30)]
+    flaws = [flaw for answer in answers for flaw in answer.flaws]
+    assert flaws
+    assert all("a frozen huggingface, after step, is off by" in flaw for flaw in flaws)
 
 
 # The command line ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from PIL import Image
 
 from cvt import create_model, save_huggingface
 from cvt.card import ModelCard
-from cvt.commands import main
+from cvt.commands import _parse, main, paths
 from cvt.factory import randomize
 from cvt_kernels import backends, verdicts
 from tests.checks import remember_verdict
@@ -131,10 +131,23 @@ def run(place: Path, argv: list[str], *, may_last: bool = False) -> Answer:
     if may_last and code == _INTERRUPTED:
         code = 0
     flaws = list(_flaws(argv, code, err.getvalue()))
-    if code == 2 and (changed := _contents(place.parent).items() ^ before.items()):
-        names = sorted({path for path, _ in changed})
-        flaws.append(f"has failed, but changed {names[0]}")
+    changed = sorted({path for path, _ in _contents(place.parent).items() ^ before.items()})
+    if code == 2 and changed:
+        flaws.append(f"has failed, but changed {changed[0]}")
+    if code == 0:
+        inputs = {str(path.relative_to(place.parent)) for path in _inputs_of(argv, place)}
+        flaws += [f"changed {path}, which it reads" for path in changed if path in inputs]
     return Answer(flaws)
+
+
+def _inputs_of(argv: list[str], place: Path) -> Iterator[Path]:
+    """Yields the files in a folder that a command line reads."""
+    for argument, given in paths._of_kind(_parse(argv), paths.InputPath):
+        folders = (
+            [place / given / split for split in ("train", "val")] if argument == "data" else [place / given]
+        )
+        for path in folders:
+            yield from (each.resolve() for each in (path.rglob("*") if path.is_dir() else [path]))
 
 
 def _flaws(argv: list[str], code: Any, err: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The Python of the pages about the model and the operators runs as it stands."""
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cvt.factory import randomize
 from cvt.hub import MICROSOFT
 from cvt_kernels import backends, dispatch
 from tests.checks import python_blocks, run_blocks
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,6 +52,45 @@ def test_quantize_page(tmp_path, monkeypatch, capsys):
     assert "12 of 18 layers quantized" in capsys.readouterr().out
     assert sum(type(module) is ck.LinearInt8 for module in names["again"].modules()) == 12
     assert not any(type(module) is ck.LinearInt8 for module in names["model"].modules())
+
+
+def test_serve_page(tmp_path, monkeypatch):
+    """A worker computes with two threads, although the process that was forked has computed."""
+    app, settings = python_blocks((DOCS / "serve.md").read_text(encoding="utf-8"))
+    (tmp_path / "app.py").write_text(app)
+    (tmp_path / "settings.py").write_text(settings)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run_python(FORKED)
+    assert (result.returncode, result.stderr) == (0, "")
+    status, *answer = result.stdout.splitlines()
+    assert status == "200 OK"
+    assert sum(json.loads("".join(answer))) == pytest.approx(1)
+
+
+FORKED = """
+import io, os, signal, torch
+from PIL import Image
+
+torch.set_num_threads(2)
+import app, settings
+
+def compute():
+    with torch.inference_mode():
+        app.model(torch.ones(64, 3, 32, 32))
+
+compute()
+worker = os.fork()
+if worker:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+signal.alarm(60)
+settings.post_fork(None, None)
+torch.set_num_threads(2)
+compute()
+Image.new("RGB", (20, 24)).save(body := io.BytesIO(), "PNG")
+environ = {"wsgi.input": io.BytesIO(body.getvalue()), "CONTENT_LENGTH": str(len(body.getvalue()))}
+print(*(part.decode() for part in app.app(environ, lambda status, headers: print(status))), flush=True)
+os._exit(0)
+"""
 
 
 def test_operators_page(capsys):

@@ -7,15 +7,16 @@ from typing import Any
 
 from ...config import DTYPES
 from ...files import check_writable
+from ...huggingface import CONFIGS, WEIGHTS
 from ..common import (
     add_device_argument,
     batch_size,
     image_size,
-    path_text,
     positive_int,
     print_lines,
     resolve_device,
 )
+from ..paths import STDOUT, add_json_argument, input_path, output_path
 
 
 def add_parser(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
     )
     bench.add_argument(
         "--checkpoint",
-        type=path_text,
+        type=input_path,
         help="weights of a CvT of the paper or of cvt train; for another --model a directory of Hugging Face "
         "or owner/name on the Hub; default: random ones",
     )
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
         "to _b5, pvt_v2_b2_linear, or glpn; default: as the checkpoint, or cvt_13",
     )
     bench.add_argument(
-        "--images", type=path_text, nargs="+", metavar="PHOTO", help="default: the two of scikit-learn"
+        "--images", type=input_path, nargs="+", metavar="PHOTO", help="default: the two of scikit-learn"
     )
     bench.add_argument(
         "--image-size", type=image_size, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
@@ -60,28 +61,39 @@ def add_parser(commands: Any) -> None:
         "accelerate-frozen-compile, with commas between; hf is always measured (default: hf)",
     )
     bench.add_argument(
-        "--save-weights", type=path_text, metavar="DIR", help="keep the weights as a Hugging Face directory"
+        "--save-weights", type=output_path, metavar="DIR", help="keep the weights as a Hugging Face directory"
     )
-    bench.add_argument("--json", type=path_text, metavar="FILE", help="keep the results")
-    bench.add_argument("--report", type=path_text, metavar="DIR", help="write index.html and its plots")
-    bench.add_argument("--against", type=path_text, metavar="OLD.json", help="compare with these results")
+    add_json_argument(bench, "the results")
+    bench.add_argument("--report", type=output_path, metavar="DIR", help="write index.html and its plots")
+    bench.add_argument("--against", type=input_path, metavar="OLD.json", help="compare with these results")
     bench.add_argument(
-        "--compare", nargs=2, metavar=("OLD.json", "NEW.json"), help="compare two results, measure nothing"
+        "--compare",
+        nargs=2,
+        type=input_path,
+        metavar=("OLD.json", "NEW.json"),
+        help="compare two results, measure nothing",
     )
     add_device_argument(bench)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, written=_names_written)
+
+
+def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the names of the files in the folders that are written."""
+    drawn = [f"{name}-{size}" for name in ("operators", "roofline") for size in arguments.batch_size]
+    pages = ["index.html", *(f"{name}.png" for name in ("throughput", "memory", *drawn))]
+    return {"save_weights": [WEIGHTS[0], *CONFIGS], "report": pages}
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     from . import compare, plots, report, results
 
     if arguments.compare is not None:
-        print_lines([compare.comparison(*map(results.read, arguments.compare))])
+        print_lines(arguments, [compare.comparison(*map(results.read, arguments.compare))])
         return
     # What would fail at the end fails before the long run.
     old = None if arguments.against is None else results.read(arguments.against)
     for option in ("save_weights", "json", "report"):
-        if (path := getattr(arguments, option)) is not None:
+        if (path := getattr(arguments, option)) not in (None, STDOUT):
             check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
     if arguments.report is not None:
         plots.check_plots()
@@ -103,9 +115,9 @@ def _bench(arguments: argparse.Namespace) -> None:
     )
     if arguments.json is not None:
         results.write(measured, arguments.json)
-    print_lines([results.text(measured)])
+    print_lines(arguments, [results.text(measured)])
     if arguments.report is not None:
         page, *_ = report.write_report(measured, arguments.report)
-        print_lines(["", f"report: {page}"])
+        print_lines(arguments, ["", f"report: {page}"])
     if old is not None:
-        print_lines(["", compare.comparison(old, measured)])
+        print_lines(arguments, ["", compare.comparison(old, measured)])

@@ -18,7 +18,7 @@ from cvt_kernels.checks import shown
 from cvt_kernels.tables import aligned
 
 from ...config import MOST_IMAGES
-from ...files import replacing, write_json
+from ..paths import reporting
 
 #: Written into every file of results. The version changes whenever a reader of the old ones would fail.
 SCHEMA, VERSION = "cvt bench", 1
@@ -43,9 +43,9 @@ _PathLike = str | os.PathLike[str]
 
 
 def write(results: Results, path: _PathLike) -> None:
-    """Writes results as JSON."""
-    with replacing(path) as scratch:
-        write_json(scratch, results, indent=1)
+    """Writes results as JSON, for ``-`` to standard output."""
+    with reporting(os.fspath(path), indent=1) as report:
+        report(results)
 
 
 def read(path: _PathLike) -> Results:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ...config import DTYPES, PRESETS
 from ...extras import require
-from ...files import check_writable, replacing, write_json
-from ..common import batch_size, image_size, integer, naming_options, path_text, positive_int, print_lines
+from ...files import check_writable
+from ..common import batch_size, image_size, integer, naming_options, positive_int, print_lines
+from ..paths import STDOUT, add_json_argument, reporting
 
 #: The operators that are compiled by default. Those of ``launches`` cannot be asked without importing Triton.
 _OPERATORS = (
@@ -68,7 +69,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
     )
-    parser.add_argument("--json", type=path_text, metavar="FILE", help="write the report")
+    add_json_argument(parser, "the report")
     parser.set_defaults(run=_compile)
 
 
@@ -85,7 +86,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     _check_names("--stage", arguments.stages, (1, 2, 3, 4))
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
-    if arguments.json is not None:
+    if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     require("triton", "gpu")
     from . import jobs, report
@@ -106,11 +107,11 @@ def _compile(arguments: argparse.Namespace) -> int:
         raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
     rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
     rows.sort(key=lambda row: row.operator == CUDA_OPERATOR)
-    if arguments.json is not None:
-        with replacing(arguments.json) as file:
-            write_json(file, report.as_json(rows, notes), indent=1)
+    with reporting(arguments.json, indent=1) as report_json:
+        report_json(report.as_json(rows, notes))
     predicted = report.predicted_table(rows)
-    print_lines([*report.table(rows), "", *predicted, *[""] * bool(predicted), *notes, *report.verdict(rows)])
+    tables = [*report.table(rows), "", *predicted, *[""] * bool(predicted)]
+    print_lines(arguments, [*tables, *notes, *report.verdict(rows)])
     return int(any(row.flaws for row in rows))
 
 

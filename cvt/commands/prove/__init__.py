@@ -6,18 +6,18 @@ import argparse
 from typing import Any
 
 from ...config import DTYPES, PRESETS, default_image_size
-from ...files import check_writable, replacing, write_json
+from ...files import check_writable
 from ..common import (
     add_device_argument,
     batch_size,
     image_size,
     integer,
     naming_options,
-    path_text,
     print_lines,
     resolve_device,
     token_keep,
 )
+from ..paths import STDOUT, add_json_argument, reporting
 from ..process import temporary_files_together
 
 _DAY = 24 * 60 * 60
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
         help="seconds that a kernel may take, compilation included; after that its process is ended and it "
         "counts as hanging (default: 60)",
     )
-    parser.add_argument("--json", type=path_text, metavar="FILE", help="write every result to FILE as JSON")
+    add_json_argument(parser, "every result as JSON")
     add_device_argument(parser)
     parser.set_defaults(run=_prove)
 
@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
 def _prove(arguments: argparse.Namespace) -> int:
     """Proves and prints a table; returns 1 if a kernel has a flaw or a question no proof, else 0."""
     device = resolve_device(arguments.device)
-    if arguments.json is not None:
+    if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     from tqdm import tqdm
 
@@ -119,8 +119,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         try:
             results.extend(prove_all(progress, worker, store))
         finally:  # what is known when someone interrupts it is worth keeping too
-            if arguments.json is not None:
-                with replacing(arguments.json) as file:
-                    write_json(file, report.as_json(results, workload, store), indent=1)
-    print_lines([*report.table(results), "", *report.summary(results, store)])
+            with reporting(arguments.json, indent=1) as report_json:
+                report_json(report.as_json(results, workload, store))
+    print_lines(arguments, [*report.table(results), "", *report.summary(results, store)])
     return int(not all(result.is_good for result in results))

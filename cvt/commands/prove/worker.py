@@ -257,7 +257,7 @@ class _Server:
             (name, trial) = next(iter(trials.items()))
             functions["beside itself"], trials = functions[name], {**trials, "beside itself": trial}
         with self._undisturbed():
-            return proofs.time_in_turns(functions, self._proof.timed, trials)
+            return proofs.time_in_turns(functions, self._proof.timed, trials, self._proof.default)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

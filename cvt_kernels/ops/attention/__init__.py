@@ -100,7 +100,7 @@ def _shape_class(
 ) -> str:
     batch, queries, heads, channels = shape
     words = f"{size_class(batch * heads)} images × heads of {channels} channels"
-    words += f", {size_class(queries, 2)} queries, {size_class(keys, 2)} keys"
+    words += f", {size_class(queries)} queries, {size_class(keys)} keys"
     if bias is not None:
         ones, has_gradient = bias
         form = "×".join("1" if one else "n" for one in ones)

@@ -146,7 +146,7 @@ def _shape_class(
     has_class_token: bool,
 ) -> str:
     batch, inputs, height, width = shape
-    words = f"{size_class(batch)} images of {size_class(height * width, 2)} pixels, {inputs} to {channels} "
+    words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to {channels} "
     words += f"channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
     words += ", and a class token" if has_class_token else ""
     return words + (", channels last" if channels_last else "")

@@ -62,7 +62,7 @@ def shape_class(
     pixels = grid[0] * grid[1]
     class_token = "" if tokens == pixels else " and a class token"
     branches = " ".join(map(_words, geometry))
-    words = f"{size_class(batch)} images of {size_class(pixels, 2)} pixels{class_token}, {channels} channels"
+    words = f"{size_class(batch)} images of {size_class(pixels)} pixels{class_token}, {channels} channels"
     words += f", kernel/stride/padding/dilation {branches}"
     words += (", batch statistics" if statistics else "") + (", BatchNorm of another dtype" if mixed else "")
     return words + ("" if contiguous else ", strided")

@@ -119,7 +119,7 @@ def _shape_class(
 ) -> str:
     batch, _, channels = shape
     words = str("exact" if approximate == "none" else approximate)
-    words += f", {size_class(batch)} images of {size_class(grid[0] * grid[1], 2)} pixels, {channels} channels"
+    words += f", {size_class(batch)} images of {size_class(grid[0] * grid[1])} pixels, {channels} channels"
     words += "" if has_bias else ", without bias"
     return words + ("" if contiguous else ", strided")
 

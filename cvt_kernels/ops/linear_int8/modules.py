@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +21,18 @@ _MOST_WEIGHTS = 2**31  # 2 GiB, so that a wrong size does not ask for more memor
 class QuantizedLayer(nn.Module):
     """The tensors that layers with 8-bit weights have in common, and the layer that one was made of.
 
-    Gradients pass as if nothing had been rounded (the straight-through estimator); the weight has none.
+    Gradients pass as if nothing had been rounded (the straight-through estimator); the weight has none. In
+    the state it is ``qweight``, so that no layer in floating point takes its numbers for a ``weight``.
 
     Attributes:
-        weight: Buffer ``(outputs, inputs)``.
+        qweight: Buffer ``(outputs, inputs)``.
+        weight: The same tensor.
         weight_scale: Buffer ``(outputs,)``, float32 whatever the dtype of the module.
         bias: Parameter ``(outputs,)``, or None.
         input_scale: Buffer ``()``, float32: the scale of all inputs; None for one per row.
     """
 
-    weight: Tensor
+    qweight: Tensor
     weight_scale: Tensor
     bias: nn.Parameter | None
     input_scale: Tensor | None
@@ -39,11 +42,16 @@ class QuantizedLayer(nn.Module):
         checks.check_flag("bias", bias)
         checks.check_flag("static", static)
         super().__init__()
-        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=dtype))
+        self.register_buffer("qweight", torch.zeros(outputs, inputs, dtype=dtype))
         self.register_buffer("weight_scale", torch.zeros(outputs))
         self.register_parameter("bias", nn.Parameter(torch.zeros(outputs)) if bias else None)
         self.register_buffer("input_scale", torch.ones(()) if static else None)
         self._float: nn.Module | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, under the name that it has in other layers."""
+        return self.qweight
 
     @property
     def float_layer(self) -> nn.Module | None:
@@ -56,7 +64,7 @@ class QuantizedLayer(nn.Module):
         if not weight.isfinite().all():
             raise ValueError("weight: has NaN or infinities, expected finite numbers")
         values, scales = reference.quantize_rows(weight.float(), dtype=self.weight.dtype)
-        self.weight, self.weight_scale, self.bias = values, scales.flatten(), layer.bias
+        self.qweight, self.weight_scale, self.bias = values, scales.flatten(), layer.bias
         if input_scale is not None:
             self.set_input_scale(input_scale)
         self.train(layer.training)
@@ -131,12 +139,14 @@ class QuantizedLayer(nn.Module):
             messages[-1].append(reason)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
-        if f"{prefix}weight" in state_dict:
+        if f"{prefix}qweight" in state_dict:
             self._float = None  # it is not what this layer was made of any more
 
     def _why_not_loadable(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Says why a weight in a state cannot be that of this layer; None if it can, or if there is none."""
-        if f"{prefix}weight" not in state_dict:
+        if f"{prefix}weight" in state_dict:
+            return f"{prefix}weight: is in the state, expected {prefix}qweight of 8-bit numbers"
+        if f"{prefix}qweight" not in state_dict:
             return None
         for name, buffer in self._buffers.items():
             given = state_dict.get(f"{prefix}{name}")
@@ -145,7 +155,7 @@ class QuantizedLayer(nn.Module):
             if buffer is None:
                 continue
             if given is None:
-                return f"{prefix}{name}: is missing beside {prefix}weight"
+                return f"{prefix}{name}: is missing beside {prefix}qweight"
             if given.dtype != buffer.dtype:
                 got, expected = checks.dtype_name(given.dtype), checks.dtype_name(buffer.dtype)
                 return f"{prefix}{name}: got dtype {got}, expected {expected}"
@@ -332,6 +342,39 @@ def put_back(model: nn.Module, layers: Sequence[Any]) -> None:
         dtype = None if like is None else like.dtype
         kept = layer.float_layer.to(device=layer.weight.device, dtype=dtype).train(layer.training)
         replace(model, layer, kept)
+    for module in model.modules():
+        if _SAVE in vars(module) and not _has_quantized(module):
+            del vars(module)[_SAVE]
+
+
+_SAVE = "save_pretrained"
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Lets ``save_pretrained`` of transformers and huggingface_hub raise, of modules with quantized layers.
+
+    Their ``from_pretrained`` builds the model in floating point, and gives layers whose weights a file lacks
+    new ones, with a warning at most.
+    """
+    for module in model.modules():
+        owner = next((cls for cls in type(module).__mro__ if _SAVE in vars(cls)), type(None))
+        upstream = owner.__module__.partition(".")[0]
+        if upstream in ("transformers", "huggingface_hub") and _has_quantized(module):
+            vars(module)[_SAVE] = functools.partial(_save_if_float, module)
+
+
+def _save_if_float(model: Any, *args: Any, **kwargs: Any) -> Any:
+    if _has_quantized(model):
+        raise ValueError(
+            f"save_pretrained: this {type(model).__name__} has layers of 8-bit numbers, which its "
+            "from_pretrained would not read; torch.save(model, FILE) keeps them, cvt_kernels.restore(model) "
+            "undoes quantize"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _has_quantized(module: nn.Module) -> bool:
+    return any(isinstance(each, QuantizedLayer) for each in module.modules())
 
 
 def _like(model: nn.Module, path: str) -> Tensor | None:

@@ -232,7 +232,7 @@ def _shape_class(
     attended, hidden = widths
     heads, approximate, convolves, inplace = settings
     words = "exact" if approximate == "none" else approximate
-    words += f", {size_class(batch)} images, {channels} channels, {size_class(tokens, 2)} tokens"
+    words += f", {size_class(batch)} images, {channels} channels, {size_class(tokens)} tokens"
     words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += f", keys of {ratio}×{ratio} tokens" if ratio else ""
     words += ", with a convolution" if convolves else ""

@@ -434,7 +434,7 @@ def _shape_class(
     branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
     words = "exact" if approximate == "none" else approximate
     words += f", {size_class(batch)} images, {channels} channels, kernel/stride/padding/dilation {branches}"
-    words += f", {size_class(pixels, 2)} pixels" + (" and a class token" if tokens > pixels else "")
+    words += f", {size_class(pixels)} pixels" + (" and a class token" if tokens > pixels else "")
     words += f", {heads} heads of {attended // heads}, {hidden} hidden"
     words += ", BatchNorm of another dtype" if mixed else ""
     for kind in dict.fromkeys(filter(None, kinds)):

@@ -1,7 +1,9 @@
 """``cvt evaluate``: its table, its JSON, and what it rejects."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from cvt.factory import randomize
 from cvt.images import preprocess
 from cvt.training.recipe import MODELS
 from tests.checks import Terminal, bad
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_report_and_json():
@@ -162,3 +166,14 @@ def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
     assert "error: --token-keep: got 2.0, expected a fraction" in bad(
         capsys, main, *options, "--token-keep", "2"
     )
+
+
+def test_the_page_has_the_figures_of_the_package_s_model(capsys):
+    page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    expected = [
+        line.split()[:-1] for line in re.findall(r"^(?:[01][0-9.]* |entropy).*…$", page, re.MULTILINE)
+    ]
+    options = ["--data", "digits", "--checkpoint", "digits", "--device", "cpu"]
+    assert main(["evaluate", *options, "--token-keep", "0.9", "0.7", "0.5", "entropy"]) == 0
+    printed = capsys.readouterr().out.partition("tokens kept")[2].splitlines()[1:6]
+    assert [line.split()[:-1] for line in printed] == expected

@@ -1,6 +1,8 @@
 """Exported models in torch.export's and ONNX's own runtimes, beside the model itself."""
 
+import copy
 import math
+import re
 import sys
 
 import onnx
@@ -38,7 +40,7 @@ def relative(actual, expected):
 
 def test_onnx(model, tmp_path):
     path = tmp_path / "model.onnx"
-    assert export(model, path, "onnx", image_size=32) < 1e-5
+    assert export(model, path, "onnx", image_size=32).difference < 1e-5
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]  # weights included
     graph = onnx.load(path).graph
     assert {node.domain for node in graph.node} == {""}  # of ONNX itself
@@ -78,6 +80,7 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     assert called == 2 * forward  # the model's own logits, and nothing of the program
     out, err = capsys.readouterr()
     assert out.startswith(f"{path}: images (batch, 3, 32, 32) to logits (batch, 5), within ")
+    assert out.endswith(" of the largest logit on 5 random images\n")
     assert err == ""
     with path.open("rb") as file:
         program = torch.export.load(file)
@@ -181,6 +184,26 @@ def test_pt2_of_a_quantized_model(tmp_path):
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert {str(node.target).partition(".")[0] for node in calls} == {"aten", "<built-in function getitem>"}
     assert_near(program.module()(IMAGES), model, IMAGES)
+
+
+def test_the_command_says_how_far_a_quantized_model_may_be_off(tmp_path, monkeypatch, capsys):
+    """Five images may differ in the last bit only, where others have a number between two integers."""
+    monkeypatch.setattr(export_module, "_write", lambda model, images, path, *rest: path.touch())
+    monkeypatch.setattr(export_module, "_run", lambda path, parts, runtime: model(torch.cat(parts)))
+    model = create_model(checkpoint="digits").eval()
+    ck.quantize(model)
+    model.save_pretrained(tmp_path / "q")
+    files = ["--checkpoint", str(tmp_path / "q"), "--output", str(tmp_path / "q.pt2")]
+    assert main(["export", *files, "--format", "pt2"]) == 0
+    found = re.search(
+        r"within 0.0e\+00 of the largest logit on 5 random images\n"
+        r"on others possibly about (\S+) off, as the model is by its 8-bit numbers\n$",
+        capsys.readouterr().out,
+    )
+    images = torch.randn(64, 3, 16, 16)
+    with torch.no_grad():
+        rounding = relative(model(images), copy.deepcopy(model).double()(images.double()))
+    assert rounding / 4 < float(found[1]) < rounding * 4
 
 
 @pytest.mark.parametrize("factor", [1.1, math.nan])

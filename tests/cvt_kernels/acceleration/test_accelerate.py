@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import re
 from typing import NamedTuple
 
 import pytest
@@ -14,10 +15,12 @@ from torch.nn.utils import parametrize
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, dispatch, proofs
+from cvt_kernels.acceleration.coverage import BlockCoverage, Coverage
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built, record_all_calls, record_calls, remember_verdict
 from tests.conftest import DATA
 from tests.upstream import (
+    PYRAMIDS,
     RANDOM,
     UPSTREAMS,
     assert_same_step,
@@ -29,6 +32,7 @@ from tests.upstream import (
     microsoft_plain,
     ours,
     pair,
+    pvt_v2_linear,
     relative,
     step,
     with_right_gradients,
@@ -553,11 +557,11 @@ def test_coverage_under_auto_tells_verdicts(proving):
     def served():
         return ck.coverage(model.eval())[2].backends, ck.coverage(model.train())[2].backends
 
-    built = "reference" if not_built() else "not proven yet"
+    built = "reference" if not_built() else "not used yet"
     with ck.use_backend("auto"):
         evaluation, training = served()
-        assert evaluation == {"conv_projection": built, "attention": "not proven yet"}
-        assert training == {"conv_projection": built, "attention": "not proven yet"}
+        assert evaluation == {"conv_projection": built, "attention": "not used yet"}
+        assert training == {"conv_projection": built, "attention": "not used yet"}
         remember_attention("sdpa", 16)
         remember_attention("native", 64)
         remember_attention("native", 256)
@@ -608,7 +612,7 @@ def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypat
     for mode in (True, False):
         served = {name for row in ck.coverage(fused.train(mode)) for name in row.backends.values()}
         assert served
-        assert "not proven yet" not in served
+        assert "not used yet" not in served
     monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question} again"))
     backends.forget()
     step(expected, images())
@@ -624,11 +628,34 @@ def test_coverage_prints_an_aligned_table():
     assert table[0].split()[:4] == ["block", "class", "fused", "operators,"]
     for start in (table[0].index(word) for word in ("class", "fused", "operators")):
         assert all(line[start - 2 : start] == "  " and line[start] != " " for line in table)
+    assert len(table) == 1 + 12  # stage2 has two blocks
     assert table[2].split() == ["stage0.blocks.0", "Block", "yes", "layer_norm,", "add_layer_norm"]
-    assert len(table) == 1 + 15
     assert lines[-1] == "14 of 15 blocks fused"
     (no,) = [line for line in table if " no " in line]
     assert " ".join(no.split()) == "stage1.blocks.0.attn Attention no conv_proj_k.bn has forward hooks"
+
+
+def test_coverage_prints_equal_rows_of_consecutive_blocks_as_one():
+    model = microsoft(depths=(1, 1, 6))
+    assert [row.path for row in ck.coverage(model) if row.path.startswith("stage2.blocks.5")]
+    ck.accelerate(model)
+    model.stage2.blocks[3].attn.attn_drop.register_forward_hook(lambda *_: None)
+    lines = str(ck.coverage(model)).splitlines()
+    paths = [line.split()[0] for line in lines[1 : lines.index("")] if line.startswith("stage2")]
+    assert paths == [
+        "stage2.patch_embed",
+        "stage2.blocks.0–5",
+        "stage2.blocks.0–2.attn",
+        "stage2.blocks.0–5.mlp",
+        "stage2.blocks.3.attn",
+        "stage2.blocks.4–5.attn",
+    ]
+    assert lines[-1] == "26 of 27 blocks fused"
+    with_number = [("fc.0", True), ("fc.1", False), ("0", True), ("1", True), ("a1", True), ("a2", True)]
+    rows = [BlockCoverage(path, "Mlp", fused, {}, None) for path, fused in with_number]
+    assert [line.split()[0] for line in str(Coverage(rows, {})).splitlines()[1:6]] == [
+        "fc.0", "fc.1", "0–1", "a1", "a2",
+    ]  # fmt: skip
 
 
 def backends_printed(model):
@@ -649,7 +676,7 @@ def test_coverage_prints_the_backends_of_every_operator_once(proving):
         assert "  attention: native (3 kinds of call), sdpa (1)" in lines
         assert len(lines) == len({line.split(":")[0] for line in lines}) == 5
         if not not_built():
-            assert "  layer_norm: not proven yet" in lines
+            assert "  layer_norm: not used yet" in lines
         model.stage2.train()
         both = {heading: lines for heading, *lines in backends_printed(model)}
     assert list(both) == ["served on cpu, forward, by", "served on cpu, forward+backward, by"]
@@ -687,6 +714,21 @@ def test_our_own_blocks_are_fused_as_they_are():
 def test_not_a_module(function):
     with pytest.raises(TypeError, match=r"model: got OrderedDict, expected a torch\.nn\.Module"):
         function(microsoft().state_dict())
+
+
+@pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
+def test_images_without_a_batch(make):
+    model = ck.accelerate(make().eval())
+    for shape in ((3, 64, 64), (1, 1, 3, 64, 64)):
+        message = (
+            rf"^(x|pixel_values): got shape {re.escape(str(shape))}, expected \(batch, 3, height, width\)$"
+        )
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            model(torch.ones(shape))
+    if make is not pvt_v2_linear:  # which has nothing to freeze
+        ck.accelerate(model, freeze=True)
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            model(torch.ones(shape))
 
 
 class Attention(nn.Module):

@@ -304,6 +304,14 @@ def adapter_inside(layer):
     layer.mlp.dense1 = nn.Sequential(layer.mlp.dense1, nn.Identity())
 
 
+def adapter_of_peft(layer):
+    layer.attention.query.__class__ = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+
+
+def norm_of_the_same_name(layer):
+    layer.layer_norm_2.__class__ = type("LayerNorm", (nn.LayerNorm,), {"__module__": "apex"})
+
+
 def parametrized(layer):
     parametrize.register_parametrization(layer.attention.value, "weight", nn.Identity())
 
@@ -338,6 +346,11 @@ def work_in_another_place(layer):
         (hook_inside, "mlp is not as upstream has it: dwconv has forward hooks"),
         (own_forward_inside, "attention.query has a forward of its own"),
         (adapter_inside, "the first layer of the MLP is a Sequential, expected a plain nn.Linear"),
+        (
+            adapter_of_peft,
+            "attention.query is a peft.tuners.lora.layer.Linear; merge_and_unload() of the model",
+        ),
+        (norm_of_the_same_name, "layer_norm_2 is a apex.LayerNorm, expected LayerNorm"),
         (parametrized, "attention.value is a ParametrizedLinear"),
         (rounded, "the second layer of the MLP is a LinearInt8, expected a plain nn.Linear"),
         (another_activation, "mlp is not as upstream has it: intermediate_act_fn is a ReLU"),

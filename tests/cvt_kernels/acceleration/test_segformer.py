@@ -1,6 +1,7 @@
 """SegFormer's own: its decode head, attention by name, and maps or tokens of the last stage."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -202,3 +203,28 @@ def test_gradient_checkpointing():
     for model in (own, fused):
         model.gradient_checkpointing_enable()
     assert_same_step(own, fused, images(2, 70, 54), 5e-5)
+
+
+def test_a_forward_that_transformers_wraps(monkeypatch):
+    """From 5.23 on, transformers wraps the forwards of layers, to checkpoint their gradients."""
+    layer = type(segformer().segformer.stages[0].blocks[0])
+    functions = {"__name__": "transformers.modeling_layers", "functools": functools}
+    exec(
+        "def wrapped(forward):\n"
+        "    @functools.wraps(forward)\n"
+        "    def with_checkpointing(self, *args, **kwargs):\n"
+        "        return forward(self, *args, **kwargs)\n"
+        "    return with_checkpointing",
+        functions,
+    )
+    monkeypatch.setattr(layer, "forward", functions["wrapped"](layer.forward))
+    own, fused = pair(segformer)
+    x = images(1, 64, 64)
+    with torch.no_grad():
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+        ck.accelerate(own, freeze=True)
+        assert relative(logits(own(x)), logits(fused(x))) < 1e-5
+    functions["__name__"] = "somewhere.else"
+    rows = [row for row in ck.coverage(ck.accelerate(segformer())) if row.class_name == layer.__name__]
+    assert rows
+    assert not any(row.fused for row in rows)

@@ -5,10 +5,13 @@ import io
 import math
 import pickle
 import re
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
@@ -97,9 +100,9 @@ def test_the_state_has_integers_scales_and_the_bias(model):
     ck.quantize(model, images(1, 32, 32), scheme="static", keep_float=["stage0.*"])
     state = model.state_dict()
     assert {key for key in state if key.startswith(FC2)} == {
-        f"{FC2}.{name}" for name in ("weight", "weight_scale", "bias", "input_scale")
+        f"{FC2}.{name}" for name in ("qweight", "weight_scale", "bias", "input_scale")
     }
-    assert (state[f"{FC2}.weight"].dtype, state[f"{FC2}.weight"].shape) == (torch.int8, (48, 192))
+    assert (state[f"{FC2}.qweight"].dtype, state[f"{FC2}.qweight"].shape) == (torch.int8, (48, 192))
     assert state[f"{FC2}.input_scale"].shape == ()
     assert state["stage0.blocks.0.mlp.fc2.weight"].dtype == torch.float32
     assert not any("_float" in key for key in state)
@@ -164,11 +167,16 @@ def test_other_layers_stay_and_are_listed_with_the_reason(model):
     weight_norm(block.mlp.fc1)
     block.mlp.fc2.register_forward_hook(lambda *_: None)
     block.attn.proj = nn.Sequential(block.attn.proj)
+    block.attn.proj_q.__class__ = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     stay = {row.path.rpartition(".")[2]: row for row in ck.quantize(model) if row.scheme == "float"}
     assert stay["fc1"].reason == "is a ParametrizedLinear, expected nn.Linear"
     assert stay["fc2"].reason == "has forward hooks"
     assert stay["proj"].reason == "is a Sequential, expected nn.Linear"
-    assert len(stay) == 3
+    assert stay["proj_q"].reason == (
+        "is a peft.tuners.lora.layer.Linear, expected nn.Linear; merge_and_unload() of the model with "
+        "adapters puts plain layers back"
+    )
+    assert len(stay) == 4
 
 
 def test_a_block_of_another_forward_stays():
@@ -194,8 +202,12 @@ def test_layers_are_kept_by_name_or_pattern(model):
 # Errors ---------------------------------------------------------------------------------------------------
 
 WRONG = {
-    "no block": ({}, lambda m: nn.Linear(2, 2), "model: Linear has no block of a CvT"),
-    "no CvT": ({}, lambda m: pvt().eval(), "model: Pvt.* has no linear layer in a block of a CvT"),
+    "no block": ({}, lambda m: nn.Linear(2, 2), "model: Linear has no block of a CvT.*expected a CvT of cvt"),
+    "no CvT": (
+        {},
+        lambda m: pvt().eval(),
+        "model: Pvt.* has no block of a CvT with linear layers, expected a CvT of cvt, of transformers",
+    ),
     "no module": ({}, lambda m: "cvt", "model: got str, expected a torch.nn.Module"),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),
     "scheme": ({"scheme": "int4"}, None, "scheme: got 'int4', expected one of dynamic, static"),
@@ -446,6 +458,54 @@ def test_restored_layers_are_as_the_model_is_by_then(bias):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not before.training
     assert run(model, images(1, 32, 32).bfloat16()).dtype == torch.bfloat16
+
+
+# Where a model in floating point would read them ----------------------------------------------------------
+
+
+class OfTheHub(nn.Module, PyTorchModelHubMixin):
+    """A model whose ``from_pretrained`` ignores what a file lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = ours()
+
+
+@pytest.mark.parametrize("make", [huggingface, OfTheHub])
+def test_saving_for_a_from_pretrained_that_has_no_such_layers_is_refused(make, tmp_path):
+    model = make().eval()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    ck.quantize(nn.Sequential(model).eval())
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(
+            ValueError, match=r"^save_pretrained: .* 8-bit numbers, .*torch.save.*restore\(model"
+        ):
+            each.save_pretrained(tmp_path / "model")
+        assert not list(tmp_path.iterdir())
+        ck.restore(each).save_pretrained(tmp_path / "restored")
+        assert "save_pretrained" not in vars(each)
+        again = type(model).from_pretrained(tmp_path / "restored").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
+        shutil.rmtree(tmp_path / "restored")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_transformers_takes_no_integers_for_weights(file, tmp_path):
+    model = huggingface().eval()
+    model.config.save_pretrained(tmp_path)
+    report = ck.quantize(model)
+    save = save_file if file == "model.safetensors" else torch.save
+    save(model.state_dict(), tmp_path / file)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert {f"{row.path}.weight" for row in report} == set(info["missing_keys"])
+    assert {f"{row.path}.qweight" for row in report} <= set(info["unexpected_keys"])
+    assert all(again.get_submodule(row.path).weight.abs().max() < 1 for row in report)
+
+
+def test_a_model_in_floating_point_refuses_the_state(model, original):
+    ck.quantize(model)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*weight.*Unexpected key.*qweight"):
+        original.load_state_dict(model.state_dict())
 
 
 # Where models are used ------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def _conv_embedding_embed_kernel(
         place = tl.arange(0, M)
         t = tile * M + place // 8 % WARPS * 16 + place // (8 * WARPS) * 8 + place % 8
         # Division by multiplication: out_y is t // out_width.
-        out_y = tl.umulhi(2 * t.to(tl.uint32), reciprocal.to(tl.uint32)).to(tl.int32)
+        out_y = tl.umulhi(2 * t.to(tl.uint32), tl.cast(reciprocal, tl.uint32)).to(tl.int32)
         out_x = t - out_y * out_width
         y = out_y * WINDOW.stride - WINDOW.padding
         above = tl.minimum(tl.maximum(-y, 0), K)

@@ -118,7 +118,7 @@ def _conv_projection_bwd_sums_kernel(
     """Writes Σdy and Σdy·x̂ of every branch over one region: partial (branches, 2, regions, C)."""
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
-    plane = regions.to(tl.int64) * channels
+    plane = tl.cast(regions, tl.int64) * channels
     partial_ptr += region.number.to(tl.int64) * channels
     for i in tl.static_range(len(BRANCHES)):
         tokens = out_heights[i] * out_widths[i] + CLASS_TOKEN
@@ -235,7 +235,7 @@ def _conv_projection_bwd_conv_kernel(
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     tap_row = tl.program_id(1)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
-    plane = regions.to(tl.int64) * channels
+    plane = tl.cast(regions, tl.int64) * channels
     partial_ptr += region.number.to(tl.int64) * channels
     for i in tl.static_range(len(BRANCHES)):
         if tap_row < (1 if BRANCHES[i].kernel_size <= 3 else BRANCHES[i].kernel_size):

@@ -242,7 +242,7 @@ def _conv_projection_stats_kernel(
     """
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
-    plane = regions.to(tl.int64) * channels
+    plane = tl.cast(regions, tl.int64) * channels
     partial_ptr += region.number.to(tl.int64) * channels
     for i in tl.static_range(len(BRANCHES)):
         _stats_branch(
@@ -264,7 +264,7 @@ def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, re
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     c_mask = c < channels
     branch = tl.program_id(1)
-    plane = regions.to(tl.int64) * channels
+    plane = tl.cast(regions, tl.int64) * channels
     partial_ptr += 2 * branch * plane
     counts_ptr += branch * regions
     count = tl.zeros([P, BC], TILE.accumulator)

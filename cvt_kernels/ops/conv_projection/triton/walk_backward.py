@@ -141,7 +141,7 @@ def _conv_projection_walk_bwd_sums_kernel(
                     total = _add_products(total, lower[i], widen(raw_dys[i][1], WALK))
                 added = added + (total,)
             totals = added
-    plane = regions.to(tl.int64) * CHANNELS
+    plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     c = channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):
@@ -327,7 +327,7 @@ def _conv_projection_walk_bwd_conv_kernel(
             dws = updated
             above = next_raw
             raw = last_raw
-    plane = regions.to(tl.int64) * CHANNELS
+    plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     c = channels_of(place.region, CHANNELS, WALK)
     for i in tl.static_range(len(STRIDES)):

@@ -212,7 +212,7 @@ def _conv_projection_walk_stats_kernel(
                     inverse = tl.zeros_like(zero) + of_pair
                     updated = updated + (_include(moments[i], upper[i], (), inverse),)
             moments = updated
-    plane = regions.to(tl.int64) * CHANNELS
+    plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     counts_ptr += place.region
     halves = (place.col < width).to(WALK.accumulator) * place.images

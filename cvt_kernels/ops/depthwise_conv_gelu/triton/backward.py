@@ -41,13 +41,14 @@ from .forward import SIZES, load_halved
 @triton.jit
 def _gradients_of_sums(window, raw_dys, start, taps, WALK: tl.constexpr, SPEC: tl.constexpr):
     """Returns da of a lane's two outputs of a row, from three rows of pixels and the raw gradients of y."""
+    APPROXIMATE: tl.constexpr = SPEC.approximate
     dys = widen(raw_dys, WALK)
     halves = (start, start)
     for a in tl.static_range(3):
         halves = add_row(halves, window[a], taps, a)
     das = ()
     for n in tl.static_range(2):
-        das = das + (dys[n] * derivative_half(halves[n], SPEC.approximate, SPEC.is_half, SPEC.hardware),)
+        das = das + (dys[n] * derivative_half(halves[n], APPROXIMATE, SPEC.is_half, SPEC.hardware),)
     return das
 
 
@@ -90,7 +91,7 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
                     dbias += das[0] + das[1]
             above = below
             here = last
-    plane = regions.to(tl.int64) * CHANNELS
+    plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     c = channels_of(place.region, CHANNELS, WALK)
     store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS, WALK)

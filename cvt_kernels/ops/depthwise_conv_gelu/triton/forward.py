@@ -43,9 +43,10 @@ def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
 @triton.jit
 def _activated(halves, SPEC: tl.constexpr):
     """Returns GELU of twice some tiles."""
+    APPROXIMATE: tl.constexpr = SPEC.approximate
     tiles = ()
     for n in tl.static_range(len(halves)):
-        tiles = tiles + (activate_half(halves[n], SPEC.approximate, SPEC.is_half, SPEC.hardware),)
+        tiles = tiles + (activate_half(halves[n], APPROXIMATE, SPEC.is_half, SPEC.hardware),)
     return tiles
 
 

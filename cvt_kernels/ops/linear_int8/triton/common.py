@@ -137,6 +137,8 @@ class RowSpec(NamedTuple):
         limit: The largest number of the dtype of the values.
         is_float8: Whether that is float8_e4m3fn, rather than int8.
         interpreted: Whether the kernel runs in Triton's interpreter.
+        converts_exactly: Whether conversions to float8 round once, to nearest. sm_89's go by way of float16,
+            and the interpreter's are right only for numbers that need no rounding.
     """
 
     parts: Parts
@@ -145,6 +147,7 @@ class RowSpec(NamedTuple):
     limit: float
     is_float8: bool
     interpreted: bool
+    converts_exactly: bool
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype) -> tuple[RowSpec, RowConfig]:
@@ -162,5 +165,6 @@ class RowSpec(NamedTuple):
             limit=LIMITS[dtype],
             is_float8=dtype == torch.float8_e4m3fn,
             interpreted=machine.INTERPRETING,
+            converts_exactly=not machine.INTERPRETING and machine.chip(x.device).capability >= 90,
         )
         return spec, config

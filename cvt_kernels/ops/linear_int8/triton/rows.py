@@ -48,12 +48,13 @@ def _mask(part, row, count, SPEC: tl.constexpr):
 @triton.jit
 def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
     """Returns the parts of some rows in float32, zeros beyond their end."""
-    COUNT: tl.constexpr = SPEC.parts.count
-    C: tl.constexpr = SPEC.parts.channels
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
+    C: tl.constexpr = PARTS.channels
     x_ptr += first * C
     xs = ()
     for part in tl.static_range(COUNT):
-        c = channels_of(part, SPEC.parts)[None, None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         x = tl.load(x_ptr + (row * C + c), mask=_mask(part, row, count, SPEC), other=0.0)
         xs = xs + (x.to(tl.float32),)
     return xs
@@ -62,8 +63,9 @@ def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
 @triton.jit
 def _vector(ptr, SPEC: tl.constexpr):
     """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
+    PARTS: tl.constexpr = SPEC.parts
     ROWS: tl.constexpr = SPEC.rows
-    return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), SPEC.parts)
+    return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), PARTS)
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def _nearest_float8(v):
 def _rounded(v, SPEC: tl.constexpr):
     """Returns numbers within the limit as 8-bit ones, ties rounded to even."""
     if SPEC.is_float8:
-        if SPEC.interpreted:  # whose conversion is right only for numbers that need no rounding
+        if not SPEC.converts_exactly:
             v = _nearest_float8(v)
         numbers = v.to(tl.float8e4nv)
     else:
@@ -110,8 +112,9 @@ def _rounded(v, SPEC: tl.constexpr):
 @triton.jit
 def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC: tl.constexpr):
     """Stores the parts ``ys`` of rows, which are zeros beyond their end, and the scales of the rows."""
-    COUNT: tl.constexpr = SPEC.parts.count
-    C: tl.constexpr = SPEC.parts.channels
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
+    C: tl.constexpr = PARTS.channels
     LIMIT: tl.constexpr = SPEC.limit
     count = rows - first
     bits = ys[0].to(tl.int32, bitcast=True) & _WITHOUT_SIGN
@@ -131,7 +134,7 @@ def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC
     tl.store(scales_ptr + first + row, tl.where(is_finite, scales, float("nan")), mask=row < count)
     values_ptr += first * C
     for part in tl.static_range(COUNT):
-        c = channels_of(part, SPEC.parts)[None, None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         value = tl.where(is_finite, ys[part], 0.0) * factor
         if scale_ptr is not None:
             value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
@@ -154,7 +157,8 @@ def _layer_norm_quantize_kernel(
     x_ptr, shift_ptr, gamma_ptr, beta_ptr, scale_ptr, values_ptr, scales_ptr, rows, eps, SPEC: tl.constexpr
 ):  # fmt: skip
     """Rounds rows of layer_norm(x + shift), where the sum is in the dtype of x (M, C)."""
-    COUNT: tl.constexpr = SPEC.parts.count
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
     row, first = _rows_of_program(SPEC)
     xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
     if shift_ptr is not None:
@@ -163,7 +167,7 @@ def _layer_norm_quantize_kernel(
         for part in tl.static_range(COUNT):
             shifted = shifted + ((xs[part] + shift[part]).to(x_ptr.dtype.element_ty).to(tl.float32),)
         xs = shifted
-    ys = layer_norm(xs, (), _vector(gamma_ptr, SPEC), _vector(beta_ptr, SPEC), eps, SPEC.parts)
+    ys = layer_norm(xs, (), _vector(gamma_ptr, SPEC), _vector(beta_ptr, SPEC), eps, PARTS)
     _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
 
 

@@ -40,8 +40,10 @@ def _mask_of(row, c, rows, SPEC: tl.constexpr):
 def _load_vector(ptr, index, size: tl.constexpr, SPEC: tl.constexpr):
     """Returns a vector at ``index``, widened; zeros beyond its end, or where there is none."""
     if ptr is None:
-        return tl.zeros(index.shape, SPEC.accumulator)
-    return _widened(tl.load(ptr + index, mask=index < size, other=0.0), SPEC)
+        vector = tl.zeros(index.shape, SPEC.accumulator)
+    else:  # after a return this would be compiled all the same
+        vector = _widened(tl.load(ptr + index, mask=index < size, other=0.0), SPEC)
+    return vector
 
 
 @triton.jit
@@ -108,6 +110,7 @@ def _layer_norm_mlp_fwd_kernel(
     SPEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights streamed."""
+    APPROXIMATE: tl.constexpr = SPEC.approximate
     BLOCK_C: tl.constexpr = SPEC.block_c
     r, c = tl.arange(0, BLOCK_ROWS), tl.arange(0, SPEC.block_c)
     offsets = r[:, None] * SPEC.channels + c[None, :]
@@ -121,7 +124,7 @@ def _layer_norm_mlp_fwd_kernel(
             h = start + tl.arange(0, BLOCK_HIDDEN)
             product = _dot(y, _load_fc1(fc1_weight_ptr, h, c, SPEC), None, SPEC)
             product += _load_vector(fc1_bias_ptr, h, SPEC.hidden, SPEC)[None, :]
-            activated = activate(product, SPEC.approximate, SPEC.is_half, SPEC.hardware_tanh)
+            activated = activate(product, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh)
             acc = _dot(activated, _load_fc2(fc2_weight_ptr, h, c, SPEC), acc, SPEC)
         acc += _load_vector(fc2_bias_ptr, c, SPEC.channels, SPEC)[None, :]
         acc += _widened(x, SPEC)
@@ -135,6 +138,7 @@ def _layer_norm_mlp_fwd_resident_kernel(
     SPEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights in shared memory."""
+    APPROXIMATE: tl.constexpr = SPEC.approximate
     HIDDEN: tl.constexpr = SPEC.hidden
     BLOCK_C: tl.constexpr = SPEC.block_c
     r, c = tl.arange(0, BLOCK_ROWS), tl.arange(0, SPEC.block_c)
@@ -164,7 +168,7 @@ def _layer_norm_mlp_fwd_resident_kernel(
             if fc1_bias_ptr is not None:
                 half = _dot(ones, fc1_biases[start // BLOCK_HIDDEN], None, SPEC)
             half = _dot(y, fc1[start // BLOCK_HIDDEN], half, SPEC)
-            hidden = activate_half(half, SPEC.approximate, SPEC.is_half, SPEC.hardware_tanh)
+            hidden = activate_half(half, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh)
             acc = _dot(hidden, fc2[start // BLOCK_HIDDEN], acc, SPEC)
         if not SPEC.residual_first:
             acc += _widened(x, SPEC)

@@ -36,13 +36,14 @@ def _product(xs, ys, SPEC: tl.constexpr):
 @triton.jit
 def _normalized(hs, eps, SPEC: tl.constexpr):
     """Returns the parts of rows of mean 0 and variance 1, zeros beyond C, and 1 / √(variance + ε)."""
-    COUNT: tl.constexpr = SPEC.parts.count
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
     mean = _mean(hs, SPEC)
     deviations = ()
     for part in tl.static_range(COUNT):
         deviation = hs[part] - mean
-        if (part + 1) * SPEC.parts.width > SPEC.parts.channels:
-            inside = channels_of(part, SPEC.parts)[None, None, :] < SPEC.parts.channels
+        if (part + 1) * PARTS.width > PARTS.channels:
+            inside = channels_of(part, PARTS)[None, None, :] < PARTS.channels
             deviation = tl.where(inside, deviation, 0.0)
         deviations = deviations + (deviation,)
     scale = 1.0 / tl.sqrt(_mean(_product(deviations, deviations, SPEC), SPEC) + eps)
@@ -57,15 +58,16 @@ def _gather_add_layer_norm_backward_kernel(
     dy_ptr, dh_ptr, h_ptr, gamma_ptr, out_ptr, sums_ptr, eps, rows, tiles, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes the gradient of h (M, C) for some tiles, and the sums of dy · x̂ and of dy over them."""
-    COUNT: tl.constexpr = SPEC.parts.count
-    C: tl.constexpr = SPEC.parts.channels
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
+    C: tl.constexpr = PARTS.channels
     ROWS: tl.constexpr = SPEC.rows
-    WIDTH: tl.constexpr = SPEC.parts.width
+    WIDTH: tl.constexpr = PARTS.width
     gamma = vector_of(gamma_ptr, SPEC)
     dgamma, dbeta = (), ()
     for _ in tl.static_range(COUNT):
-        dgamma = dgamma + (tl.zeros([1, ROWS, WIDTH], SPEC.parts.accumulator),)
-        dbeta = dbeta + (tl.zeros([1, ROWS, WIDTH], SPEC.parts.accumulator),)
+        dgamma = dgamma + (tl.zeros([1, ROWS, WIDTH], PARTS.accumulator),)
+        dbeta = dbeta + (tl.zeros([1, ROWS, WIDTH], PARTS.accumulator),)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = rows_of_tile(tile, SPEC)
         offset, mask = row.to(tl.int64) * C, row < rows
@@ -89,7 +91,7 @@ def _gather_add_layer_norm_backward_kernel(
     if sums_ptr is not None:
         sums_ptr += tl.program_id(0) * (2 * C)
         for part in tl.static_range(COUNT):
-            c = channels_of(part, SPEC.parts)
+            c = channels_of(part, PARTS)
             tl.store(sums_ptr + c, tl.sum(tl.sum(dgamma[part], axis=0), axis=0), mask=c < C)
             tl.store(sums_ptr + C + c, tl.sum(tl.sum(dbeta[part], axis=0), axis=0), mask=c < C)
 

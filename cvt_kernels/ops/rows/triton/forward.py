@@ -37,21 +37,23 @@ def within(mask, part, SPEC: tl.constexpr):
 @triton.jit
 def load_rows(ptr, offset, mask, SPEC: tl.constexpr):
     """Returns the parts of rows that begin at some offsets, in the accumulator's type; zeros where masked."""
-    COUNT: tl.constexpr = SPEC.parts.count
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
     xs = ()
     for part in tl.static_range(COUNT):
-        c = channels_of(part, SPEC.parts)[None, None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         x = tl.load(ptr + (offset + c), mask=within(mask, part, SPEC), other=0.0)
-        xs = xs + (x.to(SPEC.parts.accumulator),)
+        xs = xs + (x.to(PARTS.accumulator),)
     return xs
 
 
 @triton.jit
 def store_rows(ptr, offset, mask, xs, SPEC: tl.constexpr):
     """Stores the parts of rows that begin at some offsets."""
-    COUNT: tl.constexpr = SPEC.parts.count
+    PARTS: tl.constexpr = SPEC.parts
+    COUNT: tl.constexpr = PARTS.count
     for part in tl.static_range(COUNT):
-        c = channels_of(part, SPEC.parts)[None, None, :]
+        c = channels_of(part, PARTS)[None, None, :]
         tl.store(ptr + (offset + c), xs[part].to(ptr.dtype.element_ty), mask=within(mask, part, SPEC))
 
 
@@ -88,8 +90,9 @@ def rounded(xs, ptr, SPEC: tl.constexpr):
 @triton.jit
 def vector_of(ptr, SPEC: tl.constexpr):
     """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
+    PARTS: tl.constexpr = SPEC.parts
     ROWS: tl.constexpr = SPEC.rows
-    return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), SPEC.parts)
+    return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), PARTS)
 
 
 @triton.jit
@@ -136,7 +139,8 @@ def _gather_add_layer_norm_kernel(
     count, tiles, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of the rows of an image, added to the branch, and their LayerNorm."""
-    C: tl.constexpr = SPEC.parts.channels
+    PARTS: tl.constexpr = SPEC.parts
+    C: tl.constexpr = PARTS.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     row = rows_of_tile(tl.program_id(0) % tiles, SPEC)
     token, is_token = _tokens_at(rows_ptr + image * count, row, tokens, count)
@@ -145,7 +149,7 @@ def _gather_add_layer_norm_kernel(
     hs = added(xs, load_rows(branch_ptr + first, row * C, mask, SPEC), SPEC)
     store_rows(h_ptr + first, row * C, mask, hs, SPEC)
     gamma, beta = vector_of(gamma_ptr, SPEC), vector_of(beta_ptr, SPEC)
-    ys = layer_norm(rounded(hs, h_ptr, SPEC), (), gamma, beta, eps, SPEC.parts)
+    ys = layer_norm(rounded(hs, h_ptr, SPEC), (), gamma, beta, eps, PARTS)
     store_rows(y_ptr + first, row * C, mask, ys, SPEC)
 
 

@@ -395,20 +395,20 @@ def test_operators_of_training_check_what_they_would_read():
 
     assert call()[0].shape == x.shape
     for changes, message in (
-        ({"dout": x[:, 1:]}, "douts: expected the shape of the output"),
+        ({"dout": x[:, 1:]}, "douts: got .*, expected the shape of the output"),
         ({"dout": x.double()}, "in the dtype of x"),
-        ({"x": x[:0], "dout": x[:0]}, "x: expected at least one image"),
+        ({"x": x[:0], "dout": x[:0]}, "x: got .*, expected at least one image"),
         ({"norms": [None, branch.running_mean, None]}, "a mean and a variance"),
-        ({"norms": [norms[0].double(), *norms[1:]]}, "scale: expected an accumulator"),
-        ({"norms": [norms[0][:5], *norms[1:]]}, r"scale: expected \(channels,\)"),
-        ({"constant": ()}, "1, 3, 3, 1 and 1 for each"),
-        ({"eps": ()}, "1, 3, 3, 1 and 1 for each"),
+        ({"norms": [norms[0].double(), *norms[1:]]}, "scale: got float64 .*, expected an accumulator"),
+        ({"norms": [norms[0][:5], *norms[1:]]}, r"scale: got float32 \(5\), expected \(channels,\)"),
+        ({"constant": ()}, "constant: got 0 of them, expected 1"),
+        ({"eps": ()}, "eps: got 0 of them, expected 1"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(**changes)
-    with pytest.raises(RuntimeError, match="geometry: expected 3 for each"):
+    with pytest.raises(RuntimeError, match="geometry: got 2 of them, expected 3"):
         ops.conv_projection_moments(x, 4, 5, [branch.weight], [1, 1])
-    with pytest.raises(RuntimeError, match="x: expected at least one image"):
+    with pytest.raises(RuntimeError, match="x: got .*, expected at least one image"):
         ops.conv_projection_moments(x[:0], 4, 5, [branch.weight], [1, 1, 1])
 
 
@@ -465,16 +465,16 @@ def test_operators_check_what_they_would_read():
     assert call()[0].shape == x.shape
     mean = branch.running_mean
     for changes, message in (
-        ({"x": x[0]}, r"x: expected \(batch, tokens, channels\)"),
-        ({"grid": (4, 6)}, "x: expected height · width tokens"),
-        ({"weight": branch.weight[:5]}, r"weights: expected \(channels, 1, k, k\)"),
+        ({"x": x[0]}, r"x: got float32 \(20, 6\), expected \(batch, tokens, channels\)"),
+        ({"grid": (4, 6)}, "x: got .*, expected 4 · 6 tokens"),
+        ({"weight": branch.weight[:5]}, r"weights: got .*, expected \(channels, 1, k, k\)"),
         ({"weight": branch.weight.double()}, "in the dtype of x"),
         ({"weight": torch.randn(6, 1, 17, 17)}, "a kernel of 1 to 16"),
-        ({"norms": [None, None, mean[:5], mean]}, r"mean: expected \(channels,\)"),
+        ({"norms": [None, None, mean[:5], mean]}, r"mean: got .*, expected \(channels,\)"),
         ({"norms": [None, None, mean, None]}, "a mean and a variance"),
         ({"norms": [None, mean.double(), mean, mean]}, "one dtype"),
-        ({"norms": [mean, mean]}, "4, 3 and 1 for each"),
-        ({"geometry": (0, 1, 1)}, "strides and dilations of at least 1"),
+        ({"norms": [mean, mean]}, "norms: got 2 of them, expected 4"),
+        ({"geometry": (0, 1, 1)}, "geometry: got a stride of 0, expected 1 to 1048576"),
         ({"geometry": (1, 0, 3)}, "a grid that gives an output"),
     ):
         with pytest.raises(RuntimeError, match=message):

@@ -134,14 +134,18 @@ def test_a_state_is_loaded_by_a_layer_of_its_kind(static, assign):
 
 
 STATES = {
-    "float weight": ({"weight": torch.ones(7, 12)}, "weight: got dtype float32, expected int8"),
+    "float weight": (
+        {"weight": torch.ones(7, 12), "qweight": None},
+        "layer.weight: is in the state, expected layer.qweight of 8-bit numbers",
+    ),
+    "float qweight": ({"qweight": torch.ones(7, 12)}, "qweight: got dtype float32, expected int8"),
     "half scales": (
         {"weight_scale": torch.ones(7).half()},
         "weight_scale: got dtype float16, expected float32",
     ),
-    "no scales": ({"weight_scale": None}, "weight_scale: is missing beside layer.weight"),
-    "no input_scale": ({"input_scale": None}, "input_scale: is missing beside layer.weight"),
-    "shape": ({"weight": torch.ones(6, 12, dtype=torch.int8)}, "size mismatch for layer.weight"),
+    "no scales": ({"weight_scale": None}, "weight_scale: is missing beside layer.qweight"),
+    "no input_scale": ({"input_scale": None}, "input_scale: is missing beside layer.qweight"),
+    "shape": ({"qweight": torch.ones(6, 12, dtype=torch.int8)}, "size mismatch for layer.qweight"),
 }
 
 
@@ -156,7 +160,7 @@ def test_states_that_would_be_cast_or_mixed(case, strict):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match=re.escape(message)):
         model.load_state_dict(state, strict=strict)
-    assert torch.equal(model.layer.weight, before["layer.weight"])
+    assert torch.equal(model.layer.weight, before["layer.qweight"])
 
 
 def test_a_static_state_is_not_for_a_dynamic_layer_and_others_may_lack_the_layer():
@@ -165,7 +169,7 @@ def test_a_static_state_is_not_for_a_dynamic_layer_and_others_may_lack_the_layer
         with pytest.raises(RuntimeError, match="input_scale: is in the state, expected none"):
             dynamic.load_state_dict(state, strict=strict)
     missing = dynamic.load_state_dict({}, strict=False).missing_keys
-    assert sorted(missing) == ["bias", "weight", "weight_scale"]
+    assert sorted(missing) == ["bias", "qweight", "weight_scale"]
 
 
 # Gradients ------------------------------------------------------------------------------------------------

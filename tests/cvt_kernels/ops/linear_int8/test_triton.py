@@ -10,6 +10,7 @@ from triton import language as tl
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, proofs, reference
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from cvt_kernels.ops.linear_int8.triton import rows as rounding
 from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -487,3 +488,13 @@ def test_captured_in_a_graph():
         graph.replay()
         assert not torch.equal(out, expected)
         torch.testing.assert_close(out, function(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("capability", "converts_exactly"), [(89, False), (90, True), (100, True)])
+def test_float8_is_rounded_once(capability, converts_exactly, monkeypatch):
+    """The conversion of sm_89 rounds to float16 first: there the kernel rounds before it."""
+    monkeypatch.setattr(machine, "INTERPRETING", False)
+    x = torch.empty(8, 64, device="meta")
+    with machine.recorded_launches(machine.Chip(capability, 1)) as launches:
+        rounding.quantize_rows_forward(x, None, torch.float8_e4m3fn)
+    assert launches[0].arguments["SPEC"].converts_exactly == converts_exactly

@@ -1,0 +1,104 @@
+"""What the interpreter takes and Triton's compiler does not, in the sources of every kernel.
+
+Triton 3.6, the version of torch 2.11, takes an attribute of a constexpr as an argument of a jit function only
+if it is a number, a bool or a dtype. Every version makes an integer argument of 1 a constant, which has no
+methods. And code after a return is compiled even where a static condition rules it out.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cvt_kernels
+
+SOURCES = sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/triton*/*.py"))
+SOURCES += sorted(Path(cvt_kernels.__file__).parent.glob("ops/triton_*.py"))
+
+
+def _classes_of(path):
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def _functions_of(path):
+    """Yields the jit functions of a file, each with the names of its arguments that are no constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_called, node.decorator_list):
+            plain = {a.arg for a in node.args.args if a.annotation is None}
+            yield node, {name for name in plain if not name.endswith("_ptr")}
+
+
+def _called(node):
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+#: The fields of the records that kernels get as constants, but for numbers, bools and dtypes.
+FIELDS = {
+    field.target.id
+    for path in SOURCES
+    for record in _classes_of(path)
+    for field in record.body
+    if isinstance(field, ast.AnnAssign)
+    and not {"int", "bool", "float", "Any"} & {ast.unparse(field.annotation)}
+}
+JIT = {node.name for path in SOURCES for node, _ in _functions_of(path)}
+
+
+def test_the_sources_are_found():
+    assert {"approximate", "parts"} <= FIELDS
+    assert {"activate", "load_vector"} <= JIT
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_sources(path):
+    found = []
+    for function, plain in _functions_of(path):
+        for node in ast.walk(function):
+            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and _called(node) in JIT:
+                found += [
+                    f"{where}: {ast.unparse(each)} is given to a jit function"
+                    for each in node.args
+                    if isinstance(each, ast.Attribute) and each.attr in FIELDS
+                    if ast.unparse(each.value).isupper()  # a constant
+                ]
+            is_method = isinstance(node, ast.Attribute) and node.attr == "to"
+            if is_method and ast.unparse(node.value) in plain and function.name.endswith("_kernel"):
+                found.append(f"{where}: {ast.unparse(node)} of an argument that may be a constant")
+        returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
+        early = [each for each in function.body if isinstance(each, ast.If) and _returns(each)]
+        if early and len(returns) > 1 and _asks_for_none(early[0]):
+            found.append(f"{path.name}:{early[0].lineno}: an early return, behind which code is compiled")
+    assert not found, "\n".join(found)
+
+
+def _returns(statement):
+    return any(isinstance(each, ast.Return) for each in ast.walk(statement))
+
+
+def _asks_for_none(statement):
+    return "None" in ast.unparse(statement.test) and not statement.orelse
+
+
+COMPILE = """
+import torch
+from cvt.commands.compile import launches, triton_kernels
+from cvt_kernels.machine import Chip
+
+stage = launches.Stage((4, 4), 64, 0, None)
+launch = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, hybrid=True)[1]
+assert launch.arguments["regions"] == 1
+triton_kernels.specialize(launch, 90).examine()
+print(launch.kernel.__name__)
+"""
+
+
+def test_a_kernel_compiles_for_one_region():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILE]
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.split() == ["_conv_projection_stats_kernel"]
