@@ -408,7 +408,7 @@ def test_operators_of_training_check_what_they_would_read():
             call(**changes)
     with pytest.raises(RuntimeError, match="geometry: got 2 of them, expected 3"):
         ops.conv_projection_moments(x, 4, 5, [branch.weight], [1, 1])
-    with pytest.raises(RuntimeError, match="x: got .*, expected at least one image"):
+    with pytest.raises(RuntimeError, match=r"x: got .*, expected at least one image"):
         ops.conv_projection_moments(x[:0], 4, 5, [branch.weight], [1, 1, 1])
 
 

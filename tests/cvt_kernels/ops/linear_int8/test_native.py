@@ -425,7 +425,7 @@ def test_operators_check_what_they_would_read():
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.linear_int8_packed(*good[:place], wrong, *good[place + 1 :])
-    with pytest.raises(RuntimeError, match="x_scales: got .*, expected a float32 number for each row"):
+    with pytest.raises(RuntimeError, match=r"x_scales: got .*, expected a float32 number for each row"):
         ops.linear_int8_packed(values, x_scales[:3], *good[2:])
     with pytest.raises(
         RuntimeError, match=r"weight: got .*, expected int8 \(outputs, inputs\) of up to 65536 inputs"

@@ -155,7 +155,7 @@ def test_the_operators_check_what_they_are_given():
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.pyramid_block_packed(*(right | {name: wrong}).values())
-    with pytest.raises(RuntimeError, match="weight: got .*, expected contiguous"):
+    with pytest.raises(RuntimeError, match=r"weight: got .*, expected contiguous"):
         ops.pack_depthwise(torch.ones(3, 1, 3, 2), None)
-    with pytest.raises(RuntimeError, match="bias: got .*, expected contiguous"):
+    with pytest.raises(RuntimeError, match=r"bias: got .*, expected contiguous"):
         ops.pack_depthwise(torch.ones(3, 1, 3, 3), torch.ones(2))
