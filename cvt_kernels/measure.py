@@ -108,8 +108,8 @@ class ColdTimes(NamedTuple):
     Attributes:
         device: How long the device computed, in each run.
         host: How long the host took to start it; empty on a CPU, where that is the same.
-        is_disturbed: Whether other work on the machine disturbed the runs: half of them took twice as long as
-            the fastest one, or this process waited for a CPU for a tenth of the time, as Linux tells.
+        is_disturbed: Whether other work on the machine disturbed them: half of the runs took twice as long as
+            the fastest one, or in that one threads waited for a CPU for a tenth of its time (as Linux tells).
     """
 
     device: list[float]
@@ -141,27 +141,36 @@ def cold_seconds_in_turns(
     """
     times = [ColdTimes([], []) for _ in functions]
     timed = dict(enumerate(times))
-    start, waited, rounds = time.perf_counter(), waited_seconds(), 0
+    waited: list[list[float]] = [[] for _ in functions]
+    start, rounds = time.perf_counter(), 0
     while rounds < most and len(timed) > 1:
         limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
         if rounds >= fewest and time.perf_counter() - start >= limit:
             break
         for i in timed if rounds % 2 == 0 else reversed(timed):
-            _run_cold(functions[i], device, times[i])
+            waited[i].append(_run_cold(functions[i], device, times[i]))
         rounds += 1
         for i in losers(timed):
             del timed[i]
-    waits = waited_seconds() - waited > _MOST_WAITING * (time.perf_counter() - start)
-    return [taken._replace(is_disturbed=waits or _is_disturbed(taken)) for taken in times]
+    return [
+        taken._replace(is_disturbed=_is_disturbed(taken) or _has_waited(taken, seconds))
+        for taken, seconds in zip(times, waited, strict=True)
+    ]
 
 
-_MOST_WAITING = 0.1  # times the time of the runs, on an idle machine
+_MOST_WAITING = 0.1  # times the time of a run, where nothing else runs
 _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 
 
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
+
+
+def _has_waited(times: ColdTimes, waited: Sequence[float]) -> bool:
+    """Says whether threads waited for a CPU in the fastest run, given for how long they did in each."""
+    best, seconds = min(zip(times.device, waited, strict=True), default=(0.0, 0.0))
+    return seconds > _MOST_WAITING * best
 
 
 def waited_seconds() -> float:
@@ -176,12 +185,13 @@ def waited_seconds() -> float:
     return nanoseconds / 1e9
 
 
-def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> None:
+def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> float:
+    """Notes the time of a run; returns for how long threads waited for a CPU meanwhile."""
     if device.type == "cuda":
         # A flush keeps the GPU busy for some 60 µs, in which the host must have started the function.
         for _ in range(int(min(taken.host, default=0.0) / 5e-5)):
             _flush_cache()
-        clock = DeviceClock()
+        clock, waited = DeviceClock(), waited_seconds()
         clock.arm()
         clock.read()
         start = time.perf_counter()
@@ -191,9 +201,10 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
     else:
         _flush_buffer("cpu", torch.get_num_threads()).zero_()
         _let_others_run()
-        start = time.perf_counter()
+        waited, start = waited_seconds(), time.perf_counter()
         function()
         taken.device.append(time.perf_counter() - start)
+    return waited_seconds() - waited
 
 
 #: Ends the thread's share of a busy processor now, so that it does not end within what is timed: where 13 of

@@ -147,7 +147,8 @@ def time_again(proof: Proof, verdict: Verdict) -> Verdict:
         Exception: As :func:`prove`.
     """
     with undisturbed(proof.sample.device):
-        sound = {n: each for n, each in proof.candidates.items() if verdict.trials[n].flaw is None}
+        names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
+        sound = {name: proof.candidates[name] for name in names}
         timed = time_in_turns(sound, proof.timed, verdict.trials, proof.default)
         measure.release_memory(proof.sample.device)
     is_disturbed = any(trial.is_disturbed for trial in timed.values())

@@ -150,16 +150,25 @@ def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
 @pytest.mark.usefixtures("flushed")
 @pytest.mark.parametrize(
     ("costs", "waits", "disturbed"),
-    [([2.0, 2.1, 2.0], 0.0, False), ([2.0, 5.0, 5.0], 0.0, True), ([2.0, 2.1, 2.0], 3.0, True)],
-    ids=["idle", "spread", "waits"],
+    [
+        ([2.0, 2.1, 2.1], [0.1, 2.0, 2.0], False),
+        ([2.0, 5.0, 5.0], [0.0, 0.0, 0.0], True),
+        ([2.1, 2.0, 2.1], [0.0, 0.3, 0.0], True),
+    ],
+    ids=["best", "spread", "waits"],
 )
 def test_cold_runs_that_other_work_disturbs(clock, monkeypatch, costs, waits, disturbed):
-    waited = iter([1.0, 1.0 + waits])
-    monkeypatch.setattr(measure, "waited_seconds", lambda: next(waited))
-    each = iter(costs)
-    functions = [lambda: clock.spend(next(each)), lambda: clock.spend(2.0)]
-    times, _ = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=3, most=3)
-    assert times.is_disturbed is disturbed
+    waited = [0.0]
+    monkeypatch.setattr(measure, "waited_seconds", lambda: waited[0])
+    runs = iter(zip(costs, waits, strict=True))
+
+    def run():
+        seconds, waits = next(runs)
+        clock.spend(seconds)
+        waited[0] += waits
+
+    times, other = measure.cold_seconds_in_turns([run, lambda: clock.spend(1.0)], CPU, 0.0, fewest=3, most=3)
+    assert (times.is_disturbed, other.is_disturbed) == (disturbed, False)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import threading
 
 import pytest
@@ -860,6 +861,7 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
         seconds, *host_seconds = time if isinstance(time, tuple) else (time,)
         taken.device.append(seconds / 1000)
         taken.host.extend(each / 1000 for each in host_seconds)
+        return 0.0
 
     monkeypatch.setattr(measure, "_run_cold", run_cold)
     candidates = {name: lambda x, name=name: ran.append(name) for name in milliseconds}
@@ -892,7 +894,7 @@ def test_the_host_counts_outside_of_graphs_only():
 
 def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
     for waits in (False, True):
-        seconds = iter([0.0, 1e6 * waits])
+        seconds = itertools.count(step=1e6 * waits)
         monkeypatch.setattr(measure, "waited_seconds", lambda seconds=seconds: next(seconds))
         monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
         verdict = prove("linear", torch.randn(40, 16), torch.randn(8, 16), None)

@@ -867,7 +867,7 @@ print(store.get("q").chosen)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_takes_the_locks_that_its_parent_knows():
-    """In each of its threads; of the lock that the parent holds it knows that it does not."""
+    """It does so in each of its threads, and does not take the lock that its parent holds for its own."""
     code = f"""
 import os, threading
 from cvt_kernels import verdicts

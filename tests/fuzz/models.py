@@ -448,7 +448,7 @@ class _End(Exception):  # noqa: N818 (it is no error)
 
 
 class _Flaw(Exception):  # noqa: N818 (likewise)
-    """What is wrong."""
+    """A difference from the twin."""
 
 
 def judge(case: Case) -> Answer:

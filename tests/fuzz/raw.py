@@ -35,9 +35,9 @@ _DTYPES = (
 )  # fmt: skip
 _MOST = 2**63 - 1
 _INTEGERS = (
-    0, 1, 2, 3, 5, 7, 9, 16, 17, 64, 65, 129, 257, 1000, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31,
-    2**32, 2**33, 2**40, 2**40 + 1, 2**59, 2**60, 2**61, 2**62, _MOST,
-    -1, -2, -16, -(2**31), -(2**32), -(2**62), -_MOST - 1,
+    0, 1, 2, 3, 5, 7, 9, 16, 17, 64, 65, 129, 257, 1000, 2**16 + 1, 2**20, 2**20 + 1, 2**31 - 1, 2**31, 2**32,
+    2**33, 2**40, 2**40 + 1, 2**59, 2**60, 2**61, 2**62, _MOST, -1, -2, -16, -(2**31), -(2**32), -(2**62),
+    -_MOST - 1,
 )  # fmt: skip
 _REALS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e38, 1e300, math.inf, -math.inf, math.nan)
 _WORDS = ("", "none", "tanh", "quick", "identity", "relu", "cls", "avg", "é", "none\0", "x" * 5000)
@@ -296,7 +296,7 @@ def _integers(source: random.Random, value: int) -> int:
 
 
 def _shaped(source: random.Random, tensor: Tensor) -> Tensor:
-    """Returns a tensor of another shape; one larger than any memory has the same number everywhere."""
+    """Returns a tensor of another shape, perhaps larger than any memory: its numbers are then the same."""
     shape, kind = list(tensor.shape), source.randrange(6)
     if kind == 0:
         shape.insert(source.randrange(len(shape) + 1), source.choice(_SIZES))

@@ -1,4 +1,4 @@
-"""What commands read and write: no output is an input, and reports in JSON."""
+"""Tests of the paths of commands: no output is an input, and reports in JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the interpreter takes and Triton's compiler does not, in the sources of every kernel.
+"""Tests of what the interpreter takes and Triton's compiler does not, in the sources of every kernel.
 
 Triton 3.6, the version of torch 2.11, takes an attribute of a constexpr as an argument of a jit function only
 if it is a number, a bool or a dtype. Every version makes an integer argument of 1 a constant, which has no

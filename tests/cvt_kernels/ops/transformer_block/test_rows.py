@@ -379,10 +379,10 @@ def test_bad_arguments(settings, error, message):
     [
         ([[0, 1, 21], [0, 1, 2]], "rows: got 21, expected indices of 21 tokens, or -1"),
         ([[0, 1, 2], [0, 1, -2]], "rows: got -2"),
-        ([[0, 1, 2], [0, 2, 2]], "rows: expected those of an image ascending"),
-        ([[0, 3, 2], [0, 1, 2]], "rows: expected those of an image ascending"),
-        ([[0, -1, 2], [0, 1, 2]], "rows: expected those of an image ascending, then -1"),
-        ([[0, 1, 2], [1, 2, 3]], "rows: expected the class token of each image"),
+        ([[0, 1, 2], [0, 2, 2]], "rows: got 2, expected those of an image ascending"),
+        ([[0, 3, 2], [0, 1, 2]], "rows: got 2, expected those of an image ascending"),
+        ([[0, -1, 2], [0, 1, 2]], "rows: got 2, expected those of an image ascending, then -1"),
+        ([[0, 1, 2], [1, 2, 3]], "rows: got 1, expected the class token of each image"),
     ],
 )
 def test_native_refuses_wrong_rows_before_it_writes(rows, message, monkeypatch):
