@@ -134,7 +134,7 @@ def run(place: Path, argv: list[str], *, may_last: bool = False) -> Answer:
     changed = sorted({path for path, _ in _contents(place.parent).items() ^ before.items()})
     if code == 2 and changed:
         flaws.append(f"has failed, but changed {changed[0]}")
-    if code == 0:
+    if code == 0 and changed:
         inputs = {str(path.relative_to(place.parent)) for path in _inputs_of(argv, place)}
         flaws += [f"changed {path}, which it reads" for path in changed if path in inputs]
     return Answer(flaws)
