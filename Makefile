@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Linters, the tests and a smoke test of the benchmarks, side by side, within 10 minutes on 2 processors. The tests have one
+# Linters, the tests and a smoke test of the benchmarks, side by side, in 10 to 13 minutes on 2 processors. The tests have one
 # more worker than processors, since some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 # Processes that tests start find compiled modules, even on a machine that is told to write none.
