@@ -31,7 +31,7 @@ suite: $(INSTALLED)
 	$(PYTEST) -m 'not sanitized'
 
 smoke: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q --basetemp=build/smoke
 
 # The loops of the CPU kernels with AddressSanitizer and UBSan, which take too long for make test: after an edit in csrc/.
 sanitize: $(INSTALLED)

@@ -230,6 +230,7 @@ def test_suites_keep_to_their_time(tmp_path):
         "-rs",
         "--seconds=1000",
         f"--benchmark-json={target}",
+        f"--basetemp={tmp_path / 'temporary'}",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
