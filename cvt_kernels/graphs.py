@@ -694,36 +694,23 @@ class _CudaCapture:
         if self._pool is None or not self._graphs:  # the last graph took the memory with it
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        failure = None
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            # A capture that fails may leave its own stream behind as the current one.
-            with torch.cuda.stream(current):
-                self._side.wait_stream(current)
-                with torch.cuda.stream(self._side), machine.rehearsed_capture():
-                    for _ in range(2):
-                        function()
-                current.wait_stream(self._side)
-                torch.clear_autocast_cache()
-                torch._C._cuda_clearCublasWorkspaces()  # or the graph would use one that is not its own
-                # Other threads may go on meanwhile with what a capture does not allow.
-                capture = torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                )
-                try:
-                    with capture:
-                        try:
-                            outputs = function()
-                        except Exception as error:
-                            failure = error
-                            raise
-                except Exception:
-                    self._pool = None  # PyTorch may take it for one that is still being filled
-                    if failure is not None:  # the end of the capture raises another error
-                        raise failure from None
-                    raise
-                finally:
-                    torch._C._cuda_clearCublasWorkspaces()
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side), machine.rehearsed_capture():
+                for _ in range(2):
+                    function()
+            current.wait_stream(self._side)
+            torch.clear_autocast_cache()
+            torch._C._cuda_clearCublasWorkspaces()  # or the graph would use one that is not its own
+            try:
+                with machine.captured(graph, self._pool, self._side):
+                    outputs = function()
+            except Exception:
+                self._pool = None  # it may hold what the failed capture has allocated
+                raise
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
         self._graphs.add(graph)
         return outputs, graph
 

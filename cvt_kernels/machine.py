@@ -269,6 +269,55 @@ def rehearsed_capture() -> Iterator[None]:
         _rehearsal.is_on = previous
 
 
+@contextlib.contextmanager
+def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Captures the work of a block into a CUDA graph; one that cannot be captured leaves nothing behind.
+
+    What torch does not take back itself is undone: the stream stays the current one, the allocator goes on
+    filling the graph's memory, and up to torch 2.11 no random number can be drawn until another capture
+    succeeds. Other threads may go on meanwhile with what a capture does not allow.
+
+    Args:
+        graph: A new graph.
+        pool: Its memory, of ``torch.cuda.graph_pool_handle()``.
+        stream: The stream to capture on, of the current device.
+
+    Raises:
+        Exception: What the block raises, or torch where the capture fails.
+    """
+    failures: list[Exception] = []
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except Exception as error:
+                    failures.append(error)
+                    raise
+        except Exception as error:
+            with torch.cuda.stream(stream):
+                _undo_capture(graph, pool)
+            # The end of a capture that has failed raises another error. Nothing here keeps the one that is
+            # raised, whose traceback keeps the tensors of the block.
+            raise (failures.pop() if failures else error) from None
+
+
+def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Undoes what a failed capture on the current stream leaves behind."""
+    device = torch.cuda.current_device()
+    try:
+        graph.pool()  # which it has from the end of a capture on, and takes back when it is destroyed
+    except RuntimeError:
+        for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):  # the capture has not come that far, or is beyond it
+                give_back(device, pool)
+    with contextlib.suppress(RuntimeError):  # the GPU is not usable any more
+        generator = torch.cuda.CUDAGraph()
+        generator.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")  # or torch warns of an empty graph
+        generator.capture_end()
+
+
 # Launching Triton kernels ---------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from . import machine
+
 Device = torch.device | str
 
 # Clocks ---------------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with machine.captured(graph, torch.cuda.graph_pool_handle(), stream):
             function()
     except RuntimeError:  # it asks the host something meanwhile
         torch.cuda.synchronize()

@@ -955,6 +955,7 @@ def test_gpu_a_failed_capture_harms_nothing(on_gpu):
     torch.testing.assert_close(got, plain(model)(x))
     torch.testing.assert_close(model(x), got)
     assert torch.cuda.current_stream() == stream
+    torch.rand(1, device="cuda")  # up to torch 2.11 it failed from then on
     other = ck.graphed(ours().cuda().eval())
     for _ in range(2):
         assert_close(other, random_images(1))

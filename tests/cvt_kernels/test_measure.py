@@ -1,5 +1,6 @@
 """Tests of the clock, the memory and the ceilings."""
 
+import gc
 import os
 
 import pytest
@@ -216,7 +217,23 @@ def test_a_gpu_is_timed_with_and_without_a_graph():
     replay = measure.graph_replay(lambda: x @ x)
     assert replay is not None
     assert 0.5 < measure.fastest(replay, "cuda") / alone < 2
-    assert measure.graph_replay(lambda: (x @ x).sum().item()) is None
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_leaves_the_process_as_it_was():
+    def asks_the_host():
+        torch.rand(2**26, device="cuda").sum().item()
+
+    numbers = measure.graph_replay(lambda: torch.rand(4, device="cuda"))
+    stream = torch.cuda.current_stream()
+    for _ in range(8):
+        assert measure.graph_replay(asks_the_host) is None
+        assert torch.cuda.current_stream() == stream
+        torch.rand(1, device="cuda")
+    numbers()  # its random numbers go on from those outside
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < 4 * 2**28  # each run takes 2²⁸ bytes
 
 
 # Memory ---------------------------------------------------------------------------------------------------
