@@ -239,6 +239,8 @@ class _Block(NamedTuple):
     names: _Names | None
 
 
+#: The choices of the threads that have one, the last to be made at the end.
+_latest_choices: MutableMapping[threading.Thread, _Names] = weakref.WeakKeyDictionary()
 _blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("blocks")
 _names_here: contextvars.ContextVar[Any] = contextvars.ContextVar("names_here")
 
@@ -261,7 +263,11 @@ _OUTSIDE = (_Block(None, None),)
 def _open_blocks(blocks: tuple[_Block, ...]) -> None:
     """Makes these the blocks of the context; the first stands for what is around all of them."""
     _blocks.set(blocks)
-    _names_here.set(_here if blocks[-1].names is None else blocks[-1].names)
+    names, thread = blocks[-1].names, threading.current_thread()
+    _names_here.set(_here if names is None else names)
+    _latest_choices.pop(thread, None)
+    if names is not None:
+        _latest_choices[thread] = names
 
 
 def _close_block(owner: object) -> None:
@@ -321,7 +327,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
     A block holds for its thread or task alone. A statement in the main thread, outside of such blocks, holds
     for all threads that make no choice themselves too, those of PyTorch among them; one within a block holds
     until the end of the block, or in a compiled function for the process. Of blocks that end in another order
-    than the reverse of their beginnings, the last one to begin of those that are still open counts.
+    than the reverse of their beginnings, the last one to begin of those that are still open counts. In the
+    backward on a GPU, which PyTorch runs in threads of its own, the choice counts that a thread made last.
 
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
@@ -375,7 +382,12 @@ def _names_requested() -> _Names:
     if _requested_in_graph is not None and (torch.compiler.is_compiling() or not _is_in_block()):
         return _requested_in_graph
     names = _here.names
-    return _requested if names is _here else names
+    if names is not _here:
+        return names
+    # Activation checkpointing computes the forward again there, which must be served as it was before.
+    if not torch.compiler.is_compiling() and _latest_choices and machine.is_thread_of_autograd():
+        return list(_latest_choices.values())[-1]
+    return _requested
 
 
 def _check_backends(names: tuple[str, ...], argument: str) -> None:

@@ -245,6 +245,13 @@ def _nvcc() -> str:
     return f"{release.split(',')[0].strip()} ({path})"
 
 
+def is_thread_of_autograd() -> bool:
+    """Says whether PyTorch has started this thread for the backward on a GPU; another one waits for it."""
+    if torch._C._current_autograd_node() is None:
+        return False
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
 class _Rehearsal(threading.local):
     """A note in each thread whether its work is a rehearsal of a capture."""
 

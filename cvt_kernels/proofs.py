@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import accuracy, measure
+from . import accuracy, machine, measure
 from .verdicts import FAILS_HERE, Trial, Verdict
 
 #: A candidate takes the place of the default only if it wins by this factor. A smaller one lets noise decide:
@@ -208,17 +208,26 @@ def _notice(stream: TextIO) -> None:
 
 # The caller -----------------------------------------------------------------------------------------------
 
-_state = threading.local()
+#: What is called at the end of the proofs that go on, by the threads that they began in.
+_endings: dict[int, contextlib.ExitStack] = {}
 
 
 def is_proving() -> bool:
     """Says whether this thread is within a proof: an operator may be composed of others."""
-    return getattr(_state, "endings", None) is not None
+    return bool(_endings) and _endings_here() is not None
 
 
 def at_end(function: Callable[[], None]) -> None:
     """Calls a function when the proof that this thread is within has ended."""
-    _state.endings.callback(function)
+    endings = _endings_here()
+    assert endings is not None, "there is no proof"
+    endings.callback(function)
+
+
+def _endings_here() -> contextlib.ExitStack | None:
+    if not machine.is_thread_of_autograd():
+        return _endings.get(threading.get_ident())
+    return next(reversed(_endings.values()), None)
 
 
 @contextlib.contextmanager
@@ -227,11 +236,11 @@ def _proving() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as endings:
-        _state.endings = endings
+        _endings[threading.get_ident()] = endings
         try:
             yield
         finally:
-            _state.endings = None
+            del _endings[threading.get_ident()]
 
 
 @contextlib.contextmanager

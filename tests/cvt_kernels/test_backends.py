@@ -1,15 +1,19 @@
 """The choice of backends, by request and by verdict, with made-up ones beside those of the project."""
 
+import _thread
 import math
 import pickle
 import re
+import threading
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, verdicts
@@ -207,6 +211,45 @@ def test_names_that_cannot_be_requested(names, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ck.use_backend(*names)
     assert backends.requested_backends() == ("auto",)
+
+
+def test_the_backward_in_a_thread_of_pytorch_is_served_as_the_forward():
+    seen = []
+
+    def backward_elsewhere(start):
+        """Runs a backward that notes what is requested in it, in a thread of Python's or in another one."""
+        done = threading.Event()
+        x = torch.ones(2, requires_grad=True)
+        y = 2 * x
+        y.register_hook(lambda _: seen.append(backends.requested_backends()))
+
+        def run():
+            y.sum().backward()
+            done.set()
+
+        start(run)
+        assert done.wait(60)
+
+    def start_outside_of_python(run):
+        _thread.start_new_thread(run, ())
+
+    with ck.use_backend("reference"):
+        with ck.use_backend("triton", "reference"):
+            backward_elsewhere(start_outside_of_python)
+            backward_elsewhere(lambda run: threading.Thread(target=run).start())
+        backward_elsewhere(start_outside_of_python)
+    backward_elsewhere(start_outside_of_python)
+    assert seen == [("triton", "reference"), ("auto",), ("reference",), ("auto",)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_gpu_checkpointing_computes_again_with_the_requested_backend(backend):
+    x = torch.randn(64, 32, device="cuda", requires_grad=True)
+    layer = nn.Linear(32, 64).cuda()
+    with ck.use_backend(backend):
+        checkpoint(ck.linear_gelu, x, layer.weight, layer.bias, use_reentrant=False).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_names_that_cannot_be_registered():
