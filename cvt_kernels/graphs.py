@@ -36,6 +36,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, checks, machine, verdicts
+from .ops import packing
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -262,7 +263,9 @@ class _Graphs:
         is_same, outputs = snapshot.keys_hold(), _NOTHING
         if is_same and snapshot.why_not(call.device) is None and key not in self._failures:
             graph = self._graphs.get(key)
-            if graph is not None:
+            if graph is not None and not graph.holds():
+                is_same = False
+            elif graph is not None:
                 self._graphs.move_to_end(key)
                 outputs = graph.replay(call.tensors)
             elif snapshot.holds(model):
@@ -609,7 +612,8 @@ class _Graph:
                 ours.copy_(theirs)
             args, kwargs = call.arguments(self._inputs)
             versions = [tensor._version for tensor in self._inputs]
-            outputs, self._recorded = cuda.record(lambda: forward(*args, **kwargs))
+            with packing.noted_uses() as self._copies:
+                outputs, self._recorded = cuda.record(lambda: forward(*args, **kwargs))
             changed = versions != [tensor._version for tensor in self._inputs]
         self._leaves, self._form = pytree.tree_flatten(outputs)
         reason = _why_not_copied(self._leaves, call.device)
@@ -618,6 +622,10 @@ class _Graph:
         if reason is not None:
             self.release()
             raise NotReplayable(reason)
+
+    def holds(self) -> bool:
+        """Says whether the weights are those of which the recorded call has read packed copies."""
+        return self._copies.hold()
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Returns what the call computes of other tensors, in memory of its own."""
@@ -631,7 +639,7 @@ class _Graph:
     def release(self) -> None:
         """Gives the memory of the graph back; it must not be replayed afterwards."""
         self._cuda.release(self._recorded)
-        self._inputs, self._leaves = [], []
+        self._inputs, self._leaves, self._copies = [], [], packing.Uses()
 
 
 @contextlib.contextmanager

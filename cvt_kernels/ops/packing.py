@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -146,22 +146,53 @@ class _Copy(Snapshot):
         tensors: The weight, and what else goes into the copy.
 
     Attributes:
-        made: What was packed.
+        place: Where it is in ``_known``.
+        made: What was packed; None before.
     """
 
     def __init__(self, place: tuple[int, Hashable], tensors: Sequence[Tensor | None]):
         super().__init__(tensors)
-        self._place = place
+        self.place = place
         self.made: Any = None
 
     def outdate(self) -> None:
         super().outdate()
-        if _known.get(self._place) is self:
-            _known.pop(self._place, None)
+        if _known.get(self.place) is self:
+            _known.pop(self.place, None)
 
 
 _known: dict[tuple[int, Hashable], _Copy] = {}  # by the address of the weight
 _lock = threading.RLock()
+
+
+class Uses:
+    """The copies that calls within :func:`noted_uses` have read, which it keeps alive."""
+
+    def __init__(self) -> None:
+        self._uses: list[tuple[_Copy, Any, list[Tensor | None]]] = []
+
+    def note(self, copy: _Copy, tensors: Sequence[Tensor | None]) -> None:
+        """Notes that a copy of some tensors was read."""
+        aliases = [None if t is None else t.detach() for t in tensors]
+        self._uses.append((copy, copy.made, aliases))
+
+    def hold(self) -> bool:
+        """Says whether all copies are still those of their weights."""
+        return all(copy.holds(tensors) for copy, _, tensors in self._uses)
+
+
+_noted = threading.local()
+
+
+@contextlib.contextmanager
+def noted_uses() -> Iterator[Uses]:
+    """Notes the copies that this thread reads within a block, as a recorded call reads them again later."""
+    previous, uses = getattr(_noted, "uses", None), Uses()
+    _noted.uses = uses
+    try:
+        yield uses
+    finally:
+        _noted.uses = previous
 
 
 def packed(
@@ -180,19 +211,28 @@ def packed(
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     try:
         copy = _known.get(place)
-        if copy is not None and copy.holds(tensors):
-            return copy.made
-        copy = _Copy(place, tensors)
+        if copy is None or not copy.holds(tensors):
+            copy = _Copy(place, tensors)
     except RuntimeError:  # of inference mode
         return make()
-    with _lock:  # of several threads, one packs
-        found = _known.get(place)
+    if copy.made is None:
+        copy = _pack(copy, tensors, make)
+    uses = getattr(_noted, "uses", None)
+    if uses is not None:
+        uses.note(copy, tensors)
+    return copy.made
+
+
+def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> _Copy:
+    """Makes a copy, of several threads in one; returns the one that is kept."""
+    with _lock:
+        found = _known.get(copy.place)
         if found is not None and found.holds(tensors):
-            return found.made
+            return found
         copy.made = make()
-        _known[place] = copy
+        _known[copy.place] = copy
         _drop_after_proof(copy)
-        return copy.made
+        return copy
 
 
 def _drop_after_proof(copy: _Copy) -> None:

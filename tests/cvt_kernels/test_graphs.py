@@ -25,6 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs
+from cvt_kernels.ops import packing
+from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
 
@@ -429,6 +431,28 @@ def test_a_key_of_a_module_is_part_of_what_must_hold(cuda, is_root):
     for _ in range(2):
         assert_same(model, x)
     assert captures(cuda) == 2
+
+
+def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(cuda):
+    torch.manual_seed(0)
+    layer = LinearInt8.from_float(nn.Linear(16, 8))
+    model, x = ck.graphed(nn.Sequential(layer).eval()), torch.randn(4, 16)
+    # refresh: values that PyTorch has not counted; release_memory: the copy that the graph reads stays.
+    changes = (
+        lambda: None,
+        lambda: layer.qweight.copy_(layer.qweight.flip(0)),
+        lambda: layer.weight_scale.mul_(2),
+        lambda: (layer.qweight.data.copy_(layer.qweight.flip(1)), ck.refresh(model)),
+        ck.release_memory,
+    )
+    with ck.use_backend("dequantized"):
+        for change in changes:
+            change()
+            for _ in range(3):
+                got = model(x)
+                packing._known.clear()  # nobody else keeps it
+                torch.testing.assert_close(got, plain(model)(x), rtol=0, atol=0)
+    assert captures(cuda) == 4
 
 
 @pytest.mark.parametrize("first", [ck.graphed, functools.partial(ck.accelerate, freeze=True)])
