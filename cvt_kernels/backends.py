@@ -433,6 +433,8 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
 def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
     """Says why a backend cannot serve a call; None if it can."""
     reason = why_unavailable(operator, backend, x.device.type)
+    if reason is None and backend in OURS and x.is_cuda:
+        reason = _gpu_lacks(backend, x.device)
     if reason is None and backend in _UNTRANSFORMED:
         reason = _why_transformed()
     if reason is None:
@@ -467,6 +469,10 @@ def _machine_lacks(operator: str, backend: str, device_type: str) -> str | None:
     return _ask_why_unavailable(implementations[operator][backend], device_type)
 
 
+def _gpu_lacks(backend: str, device: torch.device) -> str | None:
+    return machine.why_gpu_unsupported(backend, device.index)
+
+
 @functools.cache
 def _ask_why_unavailable(implementation: Implementation, device_type: str) -> str | None:
     """Asks the machine, and imports the functions if it can run them."""
@@ -490,3 +496,4 @@ def forget() -> None:
 # What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
 # does; to call it would import torch._dynamo, and with it Triton, and double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gpu_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -29,6 +29,9 @@ from .toolkit import find_nvcc
 #: Whether Triton's interpreter runs the kernels, on the CPU.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
+#: The compute capability that the kernels need.
+OLDEST_GPU = (8, 0)
+
 _EXTENSION = "cvt_kernels._C"
 #: The build of the extension, as a part of sentences.
 _BUILD = "in a checkout: pip install 'setuptools>=77' ninja && pip install --no-build-isolation ."
@@ -66,8 +69,11 @@ def facts() -> Machine:
 
 def why_triton_unavailable(device_type: str) -> str | None:
     """Says why this machine cannot run Triton kernels; None if it can."""
-    if not torch.cuda.is_available() and not INTERPRETING:
-        return "there is no NVIDIA GPU"
+    if not INTERPRETING:
+        if not torch.cuda.is_available():
+            return "there is no NVIDIA GPU"
+        if (reason := _why_no_gpu_runs("triton")) is not None:
+            return reason
     if importlib.util.find_spec("triton") is None:
         hint = "; 'pip install triton' installs it" if platform.system() == "Linux" else ""
         return f"the package triton is not installed{hint}"
@@ -85,7 +91,35 @@ def why_native_unavailable(device_type: str) -> str | None:
     facts = load_extension()
     if device_type != "cuda":
         return None
-    return _why_cuda_unavailable(facts.cuda, _split(facts.architectures), facts.cuda_request)
+    return _why_cuda_unavailable(facts.cuda, facts.cuda_request) or _why_no_gpu_runs("native")
+
+
+def _why_no_gpu_runs(backend: str) -> str | None:
+    """Says why none of the GPUs here can run kernels of a backend; None if one can, or if there is none."""
+    reasons = [why_gpu_unsupported(backend, index) for index in range(torch.cuda.device_count())]
+    return None if not reasons or None in reasons else reasons[0]
+
+
+@functools.cache
+def why_gpu_unsupported(backend: str, index: int) -> str | None:
+    """Says why one of the GPUs here cannot run kernels of ours; None if it can.
+
+    Args:
+        backend: ``"triton"`` or ``"native"``.
+        index: The number of the GPU.
+    """
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if torch.version.hip is not None:
+        return f"there are kernels for NVIDIA's GPUs only, not for {name}"
+    if capability < OLDEST_GPU:
+        needed, has = (".".join(map(str, numbers)) for numbers in (OLDEST_GPU, capability))
+        return f"the kernels need a GPU of compute capability {needed} or newer, {name} has {has}"
+    if backend != "native":
+        return None
+    architectures = _split(load_extension().architectures)
+    if any(_runs_on(capability, architecture) for architecture in architectures):
+        return None
+    return f"the extension was built for {', '.join(architectures)}, which {name} cannot run; run {_BUILD}"
 
 
 def has_extension() -> bool:
@@ -106,20 +140,13 @@ def _how_to_build() -> str:
     return f"pip leaves it out where the build does not see torch; run {_BUILD}"
 
 
-def _why_cuda_unavailable(toolkit: str, architectures: tuple[str, ...], requested: str) -> str | None:
-    """Says why the GPUs here cannot run kernels of a toolkit for some architectures; None if they can."""
-    if torch.version.hip is not None:
-        return "the extension has kernels for NVIDIA's GPUs only"
+def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
+    """Says why the extension has no kernels of a toolkit that the driver here runs; None if it has them."""
     if not toolkit and requested == "0":
         return "the extension was built with CVT_KERNELS_CUDA=0"
     if not toolkit:
         lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
         return f"the extension was built where there was no CUDA toolkit (nvcc); {lacking}run {_BUILD}"
-    for index in range(torch.cuda.device_count()):
-        if not any(_runs_on(torch.cuda.get_device_capability(index), name) for name in architectures):
-            name = torch.cuda.get_device_name(index)
-            built = ", ".join(architectures)
-            return f"the extension was built for {built}, which {name} cannot run; run {_BUILD}"
     driver = _cuda_driver()
     if driver == 0:
         return "there is no NVIDIA driver"

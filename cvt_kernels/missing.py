@@ -14,9 +14,6 @@ import torch
 
 from . import machine
 
-#: The oldest GPUs that this project has kernels for, by compute capability.
-_OLDEST_GPU = (8, 0)
-
 _said = False
 
 
@@ -64,4 +61,4 @@ def _has_gpu() -> bool:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return False
     gpus = range(torch.cuda.device_count())
-    return any(torch.cuda.get_device_capability(index) >= _OLDEST_GPU for index in gpus)
+    return any(torch.cuda.get_device_capability(index) >= machine.OLDEST_GPU for index in gpus)

@@ -503,8 +503,21 @@ def _is_of_environment(error: Exception) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    """Returns the type of an error and the first line of its message, then those of its cause.
+
+    The messages of Triton's compiler show the source first: of a cause in it, the last line is returned.
+    """
+    cause = error
+    while isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    described = f"{type(error).__name__}: {_lines(error)[0]}"
+    if type(cause).__name__ == "CompilationError":
+        return f"{described} {_lines(cause)[-1]}"
+    return described if cause is error else f"{described} {type(cause).__name__}: {_lines(cause)[0]}"
+
+
+def _lines(error: Exception) -> list[str]:
+    return [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
 
 
 def is_out_of_memory(error: Exception) -> bool:

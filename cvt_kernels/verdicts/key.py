@@ -33,8 +33,15 @@ def _installation() -> dict[str, object]:
         "torch": str(torch.__version__),
         "triton": f"{triton}, interpreted" if machine.INTERPRETING else triton,
         "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version() if torch.version.cuda else None,
+        "cuDNN": _cudnn(),
     }
+
+
+def _cudnn() -> int | str | None:
+    try:
+        return torch.backends.cudnn.version() if torch.version.cuda else None
+    except RuntimeError:  # it does not serve this GPU, or is another one than torch was built with
+        return "not usable"
 
 
 def _source_files() -> list[Path]:

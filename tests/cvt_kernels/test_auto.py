@@ -140,6 +140,23 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, name):
     assert len(proven) == 1
 
 
+def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(proven):
+    class OutOfResources(Exception):  # noqa: N818
+        """Stands for Triton's."""
+
+    def function(x, *, approximate):
+        raise OutOfResources("out of resource: shared memory, Required: 155648, Hardware limit: 65536")
+
+    register(function)
+    x = torch.randn(3, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(ck.gelu(x), reference.gelu(x))
+    assert ck.fallbacks()["gelu", "native"].startswith(
+        "fails: OutOfResources: out of resource: shared memory"
+    )
+
+
 ENVIRONMENT = {
     "disk": OSError(28, "No space left on device"),
     "compiler": subprocess.CalledProcessError(1, ["gcc"]),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 from tests.checks import not_built
 
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -75,27 +75,79 @@ def test_the_reason_where_the_extension_is_not_built(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("built_with", "architectures", "capability", "driver", "reason"),
+    ("built_with", "driver", "reason"),
     [
-        ("13.0", ("sm_80", "sm_90"), (8, 6), 13, None),
-        ("13.0", ("sm_80", "compute_90"), (12, 0), 13, None),
-        ("", (), (9, 0), 13, "no CUDA toolkit"),
-        ("13.0", ("sm_90",), (8, 0), 13, "built for sm_90, which a GPU cannot run"),
-        ("13.0", ("sm_90a",), (10, 0), 13, "built for sm_90a"),
-        ("13.0", ("sm_86",), (8, 0), 13, "built for sm_86"),
-        ("13.0", ("sm_90",), (9, 0), 0, "there is no NVIDIA driver"),
-        ("13.0", ("sm_90",), (9, 0), 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
+        ("13.0", 13, None),
+        ("", 13, "no CUDA toolkit"),
+        ("13.0", 0, "there is no NVIDIA driver"),
+        ("13.0", 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
     ],
 )
-def test_gpus_that_the_extension_was_not_built_for(
-    monkeypatch, built_with, architectures, capability, driver, reason
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+def test_drivers_that_the_extension_was_not_built_for(monkeypatch, built_with, driver, reason):
     monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
-    got = machine._why_cuda_unavailable(built_with, architectures, "auto")
+    got = machine._why_cuda_unavailable(built_with, "auto")
     assert got is None if reason is None else reason in got
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Returns a function that puts GPUs into this machine, and an extension for architectures."""
+
+    def put(*capabilities, architectures="sm_80,sm_90"):
+        facts = SimpleNamespace(architectures=architectures, cuda="13.0", cuda_request="auto")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+        monkeypatch.setattr(machine, "load_extension", lambda: facts)
+        monkeypatch.setattr(machine, "_cuda_driver", lambda: 13)
+        monkeypatch.setattr(machine, "has_extension", lambda: True)
+        monkeypatch.setattr(machine, "INTERPRETING", False)
+
+    machine.why_gpu_unsupported.cache_clear()
+    yield put
+    machine.why_gpu_unsupported.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "reason"),
+    [
+        ("sm_80,sm_90", (8, 6), None),
+        ("sm_80,compute_90", (12, 0), None),
+        ("sm_90", (8, 0), "built for sm_90, which GPU 0 cannot run"),
+        ("sm_90a", (10, 0), "built for sm_90a"),
+        ("sm_86", (8, 0), "built for sm_86"),
+    ],
+)
+def test_gpus_that_the_extension_was_not_built_for(gpus, architectures, capability, reason):
+    gpus(capability, architectures=architectures)
+    for got in (machine.why_gpu_unsupported("native", 0), machine.why_native_unavailable("cuda")):
+        assert got is None if reason is None else reason in got
+    assert machine.why_gpu_unsupported("triton", 0) is None
+
+
+def test_gpus_that_are_too_old_are_refused_in_one_sentence(gpus):
+    gpus((7, 5))
+    reason = "the kernels need a GPU of compute capability 8.0 or newer, GPU 0 has 7.5"
+    assert machine.why_triton_unavailable("cuda") == reason
+    assert machine.why_native_unavailable("cuda") == reason
+
+
+def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
+    gpus((7, 5), (9, 0))
+    assert machine.why_native_unavailable("cuda") is None
+    assert machine.why_triton_unavailable("cuda") in (None, "the package triton is not installed")
+    for backend in ("native", "triton"):
+        reasons = [backends._gpu_lacks(backend, torch.device("cuda", index)) for index in (0, 1)]
+        assert "GPU 0 has 7.5" in reasons[0]
+        assert reasons[1] is None
+
+
+def test_gpus_of_others_are_refused_in_one_sentence(gpus, monkeypatch):
+    gpus((9, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for ask in (machine.why_triton_unavailable, machine.why_native_unavailable):
+        assert ask("cuda") == "there are kernels for NVIDIA's GPUs only, not for GPU 0"
 
 
 def test_a_rehearsal_counts_as_a_capture_in_its_thread():

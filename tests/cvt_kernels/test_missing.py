@@ -47,7 +47,9 @@ def at(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
 
-    return become
+    machine.why_gpu_unsupported.cache_clear()
+    yield become
+    machine.why_gpu_unsupported.cache_clear()
 
 
 @pytest.mark.parametrize(

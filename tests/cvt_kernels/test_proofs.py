@@ -112,6 +112,23 @@ def test_an_error_without_words():
     assert gelu_flaw(fails) == "fails: RuntimeError: no reason given"
 
 
+def test_an_error_is_described_with_its_cause():
+    class CompilationError(Exception):
+        """Stands for Triton's."""
+
+    def fails(x, **_):
+        try:
+            raise CompilationError("at 36:21:\n    x = activate(x, SPEC.approximate)\n        ^") from error
+        except CompilationError as inner:
+            raise CompilationError("at 9:4:\n    y = _load(x)\n        ^") from inner
+
+    error = AttributeError("'str' object has no attribute 'type'")
+    expected = "fails: CompilationError: at 9:4: AttributeError: 'str' object has no attribute 'type'"
+    assert gelu_flaw(fails) == expected
+    error = CompilationError("at 1:2:\n    y = tl.load(x)\n        ^\nexpected a pointer\n")
+    assert gelu_flaw(fails) == "fails: CompilationError: at 9:4: expected a pointer"
+
+
 @pytest.mark.parametrize(
     "allocate", [torch.empty_like, torch.zeros_like, torch.clone, torch.Tensor.contiguous]
 )

@@ -929,6 +929,16 @@ def _forgotten():
 
 
 @pytest.mark.usefixtures("_forgotten")
+def test_key_where_cudnn_cannot_be_used(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert verdicts.machine_key(CPU)["cuDNN"] == "not usable"
+
+
+@pytest.mark.usefixtures("_forgotten")
 def test_key_of_the_cpu(monkeypatch):
     monkeypatch.setenv("CVT_KERNELS_CPU", "plain")
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a process"))

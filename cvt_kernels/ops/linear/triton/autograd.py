@@ -52,11 +52,17 @@ def _gradients(
     )
 
 
+def _is_served_by_extension(pre: Tensor) -> bool:
+    if machine.why_native_unavailable(pre.device.type) is not None:
+        return False
+    if not pre.is_cuda:
+        return True
+    return pre.dtype != torch.float64 and machine.why_gpu_unsupported("native", pre.device.index) is None
+
+
 def _gelu_backward(dout: Tensor, pre: Tensor, approximate: str) -> Tensor:
     """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if it serves."""
-    if machine.why_native_unavailable(pre.device.type) is None and not (
-        pre.is_cuda and pre.dtype == torch.float64
-    ):
+    if _is_served_by_extension(pre):
         machine.load_extension()
         return torch.ops.cvt_kernels.gelu_backward.default(dout, pre, None, approximate)[0]
     if approximate != "quick":
