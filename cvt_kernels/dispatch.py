@@ -191,7 +191,8 @@ def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[
     Args:
         prepare: Takes the arguments of a call without gradients that has been served, and returns what
             serves calls of the same key from now on; None if it cannot be prepared. That may depend on
-            nothing but what is part of the key (:func:`key_of`), and keeps no tensor.
+            nothing but what is part of the key (:func:`key_of`), and keeps no tensor. The parameters of what it
+            returns have the names of its own.
     """
 
     def mark(function: _Function) -> _Function:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import subprocess
@@ -841,10 +842,33 @@ def _timed(function: Function, call: Call) -> Callable[[], Any]:
             return function(*call.args, **call.kwargs)
 
     if not call.gradient:
-        return run_forward
+        return _prepared(function, call) or run_forward
     douts = [torch.ones_like(out) for out in _flat(run_forward())]
 
     def run_both() -> Any:
         _gradients(call, _flat(function(*call.args, **call.kwargs)), douts)
 
     return run_both
+
+
+def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
+    """Returns what serves such a call from the second one on (``dispatch.prepared_by``); None if nothing does.
+
+    A launch that is planned takes the host a third of the time of one by name.
+    """
+    prepare = getattr(function, "prepare", None)
+    if prepare is None:
+        return None
+    with torch.no_grad():
+        serve = prepare(*call.args, **call.kwargs)
+    if serve is None:
+        return None
+    given = inspect.signature(prepare).bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    taken = [given.arguments[name] for name in inspect.signature(serve).parameters]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return serve(*taken)
+
+    return run

@@ -889,6 +889,31 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
     assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 1])
 
 
+@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_what_serves_later_calls_is_timed(is_planned, gradient):
+    ran = []
+
+    def prepare(x, weight, bias=None, *, approximate="none"):
+        def serve(x, bias):
+            ran.append("planned")
+            assert bias is None
+            return reference.gelu(x, approximate=approximate)
+
+        return serve if is_planned else None
+
+    @dispatch.prepared_by(prepare)
+    def function(x, weight, bias=None, *, approximate="none"):
+        ran.append("by name")
+        return reference.gelu(x, approximate=approximate)
+
+    x = torch.randn(3, 4, requires_grad=gradient)
+    call = proofs.Call((x, x), {"approximate": "tanh"}, gradient)
+    trials = dict.fromkeys(("native", "reference"), trial(None))
+    proofs.time_in_turns({"native": function, "reference": lambda x, *_, **__: x + 1}, call, trials)
+    assert set(ran) == {"planned" if is_planned and not gradient else "by name"}
+
+
 # Choice ---------------------------------------------------------------------------------------------------
 
 
