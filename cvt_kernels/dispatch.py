@@ -191,8 +191,8 @@ def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[
     Args:
         prepare: Takes the arguments of a call without gradients that has been served, and returns what
             serves calls of the same key from now on; None if it cannot be prepared. That may depend on
-            nothing but what is part of the key (:func:`key_of`), and keeps no tensor. The parameters of what it
-            returns have the names of its own.
+            nothing but what is part of the key (:func:`key_of`), and keeps no tensor. What it returns has
+            parameters of the same names.
     """
 
     def mark(function: _Function) -> _Function:

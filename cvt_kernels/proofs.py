@@ -33,6 +33,9 @@ from .verdicts import FAILS_HERE, Trial, Verdict
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
 MARGIN = 1.1
 
+#: The flaw of a kernel that may have spoilt the memory of its process.
+WRITES_OUTSIDE = "wrong: writes outside of its tensors"
+
 _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = -1  # in every byte of a number: NaN in all floating dtypes
@@ -470,10 +473,10 @@ def _run_guarded(function: Function, standard: Standard) -> Results | str:
             results = run(function, standard.sample.map(memory.copy), standard.douts)
             _wait_for_stream(standard.sample.device)
     except Exception as error:
-        if is_out_of_memory(error) or not _is_usable(standard.sample.device):
+        if is_out_of_memory(error) or not is_usable(standard.sample.device):
             raise
         return _flaw_of(error)
-    return "wrong: writes outside of its tensors" if memory.is_overwritten() else results
+    return WRITES_OUTSIDE if memory.is_overwritten() else results
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -482,7 +485,7 @@ def _wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _is_usable(device: torch.device) -> bool:
+def is_usable(device: torch.device) -> bool:
     """Says whether a device still computes: after an illegal access a GPU does not, for the whole process."""
     try:
         torch.zeros(1, device=device).add_(1)
@@ -790,11 +793,11 @@ def time_in_turns(
     results, runners = {}, {}
     for name, function in candidates.items():
         try:
-            runners[name] = _timed(function, call)
+            runners[name] = runner_of(function, call)
             runners[name]()
             _wait_for_stream(call.device)
         except Exception as error:
-            if is_out_of_memory(error) or not _is_usable(call.device):
+            if is_out_of_memory(error) or not is_usable(call.device):
                 raise
             runners.pop(name, None)
             results[name] = trials[name]._replace(flaw=_flaw_of(error))
@@ -836,7 +839,9 @@ def _losers(timed: Mapping[int, measure.ColdTimes], default: int | None) -> list
     return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
-def _timed(function: Function, call: Call) -> Callable[[], Any]:
+def runner_of(function: Function, call: Call) -> Callable[[], Any]:
+    """Returns what runs a candidate as it is timed, with the backward if that belongs to the call."""
+
     def run_forward() -> Any:
         with torch.no_grad():
             return function(*call.args, **call.kwargs)
@@ -852,7 +857,7 @@ def _timed(function: Function, call: Call) -> Callable[[], Any]:
 
 
 def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
-    """Returns what serves such a call from the second one on (``dispatch.prepared_by``); None if nothing does.
+    """Returns what serves such calls after the first (``dispatch.prepared_by``); None if nothing does.
 
     A launch that is planned takes the host a third of the time of one by name.
     """

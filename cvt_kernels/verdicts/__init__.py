@@ -141,6 +141,10 @@ class Store:
             known = self._read()
         return known.get(question)
 
+    def read_again(self) -> None:
+        """Takes in what other processes have proven meanwhile."""
+        self._read()
+
     def verdicts(self) -> dict[str, Verdict]:
         """Returns every verdict by its question."""
         return dict(self._read() if self._known is None else self._known)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from typing import Any
 
 from ...config import DTYPES, PRESETS, default_image_size
@@ -74,8 +76,14 @@ def add_parser(commands: Any) -> None:
         "--seconds",
         type=integer(1, _DAY),
         default=60,
-        help="seconds that a kernel may take, compilation included; after that its process is ended and it "
-        "counts as hanging (default: 60)",
+        help="seconds that a kernel may take; after that its process is ended and it counts as hanging "
+        "(default: 60)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=integer(1, _DAY),
+        metavar="SECONDS",
+        help="begin nothing new after so many seconds; what is proven already comes last (default: no limit)",
     )
     add_json_argument(parser, "every result as JSON")
     add_device_argument(parser)
@@ -84,15 +92,16 @@ def add_parser(commands: Any) -> None:
 
 def _prove(arguments: argparse.Namespace) -> int:
     """Proves and prints a table; returns 1 if a kernel has a flaw or a question no proof, else 0."""
+    until = time.monotonic() + (arguments.time_limit or math.inf)
     device = resolve_device(arguments.device)
     if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     from tqdm import tqdm
 
-    from cvt_kernels import backends, verdicts
+    from cvt_kernels import backends, machine, verdicts
 
     from . import report
-    from .proving import Result, prove_all
+    from .proving import Result, compile_ahead, prove_all
     from .questions import Workload, collect
     from .worker import Worker
 
@@ -110,6 +119,10 @@ def _prove(arguments: argparse.Namespace) -> int:
     with naming_options("token_keep"):
         questions = collect(workload, device)
     store = verdicts.store_for(device)
+    if arguments.time_limit is not None:
+        questions.sort(key=lambda question: store.get(question.text) is not None)
+    if is_gpu and not machine.INTERPRETING:
+        compile_ahead(questions, device, until)
     with (
         temporary_files_together(),
         Worker(device, arguments.seconds) as worker,
@@ -117,7 +130,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     ):
         results: list[Result] = []
         try:
-            results.extend(prove_all(progress, worker, store))
+            results.extend(prove_all(progress, worker, store, until))
         finally:  # what is known when someone interrupts it is worth keeping too
             with reporting(arguments.json, indent=1) as report_json:
                 report_json(report.as_json(results, workload, store))

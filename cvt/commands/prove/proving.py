@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+import torch
 
 from cvt_kernels import backends, proofs
 from cvt_kernels.verdicts import Store, Trial, Verdict
@@ -37,12 +44,53 @@ class Result(NamedTuple):
         return self.verdict is not None and not any(name in backends.OURS for name in self.flaws)
 
 
-def prove_all(questions: Iterable[Question], worker: Worker, store: Store) -> Iterator[Result]:
+#: Processes that compile side by side; each holds a context of the GPU.
+_MOST_COMPILERS = 8
+
+
+def compile_ahead(questions: Iterable[Question], device: torch.device, until: float = math.inf) -> None:
+    """Compiles the Triton kernels for questions in several processes at a time.
+
+    So compilation does not count as the time that a kernel takes. What cannot be compiled shows when it is
+    proven.
+
+    Args:
+        questions: The questions.
+        device: The GPU.
+        until: Nothing new is begun after this time of ``time.monotonic()``.
+    """
+    todo = [each for each in questions if "triton" in backends.implementations[each.operator]]
+    processes = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)), len(todo))
+
+    def compile_part(part: Sequence[Question]) -> None:
+        with Worker(device, 0.0) as worker:
+            for question in part:
+                if time.monotonic() < until:
+                    with contextlib.suppress(Failure):
+                        worker.compile(question)
+
+    if todo:
+        with ThreadPoolExecutor(processes) as threads:
+            list(threads.map(compile_part, [todo[i::processes] for i in range(processes)]))
+
+
+def prove_all(
+    questions: Iterable[Question], worker: Worker, store: Store, until: float = math.inf
+) -> Iterator[Result]:
     """Proves questions, and yields each result once its verdict is remembered.
 
     A question with a single backend, which needs no verdict, has no result.
+
+    Args:
+        questions: The questions.
+        worker: Proves them.
+        store: Remembers the verdicts.
+        until: Nothing new is begun after this time of ``time.monotonic()``.
     """
     for question in questions:
+        if time.monotonic() >= until:
+            yield Result(question.text, None, "the time limit was reached before")
+            continue
         with store.proving():
             result = prove(question, worker)
             if result is None:

@@ -21,8 +21,8 @@ from ...config import DTYPES, PRESETS, TokenKeep
 from ...factory import create_model
 from ...model import Mlp
 
-#: The backends to request on a CPU, so that a block that is one operator asks of its parts too.
-COMPOSED_ON_CPU = ("composed", "native", "reference")
+#: The backends to request, so that an operator that is composed of others asks of these too.
+COMPOSED = ("composed", "native", "reference")
 
 
 class Workload(NamedTuple):
@@ -106,18 +106,27 @@ class Question(NamedTuple):
 def collect(workload: Workload, device: torch.device) -> list[Question]:
     """Runs the steps of a workload on tensors without memory, and lists every question once.
 
+    What matters most comes first: inference before training, dtypes as the workload names them, and the
+    parts of a composition before it, since it is timed with the backends that serve them.
+
     Raises:
         ValueError: The images are too small for the model.
     """
     collector = _Collector()
-    dtypes = [DTYPES[name] for name in workload.dtypes]
-    steps = itertools.product(_without_entropy(workload), dtypes, workload.batch_sizes)
-    for known, dtype, batch_size in steps:
-        for train in (False, True) if workload.train else (False,):
-            collector.run(known, device, dtype, batch_size, train=train)
-        if workload.quantized:
-            collector.run(known, device, dtype, batch_size, train=False, quantized=True)
-    return sorted(collector.questions.values(), key=lambda each: backends.OPERATORS.index(each.operator))
+    questions: dict[str, Question] = {}
+    modes = ["inference", *["quantized"] * workload.quantized, *["train"] * workload.train]
+    for mode, name in itertools.product(modes, workload.dtypes):
+        for known, batch_size in itertools.product(_without_entropy(workload), workload.batch_sizes):
+            is_train, is_quantized = mode == "train", mode == "quantized"
+            collector.run(known, device, DTYPES[name], batch_size, train=is_train, quantized=is_quantized)
+        questions |= {each.text: each for each in sorted(collector.questions.values(), key=_rank)}
+    return list(questions.values())
+
+
+def _rank(question: Question) -> tuple[bool, int]:
+    """Returns what parts have less of than what is composed of them."""
+    composed = "composed" in backends.implementations[question.operator]
+    return composed, backends.OPERATORS.index(question.operator)
 
 
 def _without_entropy(workload: Workload) -> list[Workload]:
@@ -168,8 +177,7 @@ class _Collector:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             backends.replaced(self._recording),
-            # What is composed of other operators on a CPU depends on which of them have kernels here.
-            backends.requesting(*COMPOSED_ON_CPU if device.type == "cpu" else ("native", "reference")),
+            backends.requesting(*COMPOSED),
             torch.set_grad_enabled(train),
             self._autocasting(device),
         ):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import backends, dispatch, proofs
+from cvt_kernels import backends, dispatch, machine, proofs, verdicts
 from cvt_kernels.verdicts import Trial
 
 from .questions import Question
 
 _START_SECONDS = 300.0  # to import everything, from a slow disk too
+_COMPILE_SECONDS = 300.0  # to compile the kernels of one question
 _END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
 
 #: Prepares the process before its first question, in tests.
@@ -27,7 +29,7 @@ Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """The process could not do what it was asked; it is another one from now on.
+    """The process could not do what it was asked; if it may have been harmed, it is another one from now on.
 
     The message is a flaw, as :class:`~cvt_kernels.verdicts.Trial` has it.
     """
@@ -73,12 +75,22 @@ class Worker:
         Raises:
             Failure: It fails, hangs or kills the process.
         """
-        candidates = self._run("prepare", question)
+        self._prepared = None
+        candidates = self._run("prepare", question, self._seconds)
         self._prepared = question.text
         return candidates
 
+    def compile(self, question: Question) -> None:
+        """Compiles the Triton kernels for a question into Triton's cache, without a launch.
+
+        Raises:
+            Failure: It fails, hangs or kills the process.
+        """
+        self._prepared = None
+        self._run("compile", question, _COMPILE_SECONDS)
+
     def check(self, question: Question, name: str) -> Trial:
-        """Checks a candidate, and ends the process if it has a flaw.
+        """Checks a candidate, and ends the process if that may have harmed it.
 
         Raises:
             NotEnoughMemory: There is not enough.
@@ -89,8 +101,8 @@ class Worker:
             raise
         except Failure as failure:
             return Trial(None, None, None, None, str(failure))
-        if trial.flaw is not None:
-            self.end()  # it may have spoilt the memory of the process, or the context of the GPU
+        if trial.flaw == proofs.WRITES_OUTSIDE:
+            self.end()
         return trial
 
     def time(self, question: Question, trials: dict[str, Trial]) -> dict[str, Trial]:
@@ -115,19 +127,24 @@ class Worker:
         """Runs a command about a question, which the process prepares first if it is new to it."""
         if self._prepared != question.text:
             self.candidates(question)
-        return self._run(command, argument, patience=patience)
+        return self._run(command, argument, self._seconds * patience)
 
-    def _run(self, command: str, argument: Any, patience: int = 1) -> Any:
-        """Runs a command in the process, and returns its result; the process ends if there is none."""
+    def _run(self, command: str, argument: Any, seconds: float) -> Any:
+        """Runs a command in the process, and returns its result.
+
+        The process ends if it gives no answer, or one after which it is not to be trusted.
+        """
         pipe = self._connection or self._start()
         try:
-            answer = self._send_and_receive(pipe, (command, argument), self._seconds * patience)
-            if answer.failure is not None:
-                raise answer.failure
+            answer = self._send_and_receive(pipe, (command, argument), seconds)
         except BaseException:
             self.end()
             raise
-        return answer.value
+        if answer.failure is None:
+            return answer.value
+        if not answer.is_sound:
+            self.end()
+        raise answer.failure
 
     def _send_and_receive(self, pipe: Connection, message: tuple[str, Any] | None, seconds: float) -> _Answer:
         """Sends a message, if there is one, and waits for an answer; Failure if none comes."""
@@ -168,23 +185,31 @@ class Worker:
 
 
 class _Answer(NamedTuple):
-    """The answer of the process to a command: a value, or why there is none."""
+    """The answer of the process to a command: a value, or why there is none.
+
+    Attributes:
+        value: The value.
+        failure: Why there is none; None if there is one.
+        is_sound: Whether the process can go on after a failure.
+    """
 
     value: Any
     failure: Failure | None = None
+    is_sound: bool = True
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     """Lets a process that the block starts ignore Ctrl-C from its first moment on."""
-    if threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it would lift what follows
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _words_of_exit(code: int | None) -> str:
@@ -220,6 +245,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def _compile(launch: machine.Launch) -> None:
+    launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+
+
 class _Server:
     """The commands, and the question that they are about."""
 
@@ -235,17 +264,36 @@ class _Server:
         try:
             return _Answer(method(argument))
         except Exception as error:
-            kind = NotEnoughMemory if proofs.is_out_of_memory(error) else Failure
-            return _Answer(None, kind(f"fails: {proofs.describe_error(error)}"))
+            failure = Failure(f"fails: {proofs.describe_error(error)}")
+            if proofs.is_out_of_memory(error):
+                return _Answer(None, NotEnoughMemory(*failure.args), is_sound=False)
+            return _Answer(None, failure, proofs.is_usable(self._device))
 
     def prepare(self, question: Question) -> Candidates:
+        # What is composed of other operators is timed with the backends that serve these.
+        verdicts.store_for(self._device).read_again()
+        backends.forget()
+        self._proof = proof = self._proof_of(question)
+        if len(proof.candidates) > 1:
+            with self._undisturbed():
+                self._standard = proof.standard()
+        return Candidates(list(proof.candidates), proof.default)
+
+    def compile(self, question: Question) -> None:
+        proof = self._proof_of(question)
+        if "triton" not in proof.candidates:
+            return
+        # Without what serves later calls, which starts the same kernels in a way that is not seen here.
+        function = functools.partial(proof.candidates["triton"])
+        with self._undisturbed(), machine.intercepted_launches(_compile):
+            for call in (proof.sample, proof.timed):
+                proofs.runner_of(function, call.detached())()
+
+    def _proof_of(self, question: Question) -> proofs.Proof:
         self._autocast = question.autocast
         args, kwargs = question.make_arguments(self._device)
         with self._undisturbed():
-            self._proof = proof = dispatch.proof_of(question.operator, *args, **kwargs)
-            if len(proof.candidates) > 1:
-                self._standard = proof.standard()
-        return Candidates(list(proof.candidates), proof.default)
+            return dispatch.proof_of(question.operator, *args, **kwargs)
 
     def check(self, name: str) -> Trial:
         with self._undisturbed():

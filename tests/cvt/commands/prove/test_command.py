@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cvt.commands import main
-from cvt.commands.prove import questions, worker
+from cvt.commands.prove import proving, questions, worker
 from cvt.commands.prove.report import SCHEMA, VERSION
 from cvt_kernels import backends, verdicts
 from tests.checks import Terminal, bad, operators_asked_on_a_cpu
@@ -104,6 +104,24 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert verdicts.store_for(CPU).get(question).chosen == row["chosen"]
 
 
+def test_with_a_time_limit_what_is_known_comes_last(cache, few_questions, capsys, monkeypatch):
+    assert main(SMALL) == 0
+    asked = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)
+    store = verdicts.store_for(CPU)
+    verdict = store.get(asked[-1].text)
+    store.path.unlink()
+    store.remember({asked[0].text: verdict}, replace=True)
+    seen = []
+
+    def prove_all(progress, *others):
+        seen.extend(question.text for question in progress)
+        return []
+
+    monkeypatch.setattr(proving, "prove_all", prove_all)
+    main([*SMALL, "--time-limit", "60"])
+    assert seen == [*(question.text for question in asked[1:]), asked[0].text]
+
+
 def test_it_replaces_what_is_remembered(cache, few_questions, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     question = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
@@ -191,6 +209,7 @@ def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
         (["--dtype", "float32", "int8"], "invalid choice: 'int8'"),
         (["--batch-size", "0"], "got '0', expected a positive integer"),
         (["--seconds", "-1"], "argument --seconds"),
+        (["--time-limit", "0"], "argument --time-limit"),
         (["--image-size", "1"], "1×1 pixels are too few"),
         (["--device", "tpu"], "--device: got 'tpu', expected cpu, cuda or cuda:N"),
         (["--json", "/no/such/folder/report.json"], "--json: /no/such/folder/report.json cannot be written"),

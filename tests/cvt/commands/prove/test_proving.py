@@ -1,13 +1,14 @@
 """Kernels that are wrong, hang or kill the process cost a line of the report, and not the process."""
 
 import multiprocessing
+import time
 
 import pytest
 import torch
 
 from cvt.commands.prove import proving
-from cvt.commands.prove.questions import Question, TensorLike
-from cvt.commands.prove.worker import Worker
+from cvt.commands.prove.questions import Question, TensorLike, Workload, collect
+from cvt.commands.prove.worker import Worker, _Server
 from cvt_kernels import dispatch, verdicts
 from tests.cvt.commands.prove import broken_kernels
 
@@ -67,6 +68,51 @@ def test_a_kernel_with_a_flaw_is_not_chosen(worker, channels, flaw):
     assert all(other.flaw is None and other.seconds is not None for other in others.values())
     assert result.verdict.chosen in others
     assert result.verdict.chosen_in_graphs in others
+
+
+@pytest.mark.parametrize(("channels", "survives"), [(1, True), (2, True), (5, True), (4, False)])
+def test_the_process_goes_on_after_a_flaw_that_does_it_no_harm(worker, channels, survives):
+    worker.candidates(gelu_question(10))
+    process = worker._process
+    assert worker.check(gelu_question(channels), "triton").flaw
+    assert (worker._process is process) is survives
+
+
+def test_the_process_knows_what_was_proven_meanwhile(cache):
+    server, asked = _Server(CPU), gelu_question(10)
+    parts = dispatch.question("linear", torch.empty(4, 8), torch.empty(8, 8), None)
+    server.prepare(asked)
+    verdicts.Store(verdicts.machine_key(CPU)).remember(
+        {parts: verdicts.Verdict("reference", "reference", {})}
+    )
+    assert verdicts.store_for(CPU).get(parts) is None
+    server.prepare(asked)
+    assert verdicts.store_for(CPU).get(parts) is not None
+
+
+def test_after_the_time_limit_nothing_is_begun(worker, cache):
+    store = verdicts.store_for(CPU)
+    questions = [gelu_question(10), attention_question()]
+    results = list(proving.prove_all(questions, worker, store, until=time.monotonic()))
+    assert [result.question for result in results] == [question.text for question in questions]
+    assert all(result.why_not_proven == "the time limit was reached before" for result in results)
+    assert not any(result.is_good for result in results)
+    assert store.verdicts() == {}
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_are_compiled_ahead(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cuda = torch.device("cuda", 0)
+    workload = Workload("cvt_13", 64, [2], ["bfloat16"], train=False)
+    asked = [each for each in collect(workload, cuda) if each.operator in ("attention", "linear_gelu")]
+    proving.compile_ahead(asked, cuda)
+    compiled = set(tmp_path.rglob("*.cubin"))
+    assert compiled
+    with Worker(cuda, 60) as worker:
+        for _ in proving.prove_all(asked, worker, verdicts.store_for(cuda)):
+            pass
+    assert set(tmp_path.rglob("*.cubin")) == compiled
 
 
 def test_a_backward_that_is_wrong_matters_in_training_only(worker):

@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.commands.prove.questions import COMPOSED_ON_CPU, TensorLike, Workload, collect
+from cvt.commands.prove.questions import COMPOSED, TensorLike, Workload, collect
 from cvt_kernels import backends, dispatch, reference
 from tests.checks import operators_asked_on_a_cpu
 from tests.upstream import huggingface, microsoft
@@ -28,7 +28,7 @@ def asked_by(model, images):
 
         return dataclasses.replace(implementation, function=call, why_unsupported=None)
 
-    with backends.replaced(recording), backends.use_backend(*COMPOSED_ON_CPU):
+    with backends.replaced(recording), backends.use_backend(*COMPOSED):
         model(images)
     return asked
 
@@ -97,6 +97,20 @@ def test_each_question_is_asked_once_for_all_sizes_of_its_class():
     ]
     assert set(alone) == set(texts)
     assert len(texts) < len(alone)
+
+
+def test_what_matters_most_is_asked_first():
+    workload = Workload("cvt_13", 64, [2], ["bfloat16", "float32"], train=True, quantized=True)
+    asked = collect(workload, CPU)
+    trained = ["forward+backward" in question.text for question in asked]
+    assert not any(trained[: trained.index(True)])
+    for alone in (workload._replace(dtypes=["bfloat16"]), workload._replace(dtypes=["float32"])):
+        inference = collect(alone._replace(train=False, quantized=False), CPU)
+        operators = [question.operator for question in inference]
+        assert operators.index("transformer_block") > operators.index("attention")
+        assert operators.index("conv_embedding") > operators.index("layer_norm")
+    first = collect(workload._replace(dtypes=["bfloat16"], train=False, quantized=False), CPU)
+    assert [question.text for question in asked[: len(first)]] == [question.text for question in first]
 
 
 @pytest.mark.gpu
