@@ -2,13 +2,17 @@
 
 Those of Triton kernels stand beside their launch configurations, as ``BUDGETS`` of each family's ``common``,
 by compute capability and kernel. They hold for the launches that ``is_budgeted`` names, since the
-instructions of an output depend on type and shape.
+instructions of an output depend on type and shape, and for the code of Triton 3.7; an older Triton is allowed
+more for some kernels.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import triton
 
 from cvt_kernels.ops.triton_launch import Budget
 
@@ -34,6 +38,20 @@ _FAMILIES = {
     "gather_rows": "cvt_kernels.ops.rows.triton.common",
     "gather_add_layer_norm": "cvt_kernels.ops.rows.triton.common",
     "scatter_rows": "cvt_kernels.ops.rows.triton.common",
+}
+
+#: By version of Triton, compute capability and kernel, what its code takes more than that of Triton 3.7.
+_OLDER: dict[str, dict[int, dict[str, dict[str, int]]]] = {
+    "3.6": {
+        90: {
+            "conv_embedding_embed": {"instructions_per_output": 35},
+            "conv_linear_fwd": {"instructions_per_output": 44},
+            "attention_bwd_dkdv": {"instructions_per_tile": 560, "registers": 145},
+            "attention_bwd": {"instructions_per_tile": 1000},
+            "linear_gelu": {"registers": 250},
+            "linear_add": {"registers": 245},
+        },
+    },
 }
 
 _BUDGETED = ("cvt_13", 224), ("segformer_b0", 512)
@@ -64,7 +82,10 @@ def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
         return None
     budgets: Mapping[int, Mapping[str, Budget]] = importlib.import_module(family).BUDGETS
     by_kernel = budgets.get(arch, {})
-    return by_kernel.get(kernel.removeprefix(operator).strip("_") or kernel)
+    budget = by_kernel.get(kernel.removeprefix(operator).strip("_") or kernel)
+    version = ".".join(triton.__version__.split(".")[:2])
+    more = _OLDER.get(version, {}).get(arch, {}).get(kernel, {})
+    return replace(budget, **more) if budget is not None and more else budget
 
 
 def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:

@@ -22,7 +22,7 @@ from ...factory import create_model
 from ...model import Mlp
 
 #: The backends to request, so that an operator that is composed of others asks of these too.
-COMPOSED = ("composed", "native", "reference")
+COMPOSED: tuple[backends.Backend, ...] = ("composed", "native", "reference")
 
 
 class Workload(NamedTuple):

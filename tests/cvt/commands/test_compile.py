@@ -948,6 +948,14 @@ def test_budgets_name_kernels():
         assert budgets.budget_of(operator, operator, 90) is linear.BUDGETS[90][operator]
 
 
+@pytest.mark.parametrize(("version", "registers"), [("3.6.0", 250), ("3.7.1", 176), ("4.0", 176)])
+def test_the_code_of_an_older_triton_may_take_more(monkeypatch, version, registers):
+    monkeypatch.setattr(triton, "__version__", version)
+    budget = budgets.budget_of("linear_gelu", "linear_gelu", 90)
+    assert (budget.registers, budget.instructions_per_output) == (registers, 17)
+    assert budgets.budget_of("linear_gelu", "linear_gelu", 80) is None
+
+
 @pytest.mark.parametrize("operator", launches.TRITON_OPERATORS)
 def test_every_large_kernel_has_its_work_described(operator):
     for number, stage in enumerate(launches.stages("cvt_13"), 1):

@@ -6,6 +6,7 @@ methods. And code after a return is compiled even where a static condition rules
 """
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import cvt_kernels
 
+ROOT = Path(__file__).parents[3]
 SOURCES = sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/triton*/*.py"))
 SOURCES += sorted(Path(cvt_kernels.__file__).parent.glob("ops/triton_*.py"))
 
@@ -83,7 +85,7 @@ def _asks_for_none(statement):
     return "None" in ast.unparse(statement.test) and not statement.orelse
 
 
-COMPILE = """
+ONE_REGION = """
 import torch
 from cvt.commands.compile import launches, triton_kernels
 from cvt_kernels.machine import Chip
@@ -96,9 +98,94 @@ print(launch.kernel.__name__)
 """
 
 
-def test_a_kernel_compiles_for_one_region():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE]
+def printed_by(program, *arguments, **environment):
+    """Returns the words that a program prints which compiles kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
+    command = [sys.executable, "-c", program, *arguments]
     child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stdout.split() == ["_conv_projection_stats_kernel"]
+    return child.stdout.split()
+
+
+def test_a_kernel_compiles_for_one_region():
+    assert printed_by(ONE_REGION) == ["_conv_projection_stats_kernel"]
+
+
+#: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
+PRODUCTS = """
+import sys, torch
+from cvt.commands.compile import triton_kernels
+from cvt_kernels import machine
+from cvt_kernels.ops.linear_int8.triton import common, forward
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+def configuration_for(*arguments):
+    seen.add(config := common.configuration_for(*arguments))
+    return config
+
+seen, forward.configuration_for = set(), configuration_for
+for number in (torch.int8, torch.float8_e4m3fn):
+    for inputs, outputs, dtype in eval(sys.argv[1]):
+        with machine.recorded_launches(machine.Chip(90, 132)) as launches:
+            x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
+            scales = meta(4096, 1), meta(outputs)
+            forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
+        for compiled in triton_kernels.specialize(launches[0], 90).examine().values():
+            codes = {message.split(":")[0] for message in compiled.messages if "serialized" in message}
+            codes |= {message.split(":")[0] for message in compiled.messages if number == torch.int8}
+            print(*codes)
+print(len(seen))
+"""
+WIDE, ODD, FLOAT32, NARROW, OTHER = (
+    "(192, 768, torch.bfloat16)",
+    "(100, 50, torch.bfloat16)",
+    "(768, 384, torch.float32)",
+    "(768, 192, torch.bfloat16)",
+    "(192, 448, torch.float16)",
+)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "configurations"),
+    [
+        ((OTHER,), 2),
+        pytest.param((WIDE, ODD, FLOAT32, NARROW, OTHER), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_8_bits_are_not_serialized(shapes, configurations):
+    """Those of float8 wait after every 128 products, which are added up in float32 (C7517)."""
+    assert printed_by(PRODUCTS, f"[{', '.join(shapes)}]") == [str(configurations)]
+
+
+#: The oldest Triton that is supported, which torch 2.11 brings along.
+OLDEST = "3.6.0"
+
+
+@pytest.fixture(scope="session")
+def oldest_triton(tmp_path_factory):
+    """Returns a folder with the oldest Triton that is supported, to be put in front of ``PYTHONPATH``."""
+    folder = tmp_path_factory.mktemp("triton")
+    command = ["pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={OLDEST}"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"triton {OLDEST} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_oldest", [False, True], ids=["installed", OLDEST])
+def test_every_kernel_compiles(is_oldest, request, tmp_path):
+    places = [str(request.getfixturevalue("oldest_triton"))] if is_oldest else []
+    report = tmp_path / "report.json"
+    command = ["compile", "--arch", "sm_80", "sm_90", "sm_100", "--dtype", "bfloat16", "float32"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*places, str(ROOT)])}
+    child = subprocess.run(
+        [sys.executable, "-m", "cvt", *command, "--json", str(report)],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    written = json.loads(report.read_text())
+    assert not is_oldest or written["versions"]["triton"] == OLDEST
+    assert len({row["kernel"] for row in written["kernels"]}) > 30

@@ -19,6 +19,8 @@ from ...triton_launch import Budget, Overrides
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512
 _NARROW, _WIDE = 192, 384
+#: Triton 3.6 fails to compile warps of their own for sm_100 (its pass NVWSInsertAref).
+_CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 # Launch configurations ------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class Plan(NamedTuple):
             writes_descriptors=writes_descriptors,
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
-            specialized=is_persistent and config.specialized,
+            specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
             operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
             sum=tl.int32 if x.dtype == torch.int8 else accumulator,
             imprecise=min(_PRECISE, block_k) if x.dtype == torch.float8_e4m3fn else None,
