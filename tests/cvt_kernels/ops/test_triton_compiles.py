@@ -54,6 +54,54 @@ def test_the_sources_are_found():
     assert {"activate", "load_vector"} <= JIT
 
 
+#: Compiles kernels for sm_90 with every integer 1 that may become a constant then; prints their names.
+ONES = """
+import sys, torch
+from cvt.commands.compile import launches, triton_kernels
+from cvt_kernels.machine import Chip
+
+def with_ones(value):
+    if isinstance(value, tuple):
+        parts = map(with_ones, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return 1 if type(value) is int else value
+
+only, kernels = sys.argv[1:], {}
+for operator, launches_of in launches.TRITON_OPERATORS.items():
+    model = "segformer_b0" if operator == "depthwise_conv_gelu" else "cvt_13"
+    stage = launches.stages_of(model, launches.image_size_of(model))[0]
+    for training in (False, True):
+        for launch in launches_of(stage, torch.bfloat16, Chip(90, 132), batch=1, training=training):
+            plain = {each.name for each in launch.kernel.params if not each.is_constexpr}
+            arguments = {
+                name: with_ones(value) if name in plain else value for name, value in launch.arguments.items()
+            }
+            if arguments != dict(launch.arguments) and (not only or launch.kernel.__name__ in only):
+                kernel = triton_kernels.specialize(launch._replace(arguments=arguments), 90)
+                kernels[repr(kernel)] = kernel
+for kernel in kernels.values():
+    kernel.examine()
+    print(kernel.name)
+"""
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        ("_gather_rows_kernel", "_merge_stats_kernel"),
+        pytest.param((), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_kernels_compile_where_integers_are_1(kernels):
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", ONES, *kernels]
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = set(child.stdout.split())
+    assert found == set(kernels) if kernels else len(found) > 20
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
 def test_sources(path):
     found = []

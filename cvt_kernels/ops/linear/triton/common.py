@@ -194,7 +194,7 @@ class KernelSpec(NamedTuple):
         operand: Triton's dtype of the factors of a product: that of x, but float32 for bfloat16 in Triton's
             interpreter, whose product of bfloat16 is wrong.
         sum: The dtype in which products are added up: int32 for int8, else ``accumulator``.
-        imprecise: ``max_num_imprecise_acc`` of ``tl.dot``.
+        adds_steps: Whether the products of each step are added up by themselves, and then to the sums.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
         is_half: Whether the result has 16 bits.
@@ -216,7 +216,7 @@ class KernelSpec(NamedTuple):
     specialized: bool
     operand: Any
     sum: Any
-    imprecise: int | None
+    adds_steps: bool
     accumulator: Any
     precision: str
     is_half: bool
@@ -269,7 +269,9 @@ class Plan(NamedTuple):
         upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        is_float8 = x.dtype == torch.float8_e4m3fn
         block_k = min(config.block_k, padded(inputs, 32 if x.element_size() == 1 else 16))
+        block_k = min(block_k, _PRECISE) if is_float8 else block_k
         is_half = results[0].element_size() == 2
         spec = KernelSpec(
             inputs=inputs,
@@ -287,7 +289,7 @@ class Plan(NamedTuple):
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
             operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
             sum=tl.int32 if x.dtype == torch.int8 else accumulator,
-            imprecise=min(_PRECISE, block_k) if x.dtype == torch.float8_e4m3fn else None,
+            adds_steps=is_float8,
             accumulator=accumulator,
             precision="tf32" if tf32 else "ieee",
             is_half=is_half,
@@ -391,10 +393,13 @@ def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.conste
         new_sums = ()
         for part in tl.static_range(PARTS):
             b = _load_tile(weight, first_column + part * WIDTH, first_k, SPEC.outputs, WIDTH, SPEC)
-            total = tl.dot(
-                a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum,
-                max_num_imprecise_acc=SPEC.imprecise,
-            )  # fmt: skip
+            if SPEC.adds_steps:
+                # max_num_imprecise_acc would add before Triton's wait, so that ptxas inserts another (C7517).
+                total = sums[part] + tl.dot(a, b.T, out_dtype=SPEC.sum)
+            else:
+                total = tl.dot(
+                    a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum
+                )  # fmt: skip
             new_sums = new_sums + (total,)
         sums = new_sums
     return sums

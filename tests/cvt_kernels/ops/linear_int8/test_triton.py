@@ -418,7 +418,7 @@ def test_configurations(capability, number):
     spec, _ = launch_of(64, 384, torch.bfloat16)
     assert (spec.has_descriptors, spec.writes_descriptors) == (has_descriptors, has_descriptors)
     assert spec.sum == (tl.int32 if number == torch.int8 else tl.float32)
-    assert spec.imprecise == (None if number == torch.int8 else 64)
+    assert spec.adds_steps == (number == torch.float8_e4m3fn)
     odd = launch_of(72, 384, torch.bfloat16)[0]  # rows do not begin at multiples of 16 bytes
     assert (odd.has_descriptors, odd.block_m) == (False, 64)
     assert launch_of(64, 301, torch.bfloat16)[0].block_m == 64
