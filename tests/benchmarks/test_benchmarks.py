@@ -362,6 +362,31 @@ def test_all_calls_of_the_model_are_there():
     assert {images for _, images, backward in kinds if not backward} == {1, suites.batch()}
 
 
+@pytest.mark.usefixtures("_on_cpu")
+def test_every_call_has_the_gradients_that_it_is_timed_with():
+    for case in auto.cases():
+        if case.setting.backward:
+            call = case.make(case.setting)
+            gradients = call.runner(getattr(ck.reference, call.operator))()[-len(call.leaves) :]
+            assert [g.shape for g in gradients] == [t.shape for t in call.leaves]
+
+
+@pytest.mark.usefixtures("_few_calls")
+def test_a_call_that_raises_costs_no_other_its_row(tmp_path, monkeypatch, capsys):
+    def raising(stage, setting):
+        raise RuntimeError("no good\nat all")
+
+    makers = list(auto.makers())
+    makers.insert(1, ("stage3", functools.partial(raising, "stage3")))
+    monkeypatch.setattr(auto, "makers", lambda: iter(makers))
+    path = tmp_path / "auto.json"
+    assert run_auto(monkeypatch, path, "--tiny") == 1
+    report = json.loads(path.read_text())
+    assert [row["operator"] for row in report["rows"]] == ["attention", "linear"] * 2
+    assert [row["error"] for row in report["failures"]] == ["RuntimeError: no good\nat all"] * 2
+    assert "failed: raising stage3, bfloat16, 2, forward: RuntimeError: no good\n" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("_few_calls")
 def test_a_call_that_looks_slow_is_measured_again(tmp_path, monkeypatch, capsys):
     """A ratio that recovers passes, one that stays below the tolerance fails."""
