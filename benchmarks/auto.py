@@ -485,7 +485,7 @@ def measure_all(
             call = case.make(case.setting)
             row = described(call, case.name, case.setting) | measured(call, seconds_per_call())._asdict()
         except Exception as error:  # which must not cost the others their rows
-            report["failures"].append(failure(case, error))
+            report["failures"].append(named(case) | {"error": f"{type(error).__name__}: {error}"})
         else:
             report["rows"].append(row)
             done.append(case)
@@ -493,16 +493,10 @@ def measure_all(
     return done
 
 
-def failure(case: Case, error: Exception) -> dict[str, Any]:
-    """Returns what the report says of a call that raises."""
-    setting = case.setting
-    return {
-        "case": " ".join([case.make.func.__name__, *map(str, case.make.args)]),
-        "direction": _direction(setting),
-        "dtype": suites.short(setting.dtype),
-        "batch": setting.images,
-        "error": f"{type(error).__name__}: {error}",
-    }
+def named(case: Case) -> dict[str, Any]:
+    """Returns what tells a case from the others, though its call cannot be made."""
+    name = " ".join([case.make.func.__name__, *map(str, case.make.args)])
+    return {"case": name, **_facts(case.setting)}
 
 
 def print_failures(report: dict[str, Any]) -> None:
@@ -541,14 +535,16 @@ def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:
     return {
         "operator": call.operator,
         "case": name,
-        "direction": _direction(setting),
-        "dtype": suites.short(setting.dtype),
-        "batch": setting.images,
+        **_facts(setting),
     }
 
 
-def _direction(setting: Setting) -> str:
-    return "forward+backward" if setting.backward else "forward"
+def _facts(setting: Setting) -> dict[str, Any]:
+    return {
+        "direction": "forward+backward" if setting.backward else "forward",
+        "dtype": suites.short(setting.dtype),
+        "batch": setting.images,
+    }
 
 
 def write(report: dict[str, Any], path: Any) -> None:
