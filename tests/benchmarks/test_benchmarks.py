@@ -249,7 +249,7 @@ def test_a_part_whose_program_is_missing_is_skipped():
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    """Returns a function that runs parts as a stage; it returns whether they passed, and the archive's files."""
+    """Returns a function that runs parts as a stage, and returns whether they passed and the archive."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     results = tmp_path / "a-gpu" / "2026-01-01-0000"
