@@ -1,4 +1,4 @@
-"""What ``make gpu-pack`` packs, and what ``benchmarks/run.py`` makes of it."""
+"""Tests of what ``make gpu-pack`` packs, and of what ``benchmarks/run.py`` makes of it."""
 
 import json
 import os
