@@ -190,7 +190,9 @@ def kernel_tests() -> list[Part]:
     """Returns the parts that test: what needs a GPU, and the Triton kernels."""
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
     marked = sorted(
-        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "\n@pytest.mark.gpu\n" in path.read_text("utf-8")
     )
     kernels = sorted((ROOT / "tests" / "cvt_kernels" / "ops").glob("*/test_triton.py"))
 
