@@ -3,8 +3,8 @@
 ``python -m benchmarks.auto FILE``. Each call runs once before, which proves the kernels if this machine has
 no verdict yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
 judged by the median of the rounds' own ratios. A call that looks slow is measured again at the end, for
-longer: a disturbance by other programs is over by then, a wrong choice is not. The exit status is 1 if one
-remains slow.
+longer: a disturbance by other programs is over by then, a wrong choice is not. A call that raises costs the
+others nothing. The exit status is 1 if one remains slow or raises.
 """
 
 from __future__ import annotations
@@ -437,10 +437,12 @@ def main() -> int:
     rows = cases()
     report = empty_report(len(rows))
     write_report = functools.partial(write, report, options.path)
-    measure_all(rows, report["rows"], deadline, write_report)
-    remeasure_slow(rows, report["rows"], deadline, write_report)
+    done = measure_all(rows, report, deadline, write_report)
+    remeasure_slow(done, report["rows"], deadline, write_report)
     print_worst(report)
-    return 1 if any(map(is_slow, report["rows"])) and not suites.TINY else 0
+    print_failures(report)
+    slow = any(map(is_slow, report["rows"])) and not suites.TINY
+    return 1 if slow or report["failures"] else 0
 
 
 def empty_report(calls: int) -> dict[str, Any]:
@@ -457,26 +459,51 @@ def empty_report(calls: int) -> dict[str, Any]:
         "dispatch_seconds": DISPATCH,
         "calls": calls,
         "rows": [],
+        "failures": [],
     }
 
 
 def measure_all(
-    cases: Sequence[Case], rows: list[dict[str, Any]], deadline: float, write_report: Callable[[], None]
-) -> None:
+    cases: Sequence[Case], report: dict[str, Any], deadline: float, write_report: Callable[[], None]
+) -> list[Case]:
     """Measures cases until the deadline, and writes the report after each.
 
     Args:
         cases: The cases.
-        rows: Takes a row for each case that is measured.
+        report: Takes a row for each case that is measured, and a failure for each that raises.
         deadline: Time of ``time.monotonic`` after which no measurement begins.
-        write_report: Writes the report, which has the rows.
+        write_report: Writes the report.
+
+    Returns:
+        The cases that have rows, in the order of these.
     """
-    for setting, name, make in cases:
+    done = []
+    for case in cases:
         if time.monotonic() > deadline:
             break
-        call = make(setting)
-        rows.append(described(call, name, setting) | measured(call, seconds_per_call())._asdict())
+        try:
+            call = case.make(case.setting)
+            row = described(call, case.name, case.setting) | measured(call, seconds_per_call())._asdict()
+        except Exception as error:  # which must not cost the others their rows
+            report["failures"].append(named(case) | {"error": f"{type(error).__name__}: {error}"})
+        else:
+            report["rows"].append(row)
+            done.append(case)
         write_report()
+    return done
+
+
+def named(case: Case) -> dict[str, Any]:
+    """Returns what tells a case from the others, though its call cannot be made."""
+    name = " ".join([case.make.func.__name__, *map(str, case.make.args)])
+    return {"case": name, **_facts(case.setting)}
+
+
+def print_failures(report: dict[str, Any]) -> None:
+    """Prints the calls that raise, each with the first line of its error."""
+    for row in report["failures"]:
+        facts = ", ".join(str(row[name]) for name in ("case", "dtype", "batch", "direction"))
+        print(f"failed: {facts}: {row['error'].splitlines()[0]}")
 
 
 def remeasure_slow(
@@ -485,12 +512,12 @@ def remeasure_slow(
     """Measures again, for longer, the calls that look slow; their rows keep the first ratio too.
 
     Args:
-        cases: As of :func:`measure_all`, like the other arguments.
-        rows: The rows of the first of these cases.
+        cases: The cases that have rows.
+        rows: Their rows.
         deadline: As of :func:`measure_all`.
         write_report: As of :func:`measure_all`.
     """
-    for row, case in zip(rows, cases, strict=False):
+    for row, case in zip(rows, cases, strict=True):
         if is_slow(row) and time.monotonic() < deadline:
             first = row["ratio"]
             row |= measured(case.make(case.setting), 4 * seconds_per_call())._asdict()
@@ -508,6 +535,12 @@ def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:
     return {
         "operator": call.operator,
         "case": name,
+        **_facts(setting),
+    }
+
+
+def _facts(setting: Setting) -> dict[str, Any]:
+    return {
         "direction": "forward+backward" if setting.backward else "forward",
         "dtype": suites.short(setting.dtype),
         "batch": setting.images,

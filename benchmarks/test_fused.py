@@ -78,14 +78,15 @@ def depthwise_conv_gelu(stage, dtype, images):
 
 
 @functools.lru_cache(maxsize=1)  # kernels may keep packed copies for a block that they have seen
-def block_of(x_channels, taps, variance, weight, bias, fc1_weight, fc1_bias, fc2_weight):
+def block_of(x_channels, variance, taps, weight, bias, fc1_weight, fc1_bias, fc2_weight):
     """Returns the parameters of a block, in which some layers have the same ones."""
+    mean = bias.detach()  # like the variance: statistics have no gradients
     norm = ck.reference.Norm(bias, bias, 1e-5)
     linear = ck.reference.Linear(weight, bias)
     return ck.reference.TransformerBlock(
         norm1=norm,
         convs=tuple(
-            ck.ConvBatchNorm(taps, bias, bias, bias, variance, stride=stride, padding=1)
+            ck.ConvBatchNorm(taps, bias, bias, mean, variance, stride=stride, padding=1)
             for stride in (1, 2, 2)
         ),
         linears=(linear,) * 3,
@@ -106,9 +107,10 @@ def transformer_block(stage, dtype, images):
     _, fc2_weight, *_ = linear_layer(stage, dtype, images, 4, 1)
 
     def call(function, x, *parameters):
-        return function(x, grid, block_of(x.shape[2], *parameters), inplace=False)
+        block = block_of(x.shape[2], variance.to(x.dtype), *parameters)
+        return function(x, grid, block, inplace=False)
 
-    return (x, taps, variance, weight, bias, *fc1, fc2_weight), call
+    return (x, taps, weight, bias, *fc1, fc2_weight), call
 
 
 def ratio_of(stage):

@@ -14,7 +14,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,21 +44,29 @@ SCHEMA, VERSION = "benchmarks variants", 1
 Row = dict[str, str | float | None]
 
 
-def main() -> None:
-    """Measures, and writes the file."""
+def main() -> int:
+    """Measures, and writes the file after each section; returns 1 if one raises, which costs no other."""
     parser = suites.script_parser("variants", __doc__)
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
     options = parser.parse_args()
-    report = {
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "version": VERSION,
         "device": suites.device_name(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "sections": {name: SECTIONS[name](options.tiny) for name in options.sections},
+        "sections": {},
+        "failures": {},
     }
-    with replacing(options.path) as file:
-        write_json(file, report, indent=1)
+    for name in options.sections:
+        try:
+            report["sections"][name] = SECTIONS[name](options.tiny)
+        except Exception as error:
+            traceback.print_exc()
+            report["failures"][name] = f"{type(error).__name__}: {error}"
+        with replacing(options.path) as file:
+            write_json(file, report, indent=1)
+    return int(bool(report["failures"]))
 
 
 def speeds(calls: Mapping[str, Callable[[], Any]], batch: int, tiny: bool) -> dict[str, float]:
@@ -416,4 +426,4 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

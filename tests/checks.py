@@ -89,6 +89,11 @@ def run_on_instruction_set(name: str, code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+#: The widest dtype that all Triton kernels take here: float64 is for the interpreter.
+WIDEST = torch.float32 if torch.cuda.is_available() else torch.float64
+#: Skips what takes derivatives by differences, for which float32 is too coarse.
+needs_float64 = pytest.mark.skipif(torch.float64 != WIDEST, reason="float64 is for Triton's interpreter")
+
 #: The compiler's option by which UBSan ends a program without a message.
 TRAPS = "-fsanitize-undefined-trap-on-error"
 

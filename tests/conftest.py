@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -47,10 +46,13 @@ class TorchRandom:
 
 
 _torch_random = TorchRandom()  # hypothesis keeps a weak reference only
-hypothesis.register_random(_torch_random)
-# The same examples in every run; `pytest --hypothesis-profile default` looks for others.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.load_profile("repeatable")
+if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU may lack it
+    import hypothesis
+
+    hypothesis.register_random(_torch_random)
+    # The same examples in every run; `pytest --hypothesis-profile default` looks for others.
+    hypothesis.settings.register_profile("repeatable", derandomize=True)
+    hypothesis.settings.load_profile("repeatable")
 
 
 _test_numbers = itertools.count()
@@ -89,6 +91,21 @@ def proving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def _without_tf32():
+    """Keeps PyTorch from rounding float32 on a GPU.
+
+    No monkeypatch: it takes what these modules serve by ``__getattr__`` for absent, and would delete it.
+    """
+    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = False
+    yield
+    for place, allowed in zip(places, before, strict=True):
+        place.allow_tf32 = allowed
 
 
 @pytest.fixture

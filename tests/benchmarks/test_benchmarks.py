@@ -4,8 +4,10 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from benchmarks import auto, run, suites, tune
+from benchmarks import archive, auto, run, suites, tune
 from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import results as bench_results
 from cvt_kernels import backends, machine
@@ -131,14 +133,14 @@ def test_no_part_costs_another_its_results(tmp_path, capsys):
         python(hang, "slow", 1.0),
         python(f"print(len(__import__('json').load(open({str(path)!r}))['parts']))", "good"),
     ]
-    assert not run.run(parts, summary, path, minutes=1.0, device="cpu")
+    assert not run.run(parts, summary, path, seconds=60.0, device="cpu")
     statuses = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
     assert statuses == {"bad": "failed", "slow": "timed out", "good": "passed"}
     assert summary["parts"]["good"]["lines"] == ["2"]  # what came before was on disk by then
     assert capsys.readouterr().out.count("\n") == 3
     # What is left of all the time bounds a part too.
     summary = {"parts": {}}
-    assert not run.run([python(hang, "a"), python(hang, "b")], summary, path, minutes=0.02, device="cpu")
+    assert not run.run([python(hang, "a"), python(hang, "b")], summary, path, seconds=1.2, device="cpu")
     assert [part["status"] for part in summary["parts"].values()] == ["timed out", "skipped"]
 
 
@@ -154,26 +156,184 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
         if word.startswith("benchmarks."):
             assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 20
+    assert len(files) == len(set(files)) == 22
     assert all(part.seconds <= 540 for part in parts.values())
-    # At the longest, the parts before the suite of models leave it some of the nine minutes.
-    after = ("model", *tabulate.PYRAMID_BENCHES, "quantization", "variants", "tune")
-    assert sum(part.seconds for name, part in parts.items() if name not in after) <= 535
 
 
-def test_kernels_are_proven_before_anything_runs_them(tmp_path, monkeypatch):
+def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "capability", lambda: "9.0")
-    assert run.NAMES[:3] == ("build", "prove", "gpu_tests")
-    for device, dtypes, batches in (
-        ("cuda", "bfloat16 float32", "1 256"),
-        ("cpu", "float32 bfloat16", "1 8"),
-    ):
-        command = " ".join(run.plan(device, tmp_path, tiny=False, minutes=9.0)["prove"].command)
-        assert f"-m cvt prove --device {device} --json {tmp_path}/prove.json" in command
-        assert f"--model cvt_13 --dtype {dtypes} --batch-size {batches} --train" in command
+    parts = run.plan("cuda", tmp_path, tiny=False, minutes=9.0)
+    assert list(run.STAGES) == [1, 2, 3, 4]
+    chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
+    assert sorted(["build", *chosen]) == sorted(run.NAMES)  # each part in one stage
+    assert all(names[0] == "build" for names in run.STAGES.values())
+    assert run.STAGES[1][1:] == ("memcheck", "prove_bfloat16")
+    assert run.STAGES[2][1] == "prove"
+    assert run.LIMIT <= 570
+    for names in run.STAGES.values():
+        assert sum(parts[name].seconds for name in names if name != "build") <= run.LIMIT - run.RESERVE
+    # What serves all of CvT is measured before what other models take, and before the longest suite.
+    assert run.STAGES[3][-1] == "model"
+
+
+@pytest.mark.parametrize(
+    ("device", "first", "both", "batches"),
+    [("cuda", "bfloat16", "bfloat16 float32", "1 256"), ("cpu", "bfloat16", "float32 bfloat16", "1 8")],
+)
+def test_what_is_proven(device, first, both, batches, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "capability", lambda: "9.0")
+    parts = run.plan(device, tmp_path, tiny=False, minutes=9.0)
+    for name, dtypes in (("prove_bfloat16", first), ("prove", f"{both}")):
+        command = " ".join(parts[name].command)
+        assert f"-m cvt prove --device {device} --json {tmp_path}/{name}.json" in command
+        assert f"--model cvt_13 --dtype {dtypes} --batch-size {batches}" in command
+        assert command.endswith(" --train") == (name == "prove")
     # make bench proves first too; parts run in the order of NAMES.
     (bench,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
     assert {"prove", "auto"} < set(bench.split()) < set(run.NAMES)
+
+
+def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "capability", lambda: "9.0")
+    built = run.build("cuda")
+    assert built.environment["CVT_KERNELS_CUDA"] == "1"
+    assert (built.otherwise.name, built.otherwise.environment) == (
+        "build_without_cuda",
+        {"CVT_KERNELS_CUDA": "0"},
+    )
+    assert run.build("cpu").otherwise is None
+    parts = [
+        python(
+            "raise SystemExit('nvcc: no')", "build", otherwise=python("print('plain')", "build_without_cuda")
+        ),
+        python("print('tested')", "tests", otherwise=python("", "never")),
+    ]
+    summary = {"parts": {}}
+    assert not run.run(parts, summary, tmp_path / "summary.json", seconds=60.0, device="cpu")
+    assert {name: part["status"] for name, part in summary["parts"].items()} == {
+        "build": "failed",
+        "build_without_cuda": "passed",
+        "tests": "passed",
+    }
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(summary["parts"])
+
+
+def test_tests_for_a_gpu_are_found_by_their_marks():
+    gpu, kernels = run.kernel_tests()
+    named = {word for word in gpu.command if word.startswith("tests/")}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        marked = re.search("^@pytest.mark.gpu$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert (str(path.relative_to(ROOT)) in named) == (marked is not None)
+    assert 8 <= len(named) <= 30
+    assert "tests/cvt_kernels/ops/linear/test_triton.py" in kernels.command
+
+
+def test_the_commit_is_known_without_git(monkeypatch, tmp_path):
+    monkeypatch.delenv("CVT_KERNELS_COMMIT", raising=False)
+    assert re.fullmatch("[0-9a-f]{40}|", run.commit({}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run.commit({}) == ""
+    assert run.commit({"commit": "of the pack"}) == "of the pack"
+    monkeypatch.setenv("CVT_KERNELS_COMMIT", "of the environment")
+    assert run.commit({"commit": "of the pack"}) == "of the environment"
+    assert run.driver() is None  # nor nvidia-smi
+
+
+def test_a_part_whose_program_is_missing_is_skipped():
+    part = run.Part("memcheck", ["no-such-program", "--help"], 30.0)
+    assert outcome(part)["lines"] == ["not installed: no-such-program"]
+
+
+# Archives -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """Returns a function that runs parts as a stage, and returns whether they passed and the archive."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    results = tmp_path / "a-gpu" / "2026-01-01-0000"
+    results.mkdir(parents=True)
+    for folder in ("cache/cvt_kernels/verdicts", "triton/known"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "cache/cvt_kernels/verdicts/key.json").write_text("{}")
+    (tmp_path / "triton/known/kernel.cubin").write_text("carried")
+
+    def run_stage(*parts, limit=run.LIMIT):
+        monkeypatch.setattr(run, "BEGAN", time.monotonic())
+        monkeypatch.setattr(run, "LIMIT", limit)
+        monkeypatch.setattr(run, "RESERVE", 0.5)
+        path = tmp_path / "stage1.tar.gz"
+        passed = run.run_stage(list(parts), {"parts": {}}, results, path, device="cpu")
+        with tarfile.open(path) as archive:
+            return passed, {
+                member.name: archive.extractfile(member).read() for member in archive if member.isreg()
+            }
+
+    return run_stage
+
+
+COMPILES = """
+import os, pathlib
+folder = pathlib.Path(os.environ["TRITON_CACHE_DIR"], "new")
+folder.mkdir()
+(folder / "kernel.cubin").write_text("compiled")
+"""
+
+
+def test_an_archive_has_results_verdicts_and_new_kernels(stage, tmp_path, monkeypatch):
+    passed, files = stage(python(COMPILES))
+    assert passed
+    assert sorted(files) == [
+        "results/a-gpu/2026-01-01-0000/summary.json",
+        "triton/new/kernel.cubin",
+        "verdicts/key.json",
+    ]
+    # Another machine takes over what it lacks.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    archive.restore(tmp_path / "stage1.tar.gz")
+    assert (tmp_path / "elsewhere/new/kernel.cubin").read_text() == "compiled"
+    assert (tmp_path / "elsewhere/cvt_kernels/verdicts/key.json").read_text() == "{}"
+    with pytest.raises(ValueError, match=r"key.json: is no archive of a stage"):
+        archive.restore(tmp_path / "cache/cvt_kernels/verdicts/key.json")
+
+
+@pytest.mark.usefixtures("_short_grace")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_archive_is_left_at_a_signal(stage, number, capsys):
+    ends = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
+    passed, files = stage(
+        python("print('fine')", "first"), python(ends, "second", 1000.0), python("", "third")
+    )
+    assert not passed
+    summary = json.loads(files["results/a-gpu/2026-01-01-0000/summary.json"])
+    assert list(summary["parts"]) == ["first"]
+    assert f"ended by {number.name}" in capsys.readouterr().out
+    assert signal.getsignal(number) is not signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_an_archive_is_left_when_time_is_up_and_by_an_exception(stage, monkeypatch):
+    passed, files = stage(python("import time; time.sleep(1000)", "slow", 1000.0), limit=2.5)
+    assert not passed
+    summary = json.loads(files["results/a-gpu/2026-01-01-0000/summary.json"])
+    assert summary["parts"]["slow"]["status"] == "timed out"
+
+    def broken(*arguments):
+        raise RuntimeError("no good")
+
+    monkeypatch.setattr(run, "run_part", broken)
+    with pytest.raises(RuntimeError, match="no good"):
+        stage(python(""))
+
+
+def test_kernels_for_which_an_archive_has_no_room_are_left_out(stage, tmp_path):
+    stage()
+    path = tmp_path / "small.tar.gz"
+    assert archive.write(path, tmp_path / "a-gpu" / "2026-01-01-0000", limit=0) == 1
+    with tarfile.open(path) as content:
+        assert "verdicts/key.json" in content.getnames()
 
 
 def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
@@ -182,7 +342,7 @@ def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     part = python(f"import os; print(sorted(set({names}) & set(os.environ)))")
     summary = {"parts": {}}
-    assert run.run([part], summary, tmp_path / "summary.json", minutes=1.0, device="cpu")
+    assert run.run([part], summary, tmp_path / "summary.json", seconds=60.0, device="cpu")
     assert summary["parts"]["part"]["lines"] == ["[]"]
 
 
@@ -211,9 +371,9 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
     assert "'nonsense'" not in complaint("--parts", "build", "nonsense")
     assert str(blocked) in complaint("--device", "cpu", "--parts", "ceilings", "--results", str(blocked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "there is no NVIDIA GPU" in complaint()
+    assert "there is no NVIDIA GPU" in complaint("--stage", "1")
     monkeypatch.setattr(run, "REQUIRED", ("torch", "no_such_module"))
-    assert "no_such_module" in complaint()
+    assert "no_such_module" in complaint("--stage", "1")
 
 
 def test_suites_keep_to_their_time(tmp_path):
@@ -360,6 +520,31 @@ def test_all_calls_of_the_model_are_there():
     kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
     assert len(kinds) == 5
     assert {images for _, images, backward in kinds if not backward} == {1, suites.batch()}
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_every_call_has_the_gradients_that_it_is_timed_with():
+    for case in auto.cases():
+        if case.setting.backward:
+            call = case.make(case.setting)
+            gradients = call.runner(getattr(ck.reference, call.operator))()[-len(call.leaves) :]
+            assert [g.shape for g in gradients] == [t.shape for t in call.leaves]
+
+
+@pytest.mark.usefixtures("_few_calls")
+def test_a_call_that_raises_costs_no_other_its_row(tmp_path, monkeypatch, capsys):
+    def raising(stage, setting):
+        raise RuntimeError("no good\nat all")
+
+    makers = list(auto.makers())
+    makers.insert(1, ("stage3", functools.partial(raising, "stage3")))
+    monkeypatch.setattr(auto, "makers", lambda: iter(makers))
+    path = tmp_path / "auto.json"
+    assert run_auto(monkeypatch, path, "--tiny") == 1
+    report = json.loads(path.read_text())
+    assert [row["operator"] for row in report["rows"]] == ["attention", "linear"] * 2
+    assert [row["error"] for row in report["failures"]] == ["RuntimeError: no good\nat all"] * 2
+    assert "failed: raising stage3, bfloat16, 2, forward: RuntimeError: no good\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_few_calls")

@@ -19,6 +19,19 @@ def test_every_section_is_a_table_of_plain_values(tmp_path, monkeypatch):
     assert content["threads"] >= 1
 
 
+def test_a_section_that_raises_costs_no_other_its_rows(tmp_path, monkeypatch):
+    def raising(tiny):
+        raise RuntimeError("no good")
+
+    path = tmp_path / "variants.json"
+    monkeypatch.setattr(variants, "SECTIONS", {"first": raising, "second": lambda tiny: [{"a": 1}]})
+    monkeypatch.setattr("sys.argv", ["benchmarks.variants", str(path), "--sections", "first", "second"])
+    assert variants.main() == 1
+    report = json.loads(path.read_text())
+    assert report["sections"] == {"second": [{"a": 1}]}
+    assert report["failures"] == {"first": "RuntimeError: no good"}
+
+
 def test_the_page_has_a_table_for_each_kind_of_row(tmp_path):
     assert tabulate.variants_by_device(tmp_path) == []
     for date in ("2026-01-01-0000", "2026-01-02-0304"):

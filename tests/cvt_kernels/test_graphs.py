@@ -867,10 +867,8 @@ def test_threads_take_turns(cuda, monkeypatch):
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
+def on_gpu(_without_tf32):
     """Lets kernels of this project serve whatever they can, without gradients and TF32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     with ck.use_backend("triton", *KERNELS_FIRST), torch.no_grad():
         yield
 

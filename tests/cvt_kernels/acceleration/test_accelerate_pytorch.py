@@ -347,12 +347,11 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_without_tf32")
 @pytest.mark.parametrize("size", [(2, 224, 224), (2, 160, 256), (1, 224, 224)], ids=str)
 @pytest.mark.parametrize("make", UPSTREAMS)
-def test_gpu_evaluation_and_training(make, size, monkeypatch):
+def test_gpu_evaluation_and_training(make, size):
     """Fused models compute on a GPU what they do on a CPU, dropout and drop path included."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     own, fused = pair(make, "train", **RANDOM)
     own, fused, x = own.cuda(), fused.cuda(), images(*size).cuda()
     assert_same_step(own, fused, x, 5e-5)

@@ -54,6 +54,15 @@ def test_the_sources_are_found():
     assert {"activate", "load_vector"} <= JIT
 
 
+def printed_by(program, *arguments, **environment):
+    """Returns the words that a program prints which compiles kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
+    command = [sys.executable, "-c", program, *arguments]
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout.split()
+
+
 #: Compiles kernels for sm_90 with every integer 1 that may become a constant then; prints their names.
 ONES = """
 import sys, torch
@@ -94,11 +103,7 @@ for kernel in kernels.values():
     ids=["few", "all"],
 )
 def test_kernels_compile_where_integers_are_1(kernels):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", ONES, *kernels]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    found = set(child.stdout.split())
+    found = set(printed_by(ONES, *kernels))
     assert found == set(kernels) if kernels else len(found) > 20
 
 
@@ -146,15 +151,6 @@ print(launch.kernel.__name__)
 """
 
 
-def printed_by(program, *arguments, **environment):
-    """Returns the words that a program prints which compiles kernels."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
-    command = [sys.executable, "-c", program, *arguments]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    return child.stdout.split()
-
-
 def test_a_kernel_compiles_for_one_region():
     assert printed_by(ONE_REGION) == ["_conv_projection_stats_kernel"]
 
@@ -181,9 +177,7 @@ for number in (torch.int8, torch.float8_e4m3fn):
             scales = meta(4096, 1), meta(outputs)
             forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
         for compiled in triton_kernels.specialize(launches[0], 90).examine().values():
-            codes = {message.split(":")[0] for message in compiled.messages if "serialized" in message}
-            codes |= {message.split(":")[0] for message in compiled.messages if number == torch.int8}
-            print(*codes)
+            print(*[message.split(":")[0] for message in compiled.messages])
 print(len(seen))
 """
 WIDE, ODD, FLOAT32, NARROW, OTHER = (
@@ -203,7 +197,6 @@ WIDE, ODD, FLOAT32, NARROW, OTHER = (
     ],
 )
 def test_products_of_8_bits_are_not_serialized(shapes, configurations):
-    """Those of float8 wait after every 128 products, which are added up in float32 (C7517)."""
     assert printed_by(PRODUCTS, f"[{', '.join(shapes)}]") == [str(configurations)]
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import machine
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
-from tests.checks import assert_accurate
+from tests.checks import WIDEST, assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
-ALL = [*HALF_AND_SINGLE, torch.float64]
+ALL = list(dict.fromkeys([*HALF_AND_SINGLE, WIDEST]))
 FIRST = {"channels": (3, 64), "kernel_size": 7, "stride": 4, "padding": 2}  # CvT's first stage
 LATER = {"channels": (40, 24), "kernel_size": 3, "stride": 2, "padding": 1}  # too many values for one kernel
 
@@ -37,7 +37,7 @@ def arrange(layout, batch, channels, height, width, dtype):
 
 def make(
     channels, kernel_size, stride, padding, *, size=(32, 40), batch=2, layout="channels first",
-    dtype=torch.float64, bias=True, token=True, norm=True, vectors=None,
+    dtype=WIDEST, bias=True, token=True, norm=True, vectors=None,
 ):  # fmt: skip
     """Returns the arguments and settings of a call; ``vectors`` is the dtype of γ, β and the class token."""
     inputs, outputs = channels

@@ -14,7 +14,7 @@ from cvt_kernels import machine
 from cvt_kernels.ops.conv_projection.triton import walk
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
 from cvt_kernels.reference import depthwise_conv_gelu as reference
-from tests.checks import assert_accurate
+from tests.checks import WIDEST, assert_accurate, needs_float64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = machine.Chip(90, 132)
@@ -76,7 +76,7 @@ def assert_backends_agree(grid, tensors, approximate="none"):
         (torch.float32, "none"),
         (torch.float32, "tanh"),
         (torch.float32, "quick"),
-        (torch.float64, "none"),
+        pytest.param(torch.float64, "none", marks=needs_float64),
     ],
     ids=str,
 )
@@ -87,7 +87,7 @@ def test_results_and_gradients_are_accurate(dtype, approximate):
 @pytest.mark.parametrize(
     ("batch", "grid", "channels", "dtype"),
     [
-        (1, (1, 1), 1, torch.float64),
+        (1, (1, 1), 1, WIDEST),
         (3, (1, 5), 3, torch.bfloat16),  # odd channels are read one by one
         (2, (4, 1), 66, torch.float16),
         (1, (2, 9), 130, torch.bfloat16),  # two blocks of columns, and of channels
@@ -98,6 +98,7 @@ def test_sizes_at_edges(batch, grid, channels, dtype):
     assert_backends_agree(grid, make(batch, grid, channels, dtype, bias=batch > 1))
 
 
+@needs_float64
 @pytest.mark.usefixtures("wide_walks")
 def test_gradcheck():
     tensors = [tensor.requires_grad_() for tensor in make(1, (3, 2), 2, torch.float64)]

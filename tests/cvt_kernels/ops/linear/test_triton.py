@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import machine
-from tests.checks import assert_accurate
+from tests.checks import WIDEST, assert_accurate, needs_float64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -91,7 +91,7 @@ def test_residual_and_layer_norm(inputs, outputs, dtype):
 def test_odd_sizes(data):
     rows, outputs = (data.draw(st.sampled_from([1, 2, 7, 16, 33, 72])) for _ in range(2))
     inputs = data.draw(st.sampled_from([1, 3, 8, 24, 72]))
-    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
+    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, WIDEST]))
     x, weight, bias, residual = make_layer(rows, inputs, outputs, dtype)
     if data.draw(st.booleans()):
         bias = None
@@ -234,7 +234,7 @@ def test_rows_far_from_zero():
 # Gradients ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="float64 is for the interpreter")
+@needs_float64
 @pytest.mark.parametrize("approximate", VARIANTS)
 def test_gradcheck(approximate):
     x, weight, bias, _ = make_layer((1, 2), 2, 3, torch.float64)
