@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test suite smoke sanitize fuzz matrix docs bench gpu results lint wheel clean
+.PHONY: demo test test-all suite smoke sanitize fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -27,8 +27,13 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS)
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 
+# make test, then what takes too long for it: sanitizers, and every call in the emulator of compiled kernels.
+test-all: $(INSTALLED)
+	$(MAKE) --no-print-directory test
+	$(PYTEST) -m 'sanitized or emulated'
+
 suite: $(INSTALLED)
-	$(PYTEST) -m 'not sanitized'
+	$(PYTEST) -m 'not sanitized and not emulated'
 
 smoke: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q --basetemp=build/smoke
