@@ -196,7 +196,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether there is nothing to find fault with."""
+        """True if all results are accurate and no access was wrong."""
         return all(e.passed for e in self.errors) and not any(r.result.faults for r in self.ran)
 
     @property

@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a run did.
+    """The record of a run.
 
     Attributes:
         faults: What was wrong.
