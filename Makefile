@@ -27,9 +27,11 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS)
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 
-# Besides, what takes minutes more: every kernel compiled with both versions of Triton, and the sanitizers.
-test-all: test
-	$(PYTEST) -m 'sanitized or slow'
+# make test, then what takes minutes more: every kernel compiled with both versions of Triton, every call in the emulator of
+# compiled kernels, and the sanitizers.
+test-all: $(INSTALLED)
+	$(MAKE) --no-print-directory test
+	$(PYTEST) --dist worksteal -m 'sanitized or slow'
 
 suite: $(INSTALLED)
 	$(PYTEST) -m 'not sanitized and not slow'

@@ -1,0 +1,116 @@
+"""The calls that the emulator makes: those of the tests of memory accesses, and some of more tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cvt_kernels as ck
+from tests.cvt_kernels.ops import test_accesses as tests
+from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
+
+
+class Call(NamedTuple):
+    """A call of an operator.
+
+    Attributes:
+        case: What is called, and the number of multiprocessors that it is planned for.
+        arch: The GPU that the kernels are compiled for, as 80.
+        precision: Of products in float32, ``ieee`` or ``tf32``.
+    """
+
+    case: tests.Case
+    arch: int = 80
+    precision: str = "ieee"
+
+
+def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **kwargs: Any) -> Call:
+    return Call(tests.Case(lambda: function(*args, **kwargs), ""), precision=precision)
+
+
+def _project_only(grid: tuple[int, int], channels: int, dtype: Any) -> Any:
+    x = tests.randn(2, 1 + grid[0] * grid[1], channels, dtype=dtype)
+    convs = [tests.random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in (1, 2, 2)]
+    return tests.ck.conv_projection(x, grid, convs, training=False)
+
+
+def _of_every_dtype() -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for name, dtype in {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}.items():
+        calls |= {
+            f"{name}: attention": _call(tests.attend, 197, 50, batch=2, dim=64, dtype=dtype, grad=False),
+            f"{name}: attention, many keys": _call(tests.attend, 65, 197, heads=1, dim=64, dtype=dtype),
+            f"{name}: attention, training": _call(tests.attend, 131, 37, heads=3, dim=64, dtype=dtype),
+            f"{name}: attention, bias": _call(tests.attend, 67, 35, bias=(2, 67, 35), dim=32, dtype=dtype),
+            f"{name}: projection": _call(_project_only, (14, 14), 64, dtype),
+            f"{name}: projection, training": _call(tests.project, (14, 13), 40, (3, 3, 3), dtype=dtype),
+            f"{name}: projection, regions": _call(
+                tests.project, (9, 10), 34, (3, 5), (1, 2), batch=2, dtype=dtype
+            ),
+            f"{name}: projection, sums": _call(tests.project_sums, (19, 33), 6, dtype),
+            f"{name}: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), dtype=dtype),
+            f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
+            f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
+            f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
+            f"{name}: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, dtype=dtype),
+            f"{name}: linear_add": _call(tests.linear_add, 150, 264, 136, dtype=dtype),
+            f"{name}: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, dtype),
+            f"{name}: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, dtype),
+            f"{name}: int8 layer": _call(tests.linear_int8, 150, 272, 136, dtype),
+            f"{name}: layer_norm_quantize": _call(
+                tests.quantize, ck.layer_norm_quantize, 67, 192, dtype=dtype, vectors=2
+            ),
+            f"{name}: gather and normalize": _call(tests.gather_and_normalize, 2, 50, 33, 64, dtype),
+            f"{name}: scatter": _call(tests.scatter, 2, 50, 33, 64, dtype),
+        }
+    return calls
+
+
+#: Sizes of 1 are constants for Triton, which compiles other code for them.
+_ONES = {
+    "ones: attention": _call(tests.attend, 1, 1, heads=1, dim=1),
+    "ones: attention, bias": _call(tests.attend, 1, 1, heads=1, dim=1, bias=(1, 1, 1)),
+    "ones: projection": _call(tests.project, (1, 2), 1, (3, 3, 3), (1, 1, 1), batch=1),
+    "ones: projection, frozen": _call(tests.project, (1, 1), 1, (3, 3, 3), batch=1, training=False),
+    "ones: regions": _call(tests.project, (6, 5), 8, (3, 5), (1, 3), batch=1, tokens=0),
+    "ones: regions, frozen": _call(tests.project, (1, 1), 1, (3, 5), (1, 3), batch=1, training=False),
+    "ones: conv_linear": _call(tests.project_linearly, (1, 1), 1, (1, 1, 1)),
+    "ones: embedding": _call(tests.embed, (1, 1), 3, 2, (1, 1)),
+    "ones: depthwise_conv_gelu": _call(tests.convolve_and_activate, (1, 1), 1),
+    "ones: linear_gelu": _call(tests.linear_gelu, 1, 1, 1),
+    "ones: linear_add": _call(tests.linear_add, 1, 1, 1),
+    "ones: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 1, 1, 1),
+    "ones: layer_norm_mlp": _call(tests.mlp, 1, 1, 1),
+    "ones: int8 layer": _call(tests.linear_int8, 1, 1, 1),
+    "ones: quantize_rows": _call(tests.quantize, ck.quantize_rows, 1, 1),
+    "ones: gather and normalize": _call(tests.gather_and_normalize, 1, 1, 1, 1),
+    "ones: scatter": _call(tests.scatter, 1, 1, 1, 1),
+}
+_TF32 = {
+    "tf32: attention": _call(tests.attend, 65, 197, heads=1, dim=64, precision="tf32"),
+    "tf32: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), precision="tf32"),
+    "tf32: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), precision="tf32"),
+    "tf32: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, precision="tf32"),
+    "tf32: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, precision="tf32"),
+}
+_FLOAT8 = {
+    "float8 layer": _call(tests.linear_int8, 150, 272, 136, FLOAT16, FLOAT8)._replace(arch=89),
+    "float8 GELU": _call(tests.quantize, ck.gelu_quantize, 67, 192, vectors=1, number=FLOAT8)._replace(
+        arch=89
+    ),
+}
+
+CALLS: dict[str, Call] = {
+    name: Call(case, 89 if name.startswith("float8") else 80)
+    for name, case in tests.CASES.items()
+    if name != "float8"  # the reference computes no such layer in float64
+}
+CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8
+
+#: A part of them, with a kernel of each family, of which most compile quickly.
+SMOKE = (
+    "one token", "no gradient", "keys on the chip", "a bias", "by position", "walk at one pixel", "embedding",
+    "embedding of many channels", "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits",
+    "LayerNorm", "MLP", "int8 rows", "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize",
+    "scatter in place",
+)  # fmt: skip

@@ -1,0 +1,231 @@
+"""Runs the launches of operators as compiled for a GPU, on the CPU, and compares the results with float64."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import struct
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import cvt_kernels as ck
+from cvt.commands.compile.triton_kernels import specialize
+from cvt_kernels import accuracy, backends, machine
+from tests import accesses
+from tests.cvt_kernels.ops import test_accesses
+from tests.emulator import calls
+from tests.emulator.program import Program, Region, Result
+from tests.emulator.ptx import UnsupportedError
+
+_FORMATS = {"fp32": "f", "i32": "i", "i64": "q", "u1": "?"}
+
+
+class _Interpreting:
+    """The module ``machine`` for ``backends``, which lets kernels run on the CPU in the interpreter only."""
+
+    INTERPRETING = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(machine, name)
+
+
+class Ran(NamedTuple):
+    """A launch that was run.
+
+    Attributes:
+        kernel: The name of the kernel.
+        grid: Its programs.
+        result: What the run did.
+        seconds: How long it took, without compiling.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    result: Result
+    seconds: float
+
+
+class Runner:
+    """Runs launches of Triton kernels.
+
+    Args:
+        arch: The GPU that they are compiled for, as 80.
+    """
+
+    def __init__(self, arch: int = 80) -> None:
+        self._arch = arch
+        self._programs: dict[str, Program] = {}
+        self.ran: list[Ran] = []
+
+    def run(self, launch: machine.Launch) -> None:
+        """Compiles a launch, and runs it."""
+        kernel = specialize(launch, self._arch)
+        compiled = triton.compile(
+            ASTSource(
+                getattr(importlib.import_module(kernel.module), kernel.name),
+                kernel.signature, kernel.constants, kernel.attributes,
+            ),
+            target=GPUTarget("cuda", self._arch, 32), options=kernel.options,
+        )  # fmt: skip
+        ptx = compiled.asm["ptx"]
+        if ptx not in self._programs:
+            self._programs[ptx] = Program(ptx)
+        program = self._programs[ptx]
+        arguments = [
+            part
+            for parameter in launch.kernel.params
+            for part in _bytes(launch.arguments[parameter.name], kernel.signature[parameter.name])
+        ]
+        arguments += [bytes(8)] * (
+            len(program.parameters) - len(arguments)
+        )  # scratch memory, of which there is none
+        start = time.perf_counter()
+        result = program.run(launch.grid, arguments, _regions(launch), compiled.metadata.shared)
+        name = kernel.name.removeprefix("_").removesuffix("_kernel")
+        self.ran.append(Ran(name, launch.grid, result, time.perf_counter() - start))
+
+
+def _bytes(value: Any, kind: Any) -> Iterator[bytes]:
+    """Returns the bytes of a parameter for each part of an argument."""
+    if isinstance(kind, tuple):
+        for part, part_kind in zip(value, kind, strict=True):
+            yield from _bytes(part, part_kind)
+    elif isinstance(value, Tensor) and kind.startswith("*"):
+        yield struct.pack("q", value.data_ptr())
+    elif kind in _FORMATS:
+        yield struct.pack(_FORMATS[kind], value)
+    elif kind != "constexpr":
+        raise UnsupportedError(f"an argument of {kind}")
+
+
+def _regions(launch: machine.Launch) -> list[Region]:
+    """Returns the storages of a launch's tensors; only the elements of the tensors may be touched."""
+    allowed: dict[int, np.ndarray] = {}
+    for tensor in accesses.tensors_of(launch.arguments):
+        mask = accesses._elements(tensor, 1).view(np.uint8)
+        start = accesses._start(tensor)
+        allowed[start] = allowed[start] | mask if start in allowed else mask
+    return [Region(start, mask) for start, mask in allowed.items()]
+
+
+# Comparing ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _enabled() -> Iterator[None]:
+    """Lets the operators choose Triton's kernels without a GPU."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(backends, "machine", _Interpreting()))
+        for by_backend in backends.implementations.values():
+            if "triton" in by_backend:
+                stack.enter_context(mock.patch.object(by_backend["triton"], "why_unavailable", None))
+        yield
+
+
+@contextlib.contextmanager
+def _in_float64() -> Iterator[None]:
+    """Lets calls compute with the same numbers in float64; 8-bit operands stay what they are."""
+
+    def widen(tensor: Tensor) -> Tensor:
+        return (
+            tensor.detach().double().requires_grad_(tensor.requires_grad)
+            if tensor.is_floating_point()
+            else tensor
+        )
+
+    def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: pytree.tree_map_only(Tensor, widen, function(*args, **kwargs))
+
+    def quantized(x: Tensor, **settings: Any) -> Any:
+        return ck.reference.quantize_rows(x.float(), **settings)
+
+    package = types.SimpleNamespace(
+        **{**vars(ck), "reference": types.SimpleNamespace(quantize_rows=quantized)}
+    )
+    with contextlib.ExitStack() as stack:
+        for name, value in {
+            "randn": widened(test_accesses.randn),
+            "random_conv": widened(test_accesses.random_conv),
+            "ck": package,
+        }.items():
+            stack.enter_context(mock.patch.object(test_accesses, name, value))
+        yield
+
+
+def _gradients(outs: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Returns outputs and gradients, as ``test_accesses.gradients``, of numbers that every dtype has.
+
+    Ones would not do: of them, those of a BatchNorm in training are zero.
+    """
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    numbers = torch.Generator().manual_seed(1)
+    douts = [torch.randint(-8, 9, out.shape, generator=numbers).to(out.dtype) / 4 for out in outs]
+    return *outs, *torch.autograd.grad(outs, inputs, douts)
+
+
+def results_of(call: Callable[[], Any]) -> list[Tensor]:
+    """Returns the results of a call, with the same random numbers every time."""
+    torch.manual_seed(0)
+    with mock.patch.object(test_accesses, "gradients", _gradients):
+        results = call()
+    return [r.detach().clone() for r in pytree.tree_leaves(results) if isinstance(r, Tensor)]
+
+
+class Outcome(NamedTuple):
+    """A call that was run.
+
+    Attributes:
+        ran: Its launches.
+        errors: The errors of its results.
+    """
+
+    ran: list[Ran]
+    errors: list[accuracy.Error]
+
+    @property
+    def is_good(self) -> bool:
+        """True if all results are accurate and no access was wrong."""
+        return all(e.passed for e in self.errors) and not any(r.result.faults for r in self.ran)
+
+    @property
+    def worst(self) -> accuracy.Error:
+        """The largest error, compared with what is allowed."""
+        return max(
+            self.errors, key=lambda e: math.inf if math.isnan(e.ours) else e.ours / (e.allowed or 1e-300)
+        )
+
+
+def check(call: calls.Call) -> Outcome:
+    """Runs a call, and compares its results with those of the reference in the same dtype and in float64."""
+    runner = Runner(call.arch)
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = call.precision
+    with (
+        _enabled(), ck.use_backend("triton"),
+        machine.intercepted_launches(runner.run, call.case.chip._replace(capability=call.arch)),
+    ):  # fmt: skip
+        actual = results_of(call.case.call)
+    with ck.use_backend("reference"):
+        same = results_of(call.case.call)
+        with _in_float64():
+            exact = results_of(call.case.call)
+    errors = []
+    for ours, pytorchs, oracle in zip(actual, same, exact, strict=True):
+        error = accuracy.compare(
+            ours, pytorchs.to(ours.dtype), oracle.double(), factor=accuracy.GRADIENT_FACTOR
+        )
+        if call.precision == "tf32":  # which the CPU does not have: numbers of 11 bits, cut off
+            error = error._replace(allowed=error.allowed + float(oracle.abs().max()) * 2**-8)
+        errors.append(error)
+    return Outcome(runner.ran, errors)

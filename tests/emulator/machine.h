@@ -1,0 +1,167 @@
+// The state of a launch, and every access to memory, which is checked before it takes place.
+#pragma once
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "numbers.h"
+
+struct Instruction {  // as program.py packs it
+    s32 op, guard, guard_not, a, b, line;
+    s32 o[18];  // registers, as offsets into those of a warp
+};
+enum Fault {  // as program.py names them
+    OUTSIDE, UNALIGNED, UNINITIALIZED, PENDING, RACE_READ, RACE_WRITE, RACE_OVER_READ, DIVERGENT, BARRIER, ENDLESS,
+    STALE, UNWAITED, OVERWRITTEN,
+};
+struct FaultRecord { s32 kind, pc, program, thread, other, count; u64 address; };
+struct Region { u64 begin, end; const u8* allowed; };
+
+struct Shadow {  // who touched a byte, and when: barriers of the program and of the warp before
+    u32 writer = 0, write_epoch = 0, write_sync = 0, reader = 0, read_epoch = 0, read_sync = 0;
+};
+constexpr u32 ANY_LANE = 1u << 11, ANY_WARP = ~0u >> 1;  // several threads of a warp; of several warps
+
+struct Copy { u32 to; u64 from; u32 size, read; int lane; };
+struct Operand {  // of a wgmma in shared memory: its descriptor, which rows of it, and what was read
+    u64 descriptor, sum;
+    int first, rows, size;
+    bool transposed;
+};
+struct Split { int pc; u32 mask; int join; };  // lanes that are elsewhere, and where they meet the others
+struct Cta;
+struct Warp {
+    char* r = nullptr;
+    Cta* cta = nullptr;
+    int index = 0, pc = 0, join = -1, barrier = -1;
+    u32 mask = 0, alive = 0, sync = 0;
+    std::vector<Split> others;
+    std::vector<Copy> copies;
+    std::deque<std::vector<Copy>> groups;
+    std::vector<Operand> operands;
+    std::deque<std::vector<Operand>> products;
+};
+struct Launch {
+    const Instruction* code;
+    const s32* pool;  // the registers of a wgmma
+    std::vector<Region> regions;
+    std::vector<std::vector<Shadow>> shadows;
+    const char* parameters;
+    u32 grid[3], threads, shared_bytes;
+    std::unordered_map<u64, FaultRecord> faults;
+    u64 warp_instructions = 0, thread_instructions = 0;
+};
+struct Cta {
+    Launch* launch;
+    u32 id[3], number, epoch = 0;
+    std::vector<u8> shared, written, pending;
+    std::vector<Shadow> shadow;
+};
+
+void fault(Warp& w, int kind, int lane, u64 address = 0, int other = -1) {
+    auto [it, is_new] = w.cta->launch->faults.try_emplace(u64(kind) << 32 | u32(w.pc));
+    if (is_new)
+        it->second = {kind, w.pc, int(w.cta->number), w.index * 32 + lane, other, 0, address};
+    ++it->second.count;
+}
+
+// Registers of up to 32 bits lie in 32 words, those of 64 bits in 32 double words; a predicate is one word.
+template <class T> inline T get(const char* r, int lane) {
+    if constexpr (sizeof(T) == 8) return std::bit_cast<T>(reinterpret_cast<const u64*>(r)[lane]);
+    const u32 word = reinterpret_cast<const u32*>(r)[lane];
+    if constexpr (sizeof(T) == 4) return std::bit_cast<T>(word);
+    else if constexpr (sizeof(T) == 2) return std::bit_cast<T>(u16(word));
+    else if constexpr (sizeof(T) == 1) return std::bit_cast<T>(u8(word));
+}
+template <class T> inline void put(char* r, int lane, T value) {
+    if constexpr (sizeof(T) == 8) reinterpret_cast<u64*>(r)[lane] = std::bit_cast<u64>(value);
+    else if constexpr (sizeof(T) == 4) reinterpret_cast<u32*>(r)[lane] = std::bit_cast<u32>(value);
+    else if constexpr (sizeof(T) == 2) reinterpret_cast<u32*>(r)[lane] = std::bit_cast<u16>(value);
+    else reinterpret_cast<u32*>(r)[lane] = u32(s32(value));  // of a byte, the sign goes on
+}
+inline u32& predicate(Warp& w, int r) { return *reinterpret_cast<u32*>(w.r + r); }
+
+template <class F> inline void each(u32 mask, F f) {
+    if (mask == ~0u) for (int lane = 0; lane < 32; ++lane) f(lane);
+    else for (u32 m = mask; m; m &= m - 1) f(std::countr_zero(m));
+}
+
+// Memory ----------------------------------------------------------------------------------------------------
+
+// Threads are numbered program << 12 | several << 11 | warp << 5 | lane; 0xfff stands for several warps.
+inline int warp_of(u32 who) { return (who & 0xfff) == 0xfff ? -1 : int(who >> 5 & 31); }
+inline bool ordered(u32 who, u32 epoch, u32 sync, const Warp& w, u32 me) {
+    if (who == 0 || who == me) return true;
+    const u32 program = w.cta->number + 1;
+    if (who >> 12 != program) return false;  // of another program, whatever the time
+    if (epoch < w.cta->epoch) return true;
+    return warp_of(who) == w.index && sync < w.sync;
+}
+inline u32 number_of(const Warp& w, int lane) {
+    const u32 base = (w.cta->number + 1) << 12 | u32(w.index) << 5;
+    return lane < 0 ? base | ANY_LANE : base | u32(lane);
+}
+
+void note_read(Warp& w, Shadow& s, int lane, u64 address) {
+    const u32 me = number_of(w, lane);
+    if (!ordered(s.writer, s.write_epoch, s.write_sync, w, me))
+        fault(w, s.writer >> 12 == w.cta->number + 1 ? RACE_READ : STALE, std::max(lane, 0), address, s.writer & 0x7ff);
+    const u32 epoch = w.cta->epoch;
+    if (s.reader && s.reader >> 12 == me >> 12 && s.read_epoch == epoch && s.reader != me) {
+        s.reader = warp_of(s.reader) == w.index ? number_of(w, -1) : (me | 0xfff);
+    } else if (s.reader && s.reader >> 12 != me >> 12) s.reader = ANY_WARP;  // several programs
+    else s.reader = me;
+    s.read_epoch = epoch, s.read_sync = w.sync;
+}
+// Of a warp that loads one number into all lanes and stores another from one, only lanes that part make a race:
+// in global memory that is left to the warp.
+void note_write(Warp& w, Shadow& s, int lane, u64 address, bool changes, bool is_global) {
+    const u32 me = number_of(w, lane);
+    if (changes && !ordered(s.writer, s.write_epoch, s.write_sync, w, me))
+        fault(w, s.writer >> 12 == w.cta->number + 1 ? RACE_WRITE : STALE, std::max(lane, 0), address, s.writer & 0x7ff);
+    const bool same_warp = s.reader >> 12 == me >> 12 && warp_of(s.reader) == w.index;
+    if (changes && !(is_global && same_warp) && !ordered(s.reader, s.read_epoch, s.read_sync, w, me))
+        fault(w, s.reader >> 12 == w.cta->number + 1 ? RACE_OVER_READ : STALE, std::max(lane, 0), address, s.reader & 0x7ff);
+    s.writer = me, s.write_epoch = w.cta->epoch, s.write_sync = w.sync;
+}
+
+// Returns where an access of a lane goes, after all checks; null if it must not take place.
+// With `value`, it is a write of these bytes. A lane of -1 is the whole warp.
+char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, bool asynchronous = false) {
+    Cta& cta = *w.cta;
+    if (address % size) fault(w, UNALIGNED, std::max(lane, 0), address);
+    if (u64(address) + size > cta.shared.size()) return fault(w, OUTSIDE, std::max(lane, 0), address), nullptr;
+    for (u32 i = address; i < address + size; ++i) {
+        if (cta.pending[i] && !asynchronous) fault(w, PENDING, std::max(lane, 0), i);
+        if (value) {
+            note_write(w, cta.shadow[i], lane, i, cta.shared[i] != u8(value[i - address]) || asynchronous, false);
+            cta.written[i] = 1;
+        } else {
+            if (!cta.written[i]) fault(w, UNINITIALIZED, std::max(lane, 0), i);
+            note_read(w, cta.shadow[i], lane, i);
+        }
+    }
+    return reinterpret_cast<char*>(cta.shared.data()) + address;
+}
+char* global_at(Warp& w, int lane, u64 address, u32 size, const char* value) {
+    Launch& launch = *w.cta->launch;
+    if (address % size) fault(w, UNALIGNED, lane, address);
+    auto it = std::upper_bound(launch.regions.begin(), launch.regions.end(), address,
+                               [](u64 a, const Region& r) { return a < r.begin; });
+    if (it == launch.regions.begin() || address + size > (--it)->end)
+        return fault(w, OUTSIDE, lane, address), nullptr;
+    Shadow* shadow = launch.shadows[it - launch.regions.begin()].data() + (address - it->begin);
+    const char* data = reinterpret_cast<const char*>(address);
+    for (u32 i = 0; i < size; ++i) {
+        if (!it->allowed[address - it->begin + i]) fault(w, OUTSIDE, lane, address + i);
+        if (value) note_write(w, shadow[i], lane, address + i, data[i] != value[i], true);
+        else note_read(w, shadow[i], lane, address + i);
+    }
+    return reinterpret_cast<char*>(address);
+}
+enum Space { GLOBAL, SHARED };
+template <Space S> inline char* at(Warp& w, const Instruction& i, int lane, int r, u32 size, const char* value) {
+    if constexpr (S == GLOBAL) return global_at(w, lane, get<u64>(w.r + r, lane) + s64(i.b), size, value);
+    else return shared_at(w, lane, get<u32>(w.r + r, lane) + u32(i.b), size, value);
+}

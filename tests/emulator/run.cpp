@@ -1,0 +1,104 @@
+// Executes decoded PTX on a CPU: the programs (CTAs) of a grid one by one, their warps in turn from barrier to
+// barrier, the 32 lanes of a warp together. ptx.py decodes PTX into `Instruction`s, program.py names the faults.
+#include "table.h"
+
+enum Control { BRANCH = -1, RETURN = -2, BARRIER_SYNC = -3 };
+
+// Where lanes have come to the place where all that went apart meet, or have ended, the others go on.
+void regroup(Warp& w) {
+    while (!w.others.empty() && (w.pc == w.join || !w.mask)) {
+        w.pc = w.others.back().pc, w.mask = w.others.back().mask & w.alive, w.join = w.others.back().join;
+        w.others.pop_back();
+    }
+}
+
+void run_warp(Warp& w, u64* counts, u64 limit) {  // to a barrier or the end
+    const Instruction* code = w.cta->launch->code;
+    Launch& launch = *w.cta->launch;
+    w.barrier = -1;
+    while (w.alive) {
+        const Instruction& i = code[w.pc];
+        u32 mask = w.mask;
+        if (i.guard >= 0) mask &= i.guard_not ? ~predicate(w, i.guard) : predicate(w, i.guard);
+        ++launch.warp_instructions, launch.thread_instructions += std::popcount(mask), counts[w.pc] += mask != 0;
+        if (launch.warp_instructions > limit) {
+            fault(w, ENDLESS, 0), w.alive = 0;
+            return;
+        }
+        if (i.op >= 0) {
+            if (mask) handlers[i.op](w, i, mask);
+            ++w.pc;
+        } else if (i.op == BRANCH) {
+            const int next = w.pc + 1;
+            w.pc = mask ? i.a : next;
+            if (mask && mask != w.mask) {
+                w.others.push_back({i.b, w.mask, w.join});
+                w.others.push_back({next, w.mask & ~mask, i.b});
+                w.mask = mask, w.join = i.b;
+            }
+        } else if (i.op == RETURN) {
+            w.alive &= ~mask, w.mask &= ~mask, ++w.pc;
+        } else if (mask) {  // a barrier
+            if (mask != w.alive || w.alive != ~0u) fault(w, DIVERGENT, std::countr_zero(w.alive & ~mask));
+            w.barrier = w.pc++;
+            regroup(w);
+            return;
+        } else ++w.pc;
+        if (w.pc == w.join || !w.mask) regroup(w);
+    }
+    if (!w.copies.empty() || !w.groups.empty() || !w.products.empty()) --w.pc, fault(w, UNWAITED, 0);
+}
+
+struct Constant { s32 offset, wide; u64 value; };
+
+extern "C" {
+int operation(const char* name) {
+    if (handlers.empty()) fill_table();
+    auto it = numbers.find(name);
+    return it == numbers.end() ? INT_MIN : it->second;
+}
+
+// Runs a grid; returns the number of faults, of which at most `most` are written.
+int run(const Instruction* code, const s32* pool, u64* counts, int register_bytes, const Constant* constants, int constant_count,
+        const char* parameters, const u32* grid, u32 threads, u32 shared_bytes, const Region* regions, int region_count,
+        FaultRecord* faults, int most, u64 limit, u64* totals) {
+    Launch launch{code, pool, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, {}};
+    for (const Region& r : launch.regions) launch.shadows.emplace_back(r.end - r.begin);
+    const int warp_count = int(threads) / 32;
+    std::vector<std::vector<char>> registers(warp_count, std::vector<char>(register_bytes));
+    u32 number = 0;
+    for (u32 z = 0; z < grid[2]; ++z) for (u32 y = 0; y < grid[1]; ++y) for (u32 x = 0; x < grid[0]; ++x) {
+        Cta cta{&launch, {x, y, z}, number++, 0, {}, {}, {}, {}};
+        cta.shared.assign(shared_bytes, 0xff), cta.written.assign(shared_bytes, 0);
+        cta.pending.assign(shared_bytes, 0), cta.shadow.assign(shared_bytes, Shadow{});
+        std::vector<Warp> warps(warp_count);
+        for (int k = 0; k < warp_count; ++k) {
+            Warp& w = warps[k];
+            w.r = registers[k].data(), w.cta = &cta, w.index = k, w.mask = w.alive = ~0u;
+            std::memset(w.r, 0xcb, register_bytes);
+            for (int c = 0; c < constant_count; ++c)
+                for (int l = 0; l < 32; ++l)
+                    if (constants[c].wide) put<u64>(w.r + constants[c].offset, l, constants[c].value);
+                    else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
+        }
+        for (bool alive = true; alive; ++cta.epoch) {
+            alive = false;
+            for (Warp& w : warps) {
+                if (w.alive) run_warp(w, counts, limit), ++w.sync;
+                alive |= w.alive != 0;
+            }
+            for (Warp& w : warps)  // all must wait at the same place
+                if (alive && w.barrier != warps[0].barrier) {
+                    const int pc = w.pc;
+                    w.pc = std::max(w.barrier, warps[0].barrier);
+                    fault(w, BARRIER, 0), w.pc = pc;
+                }
+        }
+    }
+    int count = 0;
+    for (auto& [key, record] : launch.faults)
+        if (count++ < most) faults[count - 1] = record;
+    totals[0] = launch.warp_instructions, totals[1] = launch.thread_instructions;
+    return count;
+}
+}
