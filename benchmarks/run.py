@@ -175,6 +175,7 @@ def proofs(device: str, results: Path, *, tiny: bool) -> list[Part]:
     def prove(name: str, seconds: float, dtypes: list[str], *options: str) -> Part:
         command = [*MODULE, "cvt", "prove", "--device", device, "--json", str(results / f"{name}.json")]
         command += ["--model", "cvt_13", "--dtype", *dtypes, "--batch-size", *batches, *options]
+        command += ["--time-limit={seconds}"]
         return Part(name, [*command, *(["--image-size", "64"] if tiny else [])], seconds)
 
     return [prove("prove_bfloat16", 380, ["bfloat16"]), prove("prove", 300, dtypes, "--train")]
