@@ -187,7 +187,8 @@ def test_what_is_proven(device, first, both, batches, tmp_path, monkeypatch):
         command = " ".join(parts[name].command)
         assert f"-m cvt prove --device {device} --json {tmp_path}/{name}.json" in command
         assert f"--model cvt_13 --dtype {dtypes} --batch-size {batches}" in command
-        assert command.endswith(" --train") == (name == "prove")
+        assert (" --train " in command) == (name == "prove")
+        assert command.endswith(" --time-limit={seconds}")
     # make bench proves first too; parts run in the order of NAMES.
     (bench,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
     assert {"prove", "auto"} < set(bench.split()) < set(run.NAMES)

@@ -48,6 +48,7 @@ _BAD = {
     "jobs": (*_NUMBERS, "1000000000"),
     "rounds": _NUMBERS,
     "seconds": (*_NUMBERS, "1000000000"),
+    "time_limit": _NUMBERS,
     "batches": _NUMBERS,
     "token_keep": (*_FRACTIONS, "", ",", "0"),
     "token_keeps": (*_FRACTIONS, "", ",", "0"),

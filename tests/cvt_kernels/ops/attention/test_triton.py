@@ -43,6 +43,9 @@ def assert_backends_agree(tensors, *, scale=None, floor=1):
         return
     theirs = run("reference", tensors, scale=scale)
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        if not c.any():  # differences of equal sums, as gradients of a single key: float32's rounding stays
+            torch.testing.assert_close(a.double(), c, rtol=0, atol=1e-5)
+            continue
         # The bias's gradient may be a sum over all images and queries, hence a few more units.
         assert_accurate(a, b, c, factor=3 if i else 2, floor=max(floor, 4) if i == 4 else floor)
 
@@ -477,6 +480,9 @@ def test_autocast_computes_in_its_dtype():
     theirs = step(functools.partial(by_pytorch, dtype=torch.bfloat16), tensors)
     assert ours[0].dtype == torch.bfloat16
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        if not c.any():  # differences of equal sums, as gradients of a single key: float32's rounding stays
+            torch.testing.assert_close(a.double(), c, rtol=0, atol=1e-5)
+            continue
         assert_accurate(a, b, c, factor=3 if i else 2)
 
 
