@@ -1,8 +1,9 @@
-"""The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as machine code, and on a GPU."""
+"""The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as PTX, as machine code, on a GPU."""
 
 import functools
 import importlib.util
 import io
+import math
 import re
 import struct
 import subprocess
@@ -16,7 +17,9 @@ from torch import Tensor
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
+from cvt_kernels.toolkit import find_nvcc
 from tests.checks import TRAPS, assert_accurate, compiler, not_built, recorded_operators
+from tests.emulator.native import Native
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -93,8 +96,15 @@ def to_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def unpack(calls, output: bytes) -> list[list[Tensor]]:
+    stream = io.BytesIO(output)
+    results = [[from_bytes(stream, *result) for result in call.results()] for call in calls]
+    assert not stream.read()
+    return results
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run_on_host(tmp_path_factory):
     """Returns a function that runs calls on the host and returns the results of each."""
     program = tmp_path_factory.mktemp("simt") / "kernels"
     command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all", "-I", str(CSRC)]
@@ -104,12 +114,36 @@ def run(tmp_path_factory):
         done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
         # By a signal without a message, it is UBSan: compiled without TRAPS, the program says where.
         assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr.decode()}"
-        output = io.BytesIO(done.stdout)
-        results = [[from_bytes(output, *result) for result in call.results()] for call in calls]
-        assert not output.read()
-        return results
+        return unpack(calls, done.stdout)
 
     return run
+
+
+@functools.cache
+def emulated(arch: int):
+    """Returns a function that runs calls as nvcc compiles them, in the emulator of PTX."""
+    kernels = Native(arch)
+
+    def run(*calls: KernelCall) -> list[list[Tensor]]:
+        size = sum(math.prod(shape) * dtype.itemsize for call in calls for shape, dtype in call.results())
+        output, faults = kernels.run(b"".join(call.pack() for call in calls), size)
+        assert not faults, "\n".join(map(str, faults))
+        return unpack(calls, output)
+
+    return run
+
+
+@pytest.fixture(
+    scope="module",
+    params=["host", *(pytest.param(arch, marks=pytest.mark.slow, id=f"sm_{arch}") for arch in (80, 90))],
+)
+def run(request):
+    """Returns a function that runs calls on the host or as compiled for a GPU, and returns their results."""
+    if request.param == "host":
+        return request.getfixturevalue("run_on_host")
+    if find_nvcc() is None:
+        pytest.skip("there is no nvcc")
+    return emulated(request.param)
 
 
 def from_bytes(stream: io.BytesIO, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -339,15 +373,15 @@ def test_absent_and_float_parameters(run, operation, activation, dtype):
 
 
 @every_operation
-def test_order_of_threads_does_not_matter(run, operation, activation):
+def test_order_of_threads_does_not_matter(run_on_host, operation, activation):
     """A barrier that is missing would show; so would a sum whose order is left to chance."""
     for channels in (40, 200, 1500, 5000):
         call = make(operation, (30, channels), torch.bfloat16, activation)
-        forwards, backwards = run(call, call._replace(backwards=True))
+        forwards, backwards = run_on_host(call, call._replace(backwards=True))
         assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
 
 
-def test_a_missing_barrier_shows(run):
+def test_a_missing_barrier_shows(run_on_host):
     """Every barrier but the first of a row shows when left out.
 
     Between two calls of that one's function there are others.
@@ -358,7 +392,9 @@ def test_a_missing_barrier_shows(run):
     show = []
     for line in lines:
         changed = [call._replace(missing_barrier=line) for call in calls]
-        forwards, backwards = (run(*(c._replace(backwards=b) for c in changed)) for b in (False, True))
+        forwards, backwards = (
+            run_on_host(*(c._replace(backwards=b) for c in changed)) for b in (False, True)
+        )
         pairs = [
             pair for results in zip(forwards, backwards, strict=True) for pair in zip(*results, strict=True)
         ]
@@ -403,10 +439,10 @@ def test_nan_and_infinities_stay_in_their_rows(run, operation, activation):
         torch.testing.assert_close(got.double(), exact, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-def test_the_sanitizers_report_a_row_too_many(run):
+def test_the_sanitizers_report_a_row_too_many(run_on_host):
     call = make("layer_norm", (5, 64), torch.float32)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
-        run(call._replace(operation="a_row_too_many"))
+        run_on_host(call._replace(operation="a_row_too_many"))
 
 
 # As machine code, in the extension that was built -----------------------------------------------------------

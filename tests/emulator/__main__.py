@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from tests.emulator import launches
-from tests.emulator.calls import CALLS
+from tests.emulator import budgets, launches, planted
+from tests.emulator.calls import CALLS, COUNTED, PLANTED, Call
 from tests.emulator.ptx import UnsupportedError
 
 
@@ -20,18 +20,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="calls; default: all")
     parser.add_argument("--arch", type=int, help="the GPU, as 86; default: 80, and 89 for float8")
+    parser.add_argument(
+        "--plant", type=int, metavar="MOST", nargs="?", const=1000,
+        help="plant faults, at most MOST of a kind in a kernel; 1 if less than 95 %% are noticed",
+    )  # fmt: skip
     options = parser.parse_args()
     if unknown := set(options.names) - set(CALLS):
         parser.error(f"no such calls: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # which also fills new tensors with NaN
-    return max([_run(name, options.arch) for name in options.names or CALLS])
+    if options.plant:
+        return _plant(options.names or PLANTED, options.arch, options.plant)
+    return max([_run(name, _call(name, options.arch)) for name in options.names or CALLS])
 
 
-def _run(name: str, arch: int | None) -> int:
-    call = CALLS[name]._replace(arch=arch) if arch else CALLS[name]
+def _call(name: str, arch: int | None) -> Call:
+    return CALLS[name]._replace(arch=arch) if arch else CALLS[name]
+
+
+def _run(name: str, call: Call) -> int:
     try:
-        outcome = launches.check(call)
+        outcome = launches.Check(call).run()
     except UnsupportedError as error:
         print(f"{name}: unsupported: {error}", flush=True)
         return 1
@@ -41,7 +50,27 @@ def _run(name: str, arch: int | None) -> int:
     for ran in outcome.ran:
         for fault in ran.result.faults[:4]:
             print(f"    {ran.kernel}: {fault}")
-    return int(not outcome.is_good)
+    over = []
+    if name in COUNTED:
+        counted = budgets.counted(outcome)
+        over = budgets.excesses(name, call.arch, counted)
+        print(f"    {counted}{''.join(f', over its budget: {each}' for each in over)}")
+    return int(not outcome.is_good or bool(over))
+
+
+def _plant(names: list[str] | tuple[str, ...], arch: int | None, most: int) -> int:
+    verdicts = []
+    for name in names:
+        found = planted.plant_all(_call(name, arch), most)
+        print(f"{name}: {sum(v.noticed for v in found)} of {len(found)} faults noticed", flush=True)
+        for verdict in found:
+            if verdict.matters and not verdict.noticed:
+                print(f"    missed: line {verdict.plant.line}: {verdict.plant.text}")
+        verdicts += found
+    print(planted.table(verdicts))
+    noticed, mattering = sum(v.noticed for v in verdicts), sum(v.matters for v in verdicts)
+    print(f"{noticed} of {mattering} that change anything are noticed, of {len(verdicts)} planted")
+    return int(noticed < 0.95 * mattering)
 
 
 if __name__ == "__main__":

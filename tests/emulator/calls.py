@@ -34,6 +34,36 @@ def _project_only(grid: tuple[int, int], channels: int, dtype: Any) -> Any:
     return tests.ck.conv_projection(x, grid, convs, training=False)
 
 
+def _project_serving(size: int, channels: int) -> Any:
+    x = tests.randn(1, size * size, channels, dtype=BFLOAT16)
+    convs = [tests.random_conv(channels, dtype=BFLOAT16, stride=s, padding=1) for s in (1, 2, 2)]
+    return tests.ck.conv_projection(x, (size, size), convs, training=False)
+
+
+def _attend_serving(queries: int, keys: int, heads: int) -> Any:
+    q, k, v = (tests.randn(1, n, heads, 64, dtype=BFLOAT16) for n in (queries, keys, keys))
+    return ck.attention(q, k, v)
+
+
+def _of_cvt_13() -> dict[str, Call]:
+    """Returns what CvT-13 calls for one image of 224², in bfloat16, by stage."""
+    calls: dict[str, Call] = {}
+    for stage, (size, heads) in enumerate(((56, 1), (28, 3), (14, 6)), 1):
+        tokens, keys, channels = size**2, (size // 2) ** 2, 64 * heads
+        settings = {"dtype": BFLOAT16}
+        calls |= {
+            f"stage {stage}: attention": _call(_attend_serving, tokens, keys, heads),
+            f"stage {stage}: projection": _call(_project_serving, size, channels),
+            f"stage {stage}: linear_gelu": _call(
+                tests.linear_gelu, tokens, channels, 4 * channels, **settings
+            ),
+            f"stage {stage}: linear_add": _call(tests.linear_add, tokens, 4 * channels, channels, **settings),
+        }
+    mlp = {"stage 1: layer_norm_mlp": _call(tests.mlp, 3136, 64, 256, BFLOAT16)}
+    embedding = {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}
+    return calls | mlp | embedding
+
+
 def _of_every_dtype() -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for name, dtype in {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}.items():
@@ -105,7 +135,9 @@ CALLS: dict[str, Call] = {
     for name, case in tests.CASES.items()
     if name != "float8"  # the reference computes no such layer in float64
 }
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8
+#: Calls whose instructions and accesses are counted: see budgets.py.
+COUNTED = _of_cvt_13()
+CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | COUNTED
 
 #: A part of them, with a kernel of each family, of which most compile quickly.
 SMOKE = (
@@ -113,4 +145,14 @@ SMOKE = (
     "embedding of many channels", "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits",
     "LayerNorm", "MLP", "int8 rows", "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize",
     "scatter in place",
+)  # fmt: skip
+
+#: Likewise for sm_90, of kernels with bulk copies (TMA) and products of four warps.
+SMOKE_90 = ("bfloat16: attention", "bfloat16: linear_add", "bfloat16: linear_gelu", "float8 layer")
+
+#: Calls in which faults are planted, of kernels with all that can be left out.
+PLANTED = (
+    "bfloat16: attention, training", "bfloat16: linear_gelu", "bfloat16: linear_add_layer_norm",
+    "bfloat16: int8 layer", "bfloat16: conv_linear", "bfloat16: layer_norm_mlp", "walk at one pixel",
+    "embedding", "scatter in place",
 )  # fmt: skip

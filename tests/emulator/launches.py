@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import cvt_kernels as ck
 from cvt.commands.compile.triton_kernels import specialize
@@ -26,7 +27,7 @@ from cvt_kernels import accuracy, backends, machine
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses
 from tests.emulator import calls
-from tests.emulator.program import Program, Region, Result
+from tests.emulator.program import LIMIT, Program, Region, Result, tensor_map
 from tests.emulator.ptx import UnsupportedError
 
 _FORMATS = {"fp32": "f", "i32": "i", "i64": "q", "u1": "?"}
@@ -47,12 +48,14 @@ class Ran(NamedTuple):
     Attributes:
         kernel: The name of the kernel.
         grid: Its programs.
+        program: The kernel, decoded.
         result: What the run did.
         seconds: How long it took, without compiling.
     """
 
     kernel: str
     grid: tuple[int, ...]
+    program: Program
     result: Result
     seconds: float
 
@@ -62,11 +65,16 @@ class Runner:
 
     Args:
         arch: The GPU that they are compiled for, as 80.
+        programs: Kernels that are decoded already, by PTX; new ones are added.
+        seed, limit: See ``Program.run``.
     """
 
-    def __init__(self, arch: int = 80) -> None:
+    def __init__(
+        self, arch: int, programs: dict[str, Program] | None = None, *, seed: int = 0, limit: int = LIMIT
+    ) -> None:
         self._arch = arch
-        self._programs: dict[str, Program] = {}
+        self._programs = {} if programs is None else programs
+        self._order = {"seed": seed, "limit": limit}
         self.ran: list[Ran] = []
 
     def run(self, launch: machine.Launch) -> None:
@@ -83,25 +91,38 @@ class Runner:
         if ptx not in self._programs:
             self._programs[ptx] = Program(ptx)
         program = self._programs[ptx]
+        boxes = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         arguments = [
             part
             for parameter in launch.kernel.params
-            for part in _bytes(launch.arguments[parameter.name], kernel.signature[parameter.name])
+            for part in _bytes(launch.arguments[parameter.name], kernel.signature[parameter.name], boxes)
         ]
         arguments += [bytes(8)] * (
             len(program.parameters) - len(arguments)
         )  # scratch memory, of which there is none
         start = time.perf_counter()
-        result = program.run(launch.grid, arguments, _regions(launch), compiled.metadata.shared)
+        result = program.run(
+            launch.grid, arguments, _regions(launch), compiled.metadata.shared, **self._order
+        )
         name = kernel.name.removeprefix("_").removesuffix("_kernel")
-        self.ran.append(Ran(name, launch.grid, result, time.perf_counter() - start))
+        self.ran.append(Ran(name, launch.grid, program, result, time.perf_counter() - start))
 
 
-def _bytes(value: Any, kind: Any) -> Iterator[bytes]:
-    """Returns the bytes of a parameter for each part of an argument."""
+def _bytes(value: Any, kind: Any, boxes: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+    """Returns the bytes of a parameter for each part of an argument.
+
+    `boxes` are those of the tensor descriptors to come.
+    """
     if isinstance(kind, tuple):
         for part, part_kind in zip(value, kind, strict=True):
-            yield from _bytes(part, part_kind)
+            yield from _bytes(part, part_kind, boxes)
+    elif isinstance(value, TensorDescriptor):
+        box = next(boxes, None)
+        if box is None or len(value.shape) != 2 or box["fp4_padded"]:
+            raise UnsupportedError(f"a descriptor as {kind}")
+        yield tensor_map(value.base, box["block_size"], box["swizzle"])
+        yield from (struct.pack("i", size) for size in value.shape)
+        yield from (struct.pack("q", stride) for stride in value.strides)
     elif isinstance(value, Tensor) and kind.startswith("*"):
         yield struct.pack("q", value.data_ptr())
     elif kind in _FORMATS:
@@ -188,10 +209,12 @@ class Outcome(NamedTuple):
 
     Attributes:
         ran: Its launches.
-        errors: The errors of its results.
+        results: What it returned.
+        errors: The errors of the results.
     """
 
     ran: list[Ran]
+    results: list[Tensor]
     errors: list[accuracy.Error]
 
     @property
@@ -207,25 +230,48 @@ class Outcome(NamedTuple):
         )
 
 
-def check(call: calls.Call) -> Outcome:
-    """Runs a call, and compares its results with those of the reference in the same dtype and in float64."""
-    runner = Runner(call.arch)
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = call.precision
-    with (
-        _enabled(), ck.use_backend("triton"),
-        machine.intercepted_launches(runner.run, call.case.chip._replace(capability=call.arch)),
-    ):  # fmt: skip
-        actual = results_of(call.case.call)
-    with ck.use_backend("reference"):
-        same = results_of(call.case.call)
-        with _in_float64():
-            exact = results_of(call.case.call)
-    errors = []
-    for ours, pytorchs, oracle in zip(actual, same, exact, strict=True):
-        error = accuracy.compare(
-            ours, pytorchs.to(ours.dtype), oracle.double(), factor=accuracy.GRADIENT_FACTOR
-        )
-        if call.precision == "tf32":  # which the CPU does not have: numbers of 11 bits, cut off
-            error = error._replace(allowed=error.allowed + float(oracle.abs().max()) * 2**-8)
-        errors.append(error)
-    return Outcome(runner.ran, errors)
+class Check:
+    """A call, and the results of the reference in the same dtype and in float64.
+
+    Args:
+        call: The call.
+    """
+
+    def __init__(self, call: calls.Call) -> None:
+        self._call = call
+        with self._precision(), ck.use_backend("reference"):
+            self._same = results_of(call.case.call)
+            with _in_float64():
+                self._exact = results_of(call.case.call)
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        flags = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+        before = [flag.fp32_precision for flag in flags]
+        for flag in flags:
+            flag.fp32_precision = self._call.precision
+        try:
+            yield
+        finally:
+            for flag, precision in zip(flags, before, strict=True):
+                flag.fp32_precision = precision
+
+    def run(self, runner: Runner | None = None) -> Outcome:
+        """Runs the call, and compares its results with the reference's."""
+        runner = runner or Runner(self._call.arch)
+        with (
+            self._precision(), _enabled(), ck.use_backend("triton"),
+            machine.intercepted_launches(
+                runner.run, self._call.case.chip._replace(capability=self._call.arch)
+            ),
+        ):  # fmt: skip
+            actual = results_of(self._call.case.call)
+        errors = []
+        for ours, pytorchs, oracle in zip(actual, self._same, self._exact, strict=True):
+            error = accuracy.compare(
+                ours, pytorchs.to(ours.dtype), oracle.double(), factor=accuracy.GRADIENT_FACTOR
+            )
+            if self._call.precision == "tf32":  # which the CPU does not have: numbers of 11 bits, cut off
+                error = error._replace(allowed=error.allowed + float(oracle.abs().max()) * 2**-8)
+            errors.append(error)
+        return Outcome(runner.ran, actual, errors)

@@ -3,6 +3,7 @@
 #include <deque>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -13,15 +14,16 @@ struct Instruction {  // as program.py packs it
 };
 enum Fault {  // as program.py names them
     OUTSIDE, UNALIGNED, UNINITIALIZED, PENDING, RACE_READ, RACE_WRITE, RACE_OVER_READ, DIVERGENT, BARRIER, ENDLESS,
-    STALE, UNWAITED, OVERWRITTEN,
+    STALE, UNWAITED, OVERWRITTEN, UNFENCED,
 };
 struct FaultRecord { s32 kind, pc, program, thread, other, count; u64 address; };
 struct Region { u64 begin, end; const u8* allowed; };
 
-struct Shadow {  // who touched a byte, and when: barriers of the program and of the warp before
-    u32 writer = 0, write_epoch = 0, write_sync = 0, reader = 0, read_epoch = 0, read_sync = 0;
+struct Shadow {  // who touched a byte, and when: barriers of the program and of the warp before, fences of its warp
+    u32 writer = 0, write_epoch = 0, write_sync = 0, write_fence = 0, reader = 0, read_epoch = 0, read_sync = 0;
 };
 constexpr u32 ANY_LANE = 1u << 11, ANY_WARP = ~0u >> 1;  // several threads of a warp; of several warps
+constexpr u32 BULK = 1;  // the writer is a bulk copy: write_epoch is its mbarrier, write_sync the phase that it ends
 
 struct Copy { u32 to; u64 from; u32 size, read; int lane; };
 struct Operand {  // of a wgmma in shared memory: its descriptor, which rows of it, and what was read
@@ -29,22 +31,43 @@ struct Operand {  // of a wgmma in shared memory: its descriptor, which rows of 
     int first, rows, size;
     bool transposed;
 };
+struct Product;
+using ProductRun = void (*)(struct Warp&, Product&);
+struct Product {  // a wgmma under way: what it was given, and its sums once it is computed
+    const struct Instruction* instruction;
+    ProductRun compute;
+    std::vector<Operand> operands;
+    std::vector<u32> sums;
+    bool adds, from_registers;
+};
+struct Move { s32 to, from; u32 mask; };  // of a register that a product under way will write
+struct TensorMap { u64 address; u32 columns, rows, row_bytes, size, box_columns, box_rows, swizzle; };  // as program.py packs it
+struct Bulk { const TensorMap* map; s32 column, row; u32 shared; int lane, pc; u64 sum; };  // a copy of a box
+struct Mbarrier { u32 id, count, waited_for, phase; s64 bytes; std::deque<Bulk> copies; };
 struct Split { int pc; u32 mask; int join; };  // lanes that are elsewhere, and where they meet the others
+enum State { READY, BLOCKED, ARRIVED };  // able to run, waiting for an mbarrier, at a barrier of the program
 struct Cta;
 struct Warp {
     char* r = nullptr;
     Cta* cta = nullptr;
     int index = 0, pc = 0, join = -1, barrier = -1;
-    u32 mask = 0, alive = 0, sync = 0;
+    State state = READY;
+    u32 mask = 0, alive = 0, sync = 0, fences = 0, fence_epoch = 0;
     std::vector<Split> others;
     std::vector<Copy> copies;
     std::deque<std::vector<Copy>> groups;
-    std::vector<Operand> operands;
-    std::deque<std::vector<Operand>> products;
+    std::vector<Product> products;
+    std::deque<std::vector<Product>> product_groups;
+    std::vector<Move> moves;
+    std::vector<Bulk> stores;
+    std::deque<std::vector<Bulk>> store_groups;
+    std::vector<u32> seen;  // of each mbarrier, the phases that this warp knows to be complete
 };
+struct Traffic { u64 requests, units, least; };  // of an instruction: see traffic.h
 struct Launch {
     const Instruction* code;
     const s32* pool;  // the registers of a wgmma
+    Traffic* traffic;  // of each instruction
     std::vector<Region> regions;
     std::vector<std::vector<Shadow>> shadows;
     const char* parameters;
@@ -53,10 +76,14 @@ struct Launch {
     u64 warp_instructions = 0, thread_instructions = 0;
 };
 struct Cta {
-    Launch* launch;
-    u32 id[3], number, epoch = 0;
+    Launch* launch = nullptr;
+    u32 id[3], number = 0, epoch = 1, fence_epoch = 0;  // fence_epoch: of the last fence before the last barrier
     std::vector<u8> shared, written, pending;
     std::vector<Shadow> shadow;
+    std::unordered_map<u32, Mbarrier> mbarriers;  // by address
+    u32 mbarrier_count = 0;
+    std::vector<Warp> warps;
+    std::vector<int> order;  // in which they run
 };
 
 void fault(Warp& w, int kind, int lane, u64 address = 0, int other = -1) {
@@ -93,6 +120,7 @@ template <class F> inline void each(u32 mask, F f) {
 inline int warp_of(u32 who) { return (who & 0xfff) == 0xfff ? -1 : int(who >> 5 & 31); }
 inline bool ordered(u32 who, u32 epoch, u32 sync, const Warp& w, u32 me) {
     if (who == 0 || who == me) return true;
+    if (who == BULK) return epoch < w.seen.size() && w.seen[epoch] >= sync;
     const u32 program = w.cta->number + 1;
     if (who >> 12 != program) return false;  // of another program, whatever the time
     if (epoch < w.cta->epoch) return true;
@@ -103,10 +131,14 @@ inline u32 number_of(const Warp& w, int lane) {
     return lane < 0 ? base | ANY_LANE : base | u32(lane);
 }
 
+// Says what it is that an access is not ordered after.
+inline void unordered(Warp& w, int kind, u32 who, int lane, u64 address) {
+    const bool is_own = who >> 12 == w.cta->number + 1;
+    fault(w, who == BULK ? PENDING : is_own ? kind : STALE, std::max(lane, 0), address, who == BULK ? -1 : who & 0x7ff);
+}
 void note_read(Warp& w, Shadow& s, int lane, u64 address) {
     const u32 me = number_of(w, lane);
-    if (!ordered(s.writer, s.write_epoch, s.write_sync, w, me))
-        fault(w, s.writer >> 12 == w.cta->number + 1 ? RACE_READ : STALE, std::max(lane, 0), address, s.writer & 0x7ff);
+    if (!ordered(s.writer, s.write_epoch, s.write_sync, w, me)) unordered(w, RACE_READ, s.writer, lane, address);
     const u32 epoch = w.cta->epoch;
     if (s.reader && s.reader >> 12 == me >> 12 && s.read_epoch == epoch && s.reader != me) {
         s.reader = warp_of(s.reader) == w.index ? number_of(w, -1) : (me | 0xfff);
@@ -119,26 +151,35 @@ void note_read(Warp& w, Shadow& s, int lane, u64 address) {
 void note_write(Warp& w, Shadow& s, int lane, u64 address, bool changes, bool is_global) {
     const u32 me = number_of(w, lane);
     if (changes && !ordered(s.writer, s.write_epoch, s.write_sync, w, me))
-        fault(w, s.writer >> 12 == w.cta->number + 1 ? RACE_WRITE : STALE, std::max(lane, 0), address, s.writer & 0x7ff);
+        unordered(w, RACE_WRITE, s.writer, lane, address);
     const bool same_warp = s.reader >> 12 == me >> 12 && warp_of(s.reader) == w.index;
     if (changes && !(is_global && same_warp) && !ordered(s.reader, s.read_epoch, s.read_sync, w, me))
-        fault(w, s.reader >> 12 == w.cta->number + 1 ? RACE_OVER_READ : STALE, std::max(lane, 0), address, s.reader & 0x7ff);
-    s.writer = me, s.write_epoch = w.cta->epoch, s.write_sync = w.sync;
+        unordered(w, RACE_OVER_READ, s.reader, lane, address);
+    s.writer = me, s.write_epoch = w.cta->epoch, s.write_sync = w.sync, s.write_fence = w.fences;
+}
+// The asynchronous proxy (wgmma, bulk copies) sees what threads wrote after a fence.proxy.async: of the writer's warp
+// after the write, or of any other after a barrier.
+inline bool is_fenced(const Warp& w, const Shadow& s) {
+    if (s.writer >> 12 != w.cta->number + 1) return true;  // a bulk copy, or nobody
+    return w.cta->warps[warp_of(s.writer)].fences > s.write_fence || w.cta->fence_epoch > s.write_epoch
+        || w.fence_epoch > s.write_epoch;
 }
 
 // Returns where an access of a lane goes, after all checks; null if it must not take place.
 // With `value`, it is a write of these bytes. A lane of -1 is the whole warp.
-char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, bool asynchronous = false) {
+enum Way { BY_THREAD, BY_COPY, BY_PROXY };  // a copy in the background, which may write what is pending; wgmma or a bulk copy
+char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, Way way = BY_THREAD) {
     Cta& cta = *w.cta;
     if (address % size) fault(w, UNALIGNED, std::max(lane, 0), address);
     if (u64(address) + size > cta.shared.size()) return fault(w, OUTSIDE, std::max(lane, 0), address), nullptr;
     for (u32 i = address; i < address + size; ++i) {
-        if (cta.pending[i] && !asynchronous) fault(w, PENDING, std::max(lane, 0), i);
+        if (cta.pending[i] && way != BY_COPY) fault(w, PENDING, std::max(lane, 0), i);
         if (value) {
-            note_write(w, cta.shadow[i], lane, i, cta.shared[i] != u8(value[i - address]) || asynchronous, false);
+            note_write(w, cta.shadow[i], lane, i, cta.shared[i] != u8(value[i - address]) || way != BY_THREAD, false);
             cta.written[i] = 1;
         } else {
             if (!cta.written[i]) fault(w, UNINITIALIZED, std::max(lane, 0), i);
+            if (way == BY_PROXY && !is_fenced(w, cta.shadow[i])) fault(w, UNFENCED, std::max(lane, 0), i);
             note_read(w, cta.shadow[i], lane, i);
         }
     }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import hashlib
+import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from tests.checks import compiler
 from tests.emulator.ptx import Kernel
@@ -26,7 +30,7 @@ FAULTS = (
     "outside of all tensors or of shared memory",
     "not aligned to its width",
     "shared memory that nothing wrote is read",
-    "shared memory that a cp.async still writes is touched",
+    "shared memory that a copy in the background still writes is touched",
     "read without a barrier since another thread wrote",
     "written without a barrier since another thread wrote something else",
     "written without a barrier since another thread read",
@@ -34,8 +38,9 @@ FAULTS = (
     "warps wait at different barriers, or some at none",
     "does not end",
     "memory that another program writes is touched, or written where another one reads",
-    "a cp.async or a wgmma is never waited for",
-    "shared memory is overwritten that a wgmma still reads",
+    "a copy in the background or a wgmma is never waited for",
+    "shared memory is overwritten that a wgmma or a bulk copy still reads",
+    "a wgmma or a bulk copy reads what a thread wrote, without a proxy fence between",
 )
 
 
@@ -76,19 +81,36 @@ class Fault(NamedTuple):
         )
 
 
+class Traffic(NamedTuple):
+    """The accesses of a kernel to one kind of memory.
+
+    Attributes:
+        requests: Accesses of warps.
+        units: What they took: sectors of 32 bytes in global memory, wavefronts of 128 bytes in shared memory.
+        least: The least that their bytes could have taken, each counted once.
+    """
+
+    requests: int
+    units: int
+    least: int
+
+
 class Result(NamedTuple):
     """The record of a run.
 
     Attributes:
         faults: What was wrong.
         warp_instructions, thread_instructions: How many were executed.
-        idle: The share of the PTX's instructions that no thread executed.
+        executed: How many times warps executed each instruction.
+        traffic: The requests, units and least of each instruction, as rows; see ``Traffic``. Bulk copies and
+            the operands of wgmma are not counted.
     """
 
     faults: list[Fault]
     warp_instructions: int
     thread_instructions: int
-    idle: float
+    executed: np.ndarray
+    traffic: np.ndarray
 
 
 class Region(NamedTuple):
@@ -102,6 +124,20 @@ _REGION = np.dtype([("begin", "u8"), ("end", "u8"), ("allowed", "u8")])
 _FAULT = np.dtype(
     [(n, "i4") for n in ("kind", "pc", "program", "thread", "other", "count")] + [("address", "u8")]
 )
+
+
+def tensor_map(matrix: Tensor, box: Sequence[int], swizzle: int) -> bytes:
+    """Returns what the machine takes for a tensor map (TMA) of a matrix.
+
+    Args:
+        matrix: A matrix whose rows are contiguous.
+        box: The rows and columns of a copy.
+        swizzle: Which bits of an address are exchanged: 0 for none, 1 to 3 for rows of 32, 64 and 128 bytes.
+    """
+    rows, columns = matrix.shape
+    size = matrix.element_size()
+    numbers = columns, rows, matrix.stride(0) * size, size, box[1], box[0], swizzle
+    return struct.pack("Q7I", matrix.data_ptr(), *numbers).ljust(128, b"\0")
 
 
 @functools.cache
@@ -128,21 +164,24 @@ def _number(name: str) -> int | None:
 class Program(Kernel):
     """A kernel that can run."""
 
-    def __init__(self, ptx: str) -> None:
-        super().__init__(ptx, _number)
+    def __init__(self, ptx: str, threads: int | None = None) -> None:
+        super().__init__(ptx, _number, threads)
 
     def run(
-        self, grid: Sequence[int], arguments: Sequence[bytes], regions: Sequence[Region], shared: int
-    ) -> Result:
+        self, grid: Sequence[int], arguments: Sequence[bytes], regions: Sequence[Region], shared: int = 0,
+        seed: int = 0, limit: int = LIMIT,
+    ) -> Result:  # fmt: skip
         """Runs all programs of a grid.
 
         Args:
             grid: Programs along each axis.
             arguments: The bytes of each parameter.
             regions: The memory that the kernel may touch; they do not overlap.
-            shared: Bytes of shared memory.
+            shared: Bytes of shared memory that the launch asks for.
+            seed: Of the order in which warps run; 0 for one after the other, from barrier to barrier.
+            limit: Instructions of all warps after which the kernel counts as endless.
         """
-        memory = bytearray(8 * len(self.parameters) + 8)
+        memory = bytearray(self.parameter_bytes + 8)
         for (offset, size), value in zip(self.parameters.values(), arguments, strict=True):
             if len(value) != size:
                 raise ValueError(f"a parameter of {size} bytes, but {len(value)} are given")
@@ -152,14 +191,15 @@ class Program(Kernel):
             [(r.address, r.address + r.allowed.size, r.allowed.ctypes.data) for r in ordered], _REGION
         )
         found, totals = np.zeros(1000, _FAULT), np.zeros(2, np.uint64)
-        counts = np.zeros(len(self.code), np.uint64)
+        counts, traffic = np.zeros(len(self.code), np.uint64), np.zeros((len(self.code), 3), np.uint64)
         sizes = np.array([*grid, 1, 1][:3], np.uint32)
         count = library().run(
             _pointer(self.code), _pointer(self.pool), _pointer(counts), self.register_bytes,
             _pointer(self.constants), len(self.constants),
-            (ctypes.c_char * len(memory)).from_buffer(memory), _pointer(sizes), self.threads, shared,
+            (ctypes.c_char * len(memory)).from_buffer(memory), _pointer(sizes), self.threads,
+            shared + self.shared_bytes,
             _pointer(table), len(table), _pointer(found), len(found),
-            ctypes.c_uint64(LIMIT), _pointer(totals),
+            ctypes.c_uint64(limit), _pointer(totals), _pointer(traffic), seed,
         )  # fmt: skip
         faults = [
             Fault(FAULTS[f["kind"]], *self.lines[min(f["pc"], len(self.lines) - 1)],
@@ -167,7 +207,27 @@ class Program(Kernel):
             for f in found[: min(count, len(found))]
         ]  # fmt: skip
         faults.sort(key=lambda fault: (fault.kind, fault.line))
-        return Result(faults, int(totals[0]), int(totals[1]), float((counts == 0).mean()))
+        return Result(faults, int(totals[0]), int(totals[1]), counts, traffic)
+
+    def changed(self, index: int, op: str | None = None, **fields: Any) -> Program:
+        """Returns the kernel with an instruction changed: see ``ptx.INSTRUCTION``; `op` is a name."""
+        program = copy.copy(self)
+        program.code = self.code.copy()
+        if op is not None:
+            fields["op"] = library().operation(op.encode())
+        for name, value in fields.items():
+            program.code[index][name] = value
+        return program
+
+    def traffic_of(self, result: Result, space: str) -> Traffic:
+        """Returns the accesses of a run to ``global`` or ``shared`` memory."""
+        rows = [self._space_of(text) == space for _, text, _ in self.lines]
+        return Traffic(*(int(number) for number in result.traffic[rows].sum(0)))
+
+    @staticmethod
+    def _space_of(text: str) -> str:
+        """Returns the memory whose accesses are counted at an instruction; of cp.async, what it reads."""
+        return "shared" if re.search(r"\b(ld|st)\.shared|matrix", text) else "global"
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

@@ -78,12 +78,19 @@ _FLOAT = [
 _COMPARISON = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
+def kernels_of(ptx: str) -> dict[str, str]:
+    """Returns the kernels of a module by name, each with the arrays that the module declares for all."""
+    head, *kernels = re.split(r"(?=^\.visible\s+\.entry)", ptx, flags=re.MULTILINE)
+    return {re.search(r"\.entry\s+([\w$]+)", kernel)[1]: f"{head}{kernel}" for kernel in kernels}
+
+
 class Kernel:
     """A kernel, decoded.
 
     Args:
         ptx: The text that ``triton.compile`` or nvcc made, of one kernel.
         number: Returns the number of an instruction that the machine knows by this name, or None.
+        threads: Threads of a program, where the text leaves them to the launch.
 
     Attributes:
         name: Its name.
@@ -91,32 +98,40 @@ class Kernel:
         parameters: The offset and the bytes of each parameter.
         lines: The line of the PTX, the text and the line of the source of each instruction.
         code, pool, constants: Instructions, registers of wgmma and numbers, as the machine takes them.
-        register_bytes: What the registers of a warp take.
+        register_bytes, parameter_bytes: What the registers of a warp and the parameters take.
+        shared_bytes: What the arrays in shared memory take whose size the text tells.
 
     Raises:
         UnsupportedError: The PTX has something that the emulator does not know.
     """
 
-    def __init__(self, ptx: str, number: Callable[[str], int | None]) -> None:
+    def __init__(self, ptx: str, number: Callable[[str], int | None], threads: int | None = None) -> None:
         self._number = number
         header = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", ptx, re.DOTALL)
         if header is None:
             raise UnsupportedError("there is no kernel")
         self.name = header[1]
         found = re.search(r"\.reqntid\s+(\d+)", header[3])
-        if found is None:
+        if threads is None and found is None:
             raise UnsupportedError("the number of threads is not known")
-        self.threads = int(found[1])
+        self.threads = threads or int(found[1])
         self.parameters: dict[str, tuple[int, int]] = {}
+        self.parameter_bytes = 0
         text = re.sub(r"//.*", "", header[2])
         for match in re.finditer(
             r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,]*?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)", text
         ):
-            self.parameters[match[2]] = 8 * len(self.parameters), int(match[1]) // 8 * int(match[3] or 1)
-        if any(size > 8 for _, size in self.parameters.values()):
-            raise UnsupportedError("a parameter of more than 8 bytes")
+            size = int(match[1]) // 8 * int(match[3] or 1)
+            self.parameters[match[2]] = self.parameter_bytes, size
+            self.parameter_bytes += max(size, 8)
         self.lines: list[tuple[int, str, str]] = []
-        self._shared = set(re.findall(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\]", ptx))
+        self._shared: dict[str, int] = {}  # the address of each array
+        self.shared_bytes = 0
+        body = ptx[header.end() - 1 :]
+        for name, size in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d*)\]", ptx):
+            if name in body:
+                self._shared[name] = self.shared_bytes
+                self.shared_bytes += -(-int(size or 0) // 16) * 16
         self._scopes: list[dict[str, tuple[int, str]]] = []
         self._families: list[dict[str, str]] = []
         self.register_bytes = 256  # the first register is for what is thrown away
@@ -125,7 +140,7 @@ class Kernel:
         self._code: list[tuple[int, ...]] = []
         self._jumps: list[tuple[int, str]] = []
         self._pool: list[int] = []
-        self._decode_body(ptx[header.end() - 1 :], ptx.count("\n", 0, header.end() - 1) + 1)
+        self._decode_body(body, ptx.count("\n", 0, header.end() - 1) + 1)
         for index, label in self._jumps:
             self._code[index] = (*self._code[index][:3], self._labels[label], *self._code[index][4:])
         for index, join in self._joins().items():
@@ -228,7 +243,9 @@ class Kernel:
         """Returns the register of an operand; that of a number is filled before the kernel begins."""
         wide = kind.endswith("64")
         if token in self._shared:
-            return self._constant(0, wide)
+            return self._constant(self._shared[token], wide)
+        if token in self.parameters:  # where it lies among the parameters
+            return self._constant(self.parameters[token][0], wide)
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", token):
             return self._constant(int(token[2:], 16), wide)
         if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", token):
@@ -251,6 +268,17 @@ class Kernel:
         base, *more = (part.strip() for part in token.strip("[] ").split("+"))
         return self._value(base, kind), sum(int(part, 0) for part in more)
 
+    def _plain_address(self, token: str) -> list[int]:
+        base, displacement = self._address(token, "u32")
+        if displacement:
+            raise ValueError("a displacement")
+        return [base]
+
+    def _box(self, token: str) -> list[int]:
+        """Returns the registers of ``[%map, {%column, %row}]``."""
+        name, column, row = (part.strip(" {}[]") for part in token.split(","))
+        return [self._value(name, "u64"), self._value(column), self._value(row)]
+
     def _instruction(self, op: list[str], x: list[str]) -> tuple[str | int, list[int], int, int] | None:
         """Returns the name in ``emu.cpp``, the registers and the two numbers of an instruction."""
         head, kind = op[0], op[-1]
@@ -264,12 +292,38 @@ class Kernel:
                 return "bar.warp", [self._value(x[0])], 0, 0
             case ["bar" | "barrier", *_] if "sync" in op and x in (["0"], ["0", str(self.threads)]):
                 return _BARRIER, [], 0, 0
+            case ["fence", "proxy", "async", *_]:
+                return "fence.proxy", [], 0, 0
             case ["membar" | "fence", *_]:
                 return None
+            case ["elect", "sync"]:
+                leader, _, is_leader = x[0].partition("|")
+                return "elect", [self._register(leader), self._register(is_leader), self._value(x[1])], 0, 0
+            case ["mbarrier", "init" | "inval", *_]:
+                base, displacement = self._address(x[0], "u32")
+                return f"mbarrier.{op[1]}", [base], int(x[1], 0) if len(x) > 1 else 0, displacement
+            case ["mbarrier", "arrive", "expect_tx", *_]:
+                base, displacement = self._address(x[1], "u32")
+                return "mbarrier.expect", [base], int(x[2], 0), displacement
+            case ["mbarrier", "try_wait", "parity", *_]:
+                base, displacement = self._address(x[1], "u32")
+                return "mbarrier.try_wait", [self._register(x[0]), base, self._value(x[2])], 0, displacement
+            case ["cp", "async", "bulk", "tensor", "2d", "global", "shared::cta", "bulk_group"]:
+                return "bulk.store", [*self._box(x[0]), *self._plain_address(x[1])], 0, 0
+            case ["cp", "async", "bulk", "tensor", "2d", *_] if "mbarrier::complete_tx::bytes" in op:
+                operands = [*self._box(x[1]), *self._plain_address(x[0]), *self._plain_address(x[2])]
+                return "bulk.load", operands, 0, 0
+            case ["cp", "async", "bulk", "commit_group"]:
+                return "bulk.commit", [], 0, 0
+            case ["cp", "async", "bulk", "wait_group", *_]:
+                return "bulk.wait", [], int(x[0]), 0
+            case ["cvta", "param", "u64"] | ["cvta", "to", "global", "u64"]:
+                return "mov.u64", [self._value(t, "u64") for t in x], 0, 0
             case ["ld", "param", *_]:
                 parameter, _, more = (part.strip() for part in x[1].strip("[] ").partition("+"))
-                name = f"ld.param.{bits}.{self._width(x[0])}"
-                return name, [self._register(x[0])], self.parameters[parameter][0] + int(more or "0", 0), 0
+                width, offset = self._width(x[0]), self.parameters[parameter][0] + int(more or "0", 0)
+                registers = self._vector(x[0], f"u{width}")
+                return f"ld.param.{bits}.{width}", registers, offset, len(registers)
             case ["ld" | "st", *_]:
                 space = next(s for s in ("global", "shared") if any(p.split("::")[0] == s for p in op))
                 data, address = (x[0], x[1]) if head == "ld" else (x[1], x[0])
@@ -394,7 +448,8 @@ class Kernel:
                 len(names),
                 0,
             )
-        return f"mov.{bits}", [self._value(t, bits) for t in x], 0, 0
+        name = "mov.word" if bits in ("u32", "s32") else f"mov.{bits}"
+        return name, [self._value(t, bits) for t in x], 0, 0
 
     def _arithmetic(self, op: list[str], x: list[str]) -> tuple[str, list[int], int, int]:
         head, kind = op[0], op[-1]

@@ -1,5 +1,7 @@
 // Executes decoded PTX on a CPU: the programs (CTAs) of a grid one by one, their warps in turn from barrier to
-// barrier, the 32 lanes of a warp together. ptx.py decodes PTX into `Instruction`s, program.py names the faults.
+// barrier or, with a seed, in turns of a few instructions; the 32 lanes of a warp together. ptx.py decodes PTX into `Instruction`s, program.py names the faults.
+#include <random>
+
 #include "table.h"
 
 enum Control { BRANCH = -1, RETURN = -2, BARRIER_SYNC = -3 };
@@ -12,11 +14,12 @@ void regroup(Warp& w) {
     }
 }
 
-void run_warp(Warp& w, u64* counts, u64 limit) {  // to a barrier or the end
+void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an mbarrier that is not complete or the end
     const Instruction* code = w.cta->launch->code;
     Launch& launch = *w.cta->launch;
-    w.barrier = -1;
+    w.state = READY, w.barrier = -1;
     while (w.alive) {
+        if (turn-- == 0) return;
         const Instruction& i = code[w.pc];
         u32 mask = w.mask;
         if (i.guard >= 0) mask &= i.guard_not ? ~predicate(w, i.guard) : predicate(w, i.guard);
@@ -27,6 +30,7 @@ void run_warp(Warp& w, u64* counts, u64 limit) {  // to a barrier or the end
         }
         if (i.op >= 0) {
             if (mask) handlers[i.op](w, i, mask);
+            if (w.state == BLOCKED) return;
             ++w.pc;
         } else if (i.op == BRANCH) {
             const int next = w.pc + 1;
@@ -40,13 +44,55 @@ void run_warp(Warp& w, u64* counts, u64 limit) {  // to a barrier or the end
             w.alive &= ~mask, w.mask &= ~mask, ++w.pc;
         } else if (mask) {  // a barrier
             if (mask != w.alive || w.alive != ~0u) fault(w, DIVERGENT, std::countr_zero(w.alive & ~mask));
-            w.barrier = w.pc++;
+            w.barrier = w.pc++, w.state = ARRIVED;
             regroup(w);
             return;
         } else ++w.pc;
         if (w.pc == w.join || !w.mask) regroup(w);
     }
-    if (!w.copies.empty() || !w.groups.empty() || !w.products.empty()) --w.pc, fault(w, UNWAITED, 0);
+    const bool is_waited_for = w.copies.empty() && w.groups.empty() && w.products.empty() && w.product_groups.empty()
+        && w.stores.empty() && w.store_groups.empty();
+    if (!is_waited_for) --w.pc, fault(w, UNWAITED, 0);
+}
+
+// Runs the warps of a program in turn until each is at a barrier or has ended; a warp that waits for an mbarrier goes on
+// when another has made it complete. Returns false if all have ended.
+bool run_to_barrier(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) {
+    for (bool moved = true; moved;) {
+        moved = false;
+        if (random) std::shuffle(cta.order.begin(), cta.order.end(), *random);
+        for (int index : cta.order) {
+            Warp& w = cta.warps[index];
+            if (!w.alive || w.state == ARRIVED) continue;
+            const int pc = w.state == BLOCKED ? w.pc : -1;
+            run_warp(w, counts, limit, random ? 1 + (*random)() % 99 : ~u64(0));
+            moved |= w.state != BLOCKED || w.pc != pc;
+        }
+    }
+    bool alive = false;
+    for (Warp& w : cta.warps) {
+        if (w.alive && w.state == BLOCKED) fault(w, ENDLESS, 0), w.alive = 0;  // and nobody can make it complete
+        alive |= w.alive != 0;
+    }
+    return alive;
+}
+// What all warps have behind them once they have met: places, fences, and the phases that one of them has waited for.
+void meet(Cta& cta) {
+    const int barrier = cta.warps[0].barrier;
+    for (Warp& w : cta.warps) {
+        if (w.barrier != barrier) {
+            const int pc = std::exchange(w.pc, std::max(w.barrier, barrier));
+            fault(w, BARRIER, 0), w.pc = pc;
+        }
+        ++w.sync, w.state = READY;
+        cta.fence_epoch = std::max(cta.fence_epoch, w.fence_epoch);
+    }
+    for (u32 id = 0; id <= cta.mbarrier_count && cta.mbarrier_count; ++id) {
+        u32 phase = 0;
+        for (Warp& w : cta.warps) phase = std::max(phase, w.seen[id]);
+        for (Warp& w : cta.warps) w.seen[id] = phase;
+    }
+    ++cta.epoch;
 }
 
 struct Constant { s32 offset, wide; u64 value; };
@@ -58,22 +104,25 @@ int operation(const char* name) {
     return it == numbers.end() ? INT_MIN : it->second;
 }
 
-// Runs a grid; returns the number of faults, of which at most `most` are written.
+// Runs a grid; returns the number of faults, of which at most `most` are written. A seed other than 0 is one of an order.
 int run(const Instruction* code, const s32* pool, u64* counts, int register_bytes, const Constant* constants, int constant_count,
         const char* parameters, const u32* grid, u32 threads, u32 shared_bytes, const Region* regions, int region_count,
-        FaultRecord* faults, int most, u64 limit, u64* totals) {
-    Launch launch{code, pool, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, {}};
+        FaultRecord* faults, int most, u64 limit, u64* totals, Traffic* traffic, u32 seed) {
+    std::minstd_rand random(seed);
+    Launch launch{code, pool, traffic, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, {}};
     for (const Region& r : launch.regions) launch.shadows.emplace_back(r.end - r.begin);
     const int warp_count = int(threads) / 32;
     std::vector<std::vector<char>> registers(warp_count, std::vector<char>(register_bytes));
     u32 number = 0;
     for (u32 z = 0; z < grid[2]; ++z) for (u32 y = 0; y < grid[1]; ++y) for (u32 x = 0; x < grid[0]; ++x) {
-        Cta cta{&launch, {x, y, z}, number++, 0, {}, {}, {}, {}};
+        Cta cta;
+        cta.launch = &launch, cta.id[0] = x, cta.id[1] = y, cta.id[2] = z, cta.number = number++;
         cta.shared.assign(shared_bytes, 0xff), cta.written.assign(shared_bytes, 0);
         cta.pending.assign(shared_bytes, 0), cta.shadow.assign(shared_bytes, Shadow{});
-        std::vector<Warp> warps(warp_count);
+        cta.warps.resize(warp_count);
         for (int k = 0; k < warp_count; ++k) {
-            Warp& w = warps[k];
+            Warp& w = cta.warps[k];
+            cta.order.push_back(k);
             w.r = registers[k].data(), w.cta = &cta, w.index = k, w.mask = w.alive = ~0u;
             std::memset(w.r, 0xcb, register_bytes);
             for (int c = 0; c < constant_count; ++c)
@@ -81,19 +130,9 @@ int run(const Instruction* code, const s32* pool, u64* counts, int register_byte
                     if (constants[c].wide) put<u64>(w.r + constants[c].offset, l, constants[c].value);
                     else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
         }
-        for (bool alive = true; alive; ++cta.epoch) {
-            alive = false;
-            for (Warp& w : warps) {
-                if (w.alive) run_warp(w, counts, limit), ++w.sync;
-                alive |= w.alive != 0;
-            }
-            for (Warp& w : warps)  // all must wait at the same place
-                if (alive && w.barrier != warps[0].barrier) {
-                    const int pc = w.pc;
-                    w.pc = std::max(w.barrier, warps[0].barrier);
-                    fault(w, BARRIER, 0), w.pc = pc;
-                }
-        }
+        while (run_to_barrier(cta, counts, limit, seed ? &random : nullptr)) meet(cta);
+        for (auto& [address, m] : cta.mbarriers)
+            if (!m.copies.empty()) cta.warps[0].pc = m.copies.front().pc, fault(cta.warps[0], UNWAITED, 0, address);
     }
     int count = 0;
     for (auto& [key, record] : launch.faults)

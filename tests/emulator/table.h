@@ -1,6 +1,6 @@
 // The table of instructions: a handler for each name that ptx.py knows.
 #pragma once
-#include "asynchronous.h"
+#include "bulk.h"
 
 template <class T> void add_integers(const std::string& t) {
     static constexpr u32 bits = 8 * sizeof(T);
@@ -67,6 +67,12 @@ template <class F> void add_float2(const std::string& name, F) {
 inline float smaller(float a, float b) { return a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b); }
 inline float larger(float a, float b) { return a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b); }
 inline float nan_or(float a, float b, float value) { return a != a || b != b ? NAN : value; }
+template <class T> void add_pairs(const std::string& t) {
+    using P = pair<T>;
+    add("add." + t, binary<P, P, P>([](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; }));
+    add("min." + t, binary<P, P, P>([](P a, P b) { return P{std::min(a.low, b.low), std::min(a.high, b.high)}; }));
+    add("max." + t, binary<P, P, P>([](P a, P b) { return P{std::max(a.low, b.low), std::max(a.high, b.high)}; }));
+}
 void add_floats() {
     add_float1("neg", [](float a) { return -a; });
     add_float1("abs", [](float a) { return std::fabs(a); });
@@ -164,6 +170,7 @@ void fill_table() {
     add_memory_types<u8>("u8"), add_memory_types<s8>("s8"), add_memory_types<u16>("u16");
     add_memory_types<s16>("s16"), add_memory_types<u32>("u32"), add_memory_types<s32>("s32");
     add_memory_types<u64>("u64"), add_memory_types<s64>("s64");
+    add_pairs<u16>("u16x2"), add_pairs<s16>("s16x2");
     add_floats(), add_halves<f16>("f16"), add_halves<bf16>("bf16");
     add_conversions<u8>("u8"), add_conversions<s8>("s8"), add_conversions<u16>("u16"), add_conversions<s16>("s16");
     add_conversions<u32>("u32"), add_conversions<s32>("s32"), add_conversions<u64>("u64"), add_conversions<s64>("s64");
@@ -230,13 +237,18 @@ void fill_table() {
     add("redux.xor.u32", reduce<u32>([](u32 a, u32 b) { return a ^ b; }));
     add("bar.warp", warp_barrier);
     add("ldmatrix", load_matrices<false>), add("ldmatrix.trans", load_matrices<true>);
-    add("wgmma.f16", group_product<f16, double, float>), add("wgmma.bf16", group_product<bf16, double, float>);
-    add("wgmma.tf32", group_product<float, double, float>), add("wgmma.e4m3", group_product<e4m3, double, float>);
-    add("wgmma.s8", group_product<s8, s64, s32>);
+    add("wgmma.f16", product_start<f16, double, float>), add("wgmma.bf16", product_start<bf16, double, float>);
+    add("wgmma.tf32", product_start<float, double, float>), add("wgmma.e4m3", product_start<e4m3, double, float>);
+    add("wgmma.s8", product_start<s8, s64, s32>);
     add("wgmma.commit", product_commit), add("wgmma.wait", product_wait);
     add("stmatrix", store_matrices<false>), add("stmatrix.trans", store_matrices<true>);
     add("mma.f16", product<f16, double, float>), add("mma.bf16", product<bf16, double, float>);
     add("mma.tf32", product<float, double, float>), add("mma.s8", product<s8, s64, s32>);
     add("mma.e4m3", product<e4m3, double, float>);
+    add("mov.word", move_word), add("fence.proxy", proxy_fence), add("elect", elect), add("nothing", [](Warp&, const Instruction&, u32) {});
+    add("mbarrier.init", mbarrier_init), add("mbarrier.inval", mbarrier_invalidate);
+    add("mbarrier.expect", mbarrier_expect), add("mbarrier.try_wait", mbarrier_wait);
+    add("bulk.load", bulk_load), add("bulk.store", bulk_store);
+    add("bulk.commit", bulk_commit), add("bulk.wait", bulk_wait);
     add("cp.async", copy_start), add("cp.async.commit", copy_commit), add("cp.async.wait", copy_wait);
 }

@@ -1,6 +1,7 @@
 """The kernels as compiled for a GPU, in the emulator: their results and every access."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from tests.emulator.calls import CALLS, SMOKE
-from tests.emulator.program import Program, Region
+from tests.emulator.calls import CALLS, SMOKE, SMOKE_90
+from tests.emulator.program import Program, Region, tensor_map
 from tests.emulator.ptx import UnsupportedError
 
 ROOT = Path(__file__).parents[2]
@@ -69,23 +71,127 @@ def test_a_fault_is_found(old, new, kind):
     assert kind in {fault.kind for fault in _reverse(COPY.replace(old, new))[1]}
 
 
+#: The first warp asks for 16 rows of 32 numbers, and all wait; each thread stores the first of a row.
+BOX = """
+.visible .entry box(.param .align 64 .b8 map[128], .param .u64 y)
+.reqntid 64
+{
+    .reg .b32 %r<9>;
+    .reg .b64 %rd<9>;
+    .reg .pred %p<9>;
+    mov.b64 %rd1, map;
+    cvta.param.u64 %rd2, %rd1;
+    ld.param.b64 %rd3, [y];
+    mov.u32 %r1, %tid.x;
+    mov.b32 %r2, 0;
+    mov.b32 %r3, 2048;
+    setp.eq.s32 %p1, %r1, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r3], 1;
+    bar.sync 0;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 2048;
+    elect.sync %r4|%p2, -1;
+    setp.lt.u32 %p3, %r1, 32;
+    and.pred %p4, %p2, %p3;
+    @%p4 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+        [%r2], [%rd2, {%r2, %r2}], [%r3];
+again:
+    mbarrier.try_wait.parity.shared::cta.b64 %p5, [%r3], %r2;
+    @!%p5 bra again;
+    shl.b32 %r5, %r1, 7;
+    setp.lt.u32 %p6, %r1, 16;
+    @%p6 ld.shared.b32 %r6, [%r5];
+    mul.wide.u32 %rd4, %r1, 4;
+    add.s64 %rd5, %rd3, %rd4;
+    @%p6 st.global.b32 [%rd5], %r6;
+    ret;
+}
+"""
+
+
+def _first_of_rows(ptx):
+    """Runs BOX on 12 rows of 64 numbers, fewer than the box has; returns what it stored and the faults."""
+    x, y = torch.arange(1, 1 + 12 * 64, dtype=torch.int32).view(12, 64), np.full(16, -1, np.int32)
+    regions = [
+        Region(x.data_ptr(), np.ones(4 * x.numel(), np.uint8)),
+        Region(y.ctypes.data, np.ones(64, np.uint8)),
+    ]
+    arguments = [tensor_map(x, [16, 32], swizzle=0), struct.pack("q", y.ctypes.data)]
+    return y, Program(ptx).run((1,), arguments, regions, 2056).faults
+
+
+def test_a_bulk_copy_fills_its_box():
+    y, faults = _first_of_rows(BOX)
+    assert faults == []
+    assert y.tolist() == [*range(1, 1 + 12 * 64, 64), 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("@!%p5 bra again;", "", None),  # it waits at once, as long as it must
+        (
+            "mbarrier.try_wait.parity.shared::cta.b64 %p5, [%r3], %r2;",
+            "setp.eq.s32 %p5, %r2, 0;",
+            "still writes",
+        ),
+        ("setp.lt.u32 %p3, %r1, 32;", "setp.lt.u32 %p3, %r1, 0;", "does not end"),
+        ("_, [%r3], 2048;", "_, [%r3], 4096;", "does not end"),
+        ("mov.b32 %r2, 0;", "mov.b32 %r2, 64;", "not aligned"),
+    ],
+    ids=["wait", "no wait", "no copy", "too many bytes", "unaligned"],
+)
+def test_a_fault_of_a_bulk_copy_is_found(old, new, kind):
+    kinds = " ".join(fault.kind for fault in _first_of_rows(BOX.replace(old, new))[1])
+    assert kind in kinds if kind else not kinds
+
+
+def _run_on_new(ptx, shift=0, shared=256, seed=0):
+    """Runs COPY from one tensor to another, both of them `shift` bytes behind a multiple of 64 bytes."""
+    x, y = torch.arange(80, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
+    regions = [Region(each.data_ptr(), np.ones(320, np.uint8)) for each in (x, y)]
+    arguments = [struct.pack("q", each.data_ptr() + shift) for each in (x, y)]
+    program = Program(ptx)
+    result = program.run((1,), arguments, regions, shared, seed=seed)
+    return y, program.traffic_of(result, "global"), program.traffic_of(result, "shared")
+
+
+def test_accesses_are_counted():
+    """Two warps load 128 bytes each, store and load them in shared memory, and store 128 and 112 bytes."""
+    _, of_global, of_shared = _run_on_new(COPY)
+    assert of_global == (4, 16, 16)
+    assert of_shared == (4, 4, 4)
+    assert _run_on_new(COPY, shift=4)[1] == (4, 19, 16)  # five sectors, where it is not the 112 bytes
+
+
+@pytest.mark.parametrize("stride", [1, 2, 32])
+def test_bank_conflicts_are_counted(stride):
+    ptx = COPY.replace("shl.b32 %r3, %r1, 2;", f"mul.lo.u32 %r3, %r1, {4 * stride};")
+    ptx = ptx.replace("xor.b32 %r4, %r3, 252;", "mov.b32 %r4, %r3;")
+    assert _run_on_new(ptx, shared=64 * 4 * stride)[2] == (4, 4 * stride, 4)
+
+
+def test_orders_of_warps_show_a_race():
+    raced = COPY.replace("bar.sync 0;", "")
+    assert len({tuple(_run_on_new(raced, seed=seed)[0].tolist()) for seed in range(9)}) > 1
+    assert len({tuple(_run_on_new(COPY, seed=seed)[0].tolist()) for seed in range(9)}) == 1
+
+
 def test_unknown_ptx_raises_with_its_line():
     with pytest.raises(UnsupportedError, match=r"line 19: unheard\.of %r5"):
         Program(COPY.replace("ld.shared.b32 %r5, [%r4]", "unheard.of %r5"))
 
 
 def _emulate(*options):
-    """Returns the process of ``python -m tests.emulator``, and what it said of each call."""
+    """Returns the process of ``python -m tests.emulator``, and the calls that it speaks of."""
     command = [sys.executable, "-m", "tests.emulator", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     child = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    lines = [line for line in child.stdout.splitlines() if not line.startswith(" ")]
-    return child, {name: rest for name, _, rest in (line.partition(": ") for line in lines)}
+    return child, set(re.findall(r"^(\S.*?): (?:ok|FAILED|unsupported): ", child.stdout, re.MULTILINE))
 
 
 def _assert_good(options, names):
     child, told = _emulate(*options)
-    assert set(told) == set(names), child.stderr[-2000:]
+    assert told == set(names), child.stderr[-2000:]
     assert child.returncode == 0, child.stdout
 
 
@@ -93,6 +199,20 @@ def test_smoke_part_of_the_calls_is_right():
     _assert_good(SMOKE, SMOKE)
 
 
+def test_bulk_copies_and_products_of_four_warps_are_right():
+    _assert_good(["--arch", "90", *SMOKE_90], SMOKE_90)
+
+
 @pytest.mark.slow
-def test_all_calls_are_right():
-    _assert_good([], CALLS)
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_all_calls_are_right(arch):
+    _assert_good([] if arch == "80" else ["--arch", arch], CALLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_planted_faults_are_noticed(arch):
+    child, _ = _emulate("--arch", arch, "--plant", "5")
+    assert child.returncode == 0, child.stdout + child.stderr[-2000:]
+    noticed = int(re.search(r"^(\d+) of \d+ that change anything", child.stdout, re.MULTILINE)[1])
+    assert noticed > 100

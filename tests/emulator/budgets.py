@@ -1,0 +1,100 @@
+"""What the kernels of CvT-13 execute for one image, and the most that they may.
+
+Unlike the budgets of ``cvt compile``, which are counted in machine code, these are counted while the PTX runs:
+loops as often as they turn, lanes that are masked off not at all, accesses by their addresses. ptxas makes 0.85 to
+1.24 instructions of one of PTX in these kernels.
+
+The projection takes more than the least sectors because of its weights: the nine taps of a channel lie beside each
+other, so each of the nine loads touches all of their sectors. The first brings them to the L1 cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.emulator.launches import Outcome
+from tests.emulator.program import Traffic
+
+
+class Executed(NamedTuple):
+    """What the launches of a call executed.
+
+    Attributes:
+        instructions: Of PTX, by all threads together, for an element of the result.
+        sectors: Sectors of 32 bytes that requests to global memory took, by the least that they could take.
+        wavefronts: The same of 128 bytes of shared memory: 1 if no two words of a bank meet.
+    """
+
+    instructions: float
+    sectors: float
+    wavefronts: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.instructions:.1f} instructions for an output, {self.sectors:.2f} of the least sectors, "
+            f"{self.wavefronts:.2f} of the least wavefronts"
+        )
+
+
+#: By compute capability and call, the most that Triton 3.7's code may execute.
+BUDGETS: dict[int, dict[str, Executed]] = {
+    80: {
+        "stage 1: attention": Executed(167, 1.00, 1.00),
+        "stage 1: projection": Executed(30, 1.47, 1.00),
+        "stage 1: linear_gelu": Executed(19, 1.00, 1.00),
+        "stage 1: linear_add": Executed(30, 1.00, 1.00),
+        "stage 2: attention": Executed(61, 1.00, 1.00),
+        "stage 2: projection": Executed(37, 2.41, 1.00),
+        "stage 2: linear_gelu": Executed(28, 1.00, 1.00),
+        "stage 2: linear_add": Executed(68, 1.00, 1.00),
+        "stage 3: attention": Executed(33, 1.00, 1.00),
+        "stage 3: projection": Executed(37, 2.47, 1.00),
+        "stage 3: linear_gelu": Executed(43, 1.00, 1.00),
+        "stage 3: linear_add": Executed(98, 1.00, 1.00),
+        "stage 1: layer_norm_mlp": Executed(84, 1.00, 1.00),
+        "stage 1: embedding": Executed(35, 1.04, 1.00),
+    },
+    90: {
+        "stage 1: attention": Executed(120, 1.00, 1.00),
+        "stage 1: projection": Executed(30, 1.47, 1.00),
+        "stage 1: linear_gelu": Executed(13, 1.00, 1.00),
+        "stage 1: linear_add": Executed(20, 1.00, 1.00),
+        "stage 2: attention": Executed(45, 1.00, 1.00),
+        "stage 2: projection": Executed(37, 2.41, 1.00),
+        "stage 2: linear_gelu": Executed(19, 1.00, 1.00),
+        "stage 2: linear_add": Executed(27, 1.00, 1.00),
+        "stage 3: attention": Executed(25, 1.00, 1.00),
+        "stage 3: projection": Executed(37, 2.47, 1.00),
+        "stage 3: linear_gelu": Executed(25, 1.00, 1.00),
+        "stage 3: linear_add": Executed(29, 1.00, 1.00),
+        "stage 1: layer_norm_mlp": Executed(51, 1.00, 1.00),
+        "stage 1: embedding": Executed(31, 1.04, 1.00),
+    },
+}
+
+
+def counted(outcome: Outcome) -> Executed:
+    """Returns what a call executed."""
+    instructions = sum(ran.result.thread_instructions for ran in outcome.ran)
+    ratios = [_ratio([ran.program.traffic_of(ran.result, space) for ran in outcome.ran]) for space in _SPACES]
+    return Executed(instructions / outcome.results[0].numel(), *ratios)
+
+
+_SPACES = ("global", "shared")
+
+
+def _ratio(traffic: list[Traffic]) -> float:
+    least = sum(each.least for each in traffic)
+    return sum(each.units for each in traffic) / least if least else 1.0
+
+
+def excesses(name: str, arch: int, executed: Executed) -> list[str]:
+    """Returns the numbers of a call that are over its budget, with what is allowed."""
+    budget = BUDGETS.get(arch, {}).get(name)
+    if budget is None:
+        return []
+    return [
+        f"{number:.2f} {field}, {allowed} allowed"
+        for field, number, allowed in zip(Executed._fields, executed, budget, strict=True)
+        if number > allowed
+    ]
