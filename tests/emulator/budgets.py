@@ -1,11 +1,12 @@
 """What the kernels of CvT-13 execute for one image, and the most that they may.
 
-Unlike the budgets of ``cvt compile``, which are counted in machine code, these are counted while the PTX runs:
-loops as often as they turn, lanes that are masked off not at all, accesses by their addresses. ptxas makes 0.85 to
-1.24 instructions of one of PTX in these kernels.
+Unlike the budgets of ``cvt compile``, which are counted in machine code, these are counted while the PTX
+runs: loops as often as they turn, lanes that are masked off not at all, accesses by their addresses.
+ptxas makes 0.85 to 1.24 instructions of one of PTX in these kernels.
 
-The projection takes more than the least sectors because of its weights: the nine taps of a channel lie beside each
-other, so each of the nine loads touches all of their sectors. The first brings them to the L1 cache.
+The projection takes more than the least sectors because of its weights: the nine taps of a channel lie
+beside each other, so each of the nine loads touches all of their sectors. The first brings them to the
+L1 cache.
 """
 
 from __future__ import annotations
