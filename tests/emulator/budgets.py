@@ -1,4 +1,4 @@
-"""What the kernels of CvT-13 execute for one image, and the most that they may.
+"""The most that the kernels of CvT-13 may execute for one image.
 
 Unlike the budgets of ``cvt compile``, which are counted in machine code, these are counted while the PTX
 runs: loops as often as they turn, lanes that are masked off not at all, accesses by their addresses.
@@ -18,7 +18,7 @@ from tests.emulator.program import Traffic
 
 
 class Executed(NamedTuple):
-    """What the launches of a call executed.
+    """The counts of a call's launches.
 
     Attributes:
         instructions: Of PTX, by all threads together, for an element of the result.

@@ -26,7 +26,7 @@ TYPES = ("float", "BFloat16", "Half")
 
 
 class _Launched(ctypes.Structure):
-    """As launched.h packs it."""
+    """A launch, as launched.h packs it."""
 
     _fields_ = [
         ("kernel", ctypes.c_char_p),

@@ -44,7 +44,7 @@ class Plant(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a planted fault.
+    """The outcome of a planted fault.
 
     Attributes:
         plant: The fault.
