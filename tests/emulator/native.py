@@ -94,7 +94,7 @@ def _host_command() -> list[str]:
 @functools.cache
 def _sources() -> bytes:
     folders = (CSRC / "common", CSRC / "layer_norm_gelu", HOST.parent)
-    paths = [path for folder in folders for path in sorted(folder.glob("*")) if path.suffix != ".py"]
+    paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]*"))]
     return b"".join(path.read_bytes() for path in [*paths, Path(__file__).with_name("launched.h")])
 
 
