@@ -25,6 +25,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+#: Whether plans ask their backend at every call whether it can serve it: the tests set the variable.
+CHECKS_PLANS = os.environ.get("CVT_KERNELS_CHECK_PLANS", "0") not in ("", "0")
+
 _DENSE = torch.strided
 _FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))
 

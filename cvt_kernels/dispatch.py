@@ -1,10 +1,10 @@
 """The choice of the backend that serves a call.
 
-An operator's public function ends in :func:`call`. Under ``auto`` the choice is a verdict: proven and
-measured on this machine at the first call of its kind (``proofs``), remembered on disk (``verdicts``), and
-kept in a table by the exact arguments, where later calls find it. That arguments are right and how they are
-launched is kept there too, for calls that are alike in all but numbers. The choice is plain Python over
-module globals and the request of the context, so that ``torch.compile(fullgraph=True)`` traces through it.
+The first call of a key (``declaration``) ends in :func:`call`; :func:`plan` tells what serves the
+others. Under ``auto`` the choice is a verdict: proven and measured on this machine at the first call of
+its kind (``proofs``), remembered on disk (``verdicts``), and kept in a table by the exact arguments. The
+choice is plain Python over module globals and the request of the context, so that
+``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
@@ -171,17 +171,6 @@ def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **
 
 # Calls that are like an earlier one -----------------------------------------------------------------------
 
-
-class Known(NamedTuple):
-    """All that is known of a call whose key is that of an earlier one: its arguments are right.
-
-    Attributes:
-        run: Serves it, from the arguments that its backend's ``prepare`` names; None where :func:`call` does.
-    """
-
-    run: Callable[..., Any] | None
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -191,8 +180,8 @@ def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[
     Args:
         prepare: Takes the arguments of a call without gradients that has been served, and returns what
             serves calls of the same key from now on; None if it cannot be prepared. That may depend on
-            nothing but what is part of the key (:func:`key_of`), and keeps no tensor. What it returns has
-            parameters of the same names.
+            nothing but what is part of the key (``declaration``), and keeps no tensor. What it returns has
+            parameters of the same names, or takes all of them by position (``*_``).
     """
 
     def mark(function: _Function) -> _Function:
@@ -202,79 +191,32 @@ def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[
     return mark
 
 
-def key_of(operator: str, settings: Any, *tensors: Tensor | None) -> Any:
-    """Returns a key: calls that have it in common are alike in everything but the numbers in their tensors.
+class Plan(NamedTuple):
+    """The functions that serve calls which are alike in all that a key has.
 
-    It has what the checks of arguments, the choice of a backend and the plan of a launch depend on: what the
-    tensors are, the settings, and the state of the process. A replaced parameter, another mode or another
-    request make another key. It refers to no module, and to a tensor only where a setting is one, such as a
-    scale: of such a call nothing is remembered.
-
-    Args:
-        operator: Name of the operator.
-        settings: Hashable; equal settings of different types must be told apart by their types.
-        tensors: All tensors of the call, the one first whose device and dtype decide.
-
-    Returns:
-        None for a call of which nothing may be remembered: one that is compiled, transformed, differentiated
-        in forward mode, intercepted or counted, and one with an argument that is no tensor.
+    Attributes:
+        function: The backend's, with the parameters of the operator.
+        run: The one that its ``prepare`` returned, which serves them sooner; None if there is none.
+        why_unsupported: The backend's, see :class:`backends.Implementation`.
     """
-    if torch.compiler.is_compiling() or machine.is_intercepting() or checks.is_counted():
-        return None
-    if checks.is_transformed() or checks.forward_mode_enabled():
-        return None
-    try:
-        facts = [
-            None if t is None else (type(t), t.dtype, t.layout, t.device, t.shape, t.stride())
-            for t in tensors
-        ]
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides
-        return None
-    x = tensors[0]
-    if x is None:
-        return None
-    return (
-        operator,
-        settings,
-        tuple(facts),
-        torch.is_grad_enabled(),
-        None if backends.is_auto() else backends.requested_backends(),
-        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
-        torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None,
-        torch.get_num_threads(),
-    )
+
+    function: Callable[..., Any]
+    run: Callable[..., Any] | None
+    why_unsupported: Callable[..., str | None] | None
 
 
-def known(key: Any) -> Known | None:
-    """Returns what an earlier call of a key has left; None if there was none, and for the key None."""
-    if key is None:
-        return None
-    try:
-        return backends.choices.get(key)
-    except TypeError:  # a symbolic size or a wrong setting has no hash
-        return None
-
-
-def remember(key: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Remembers a call that has been served, by its key; nothing for the key None.
-
-    It is forgotten with the choices between backends (``backends.forget``).
-    """
-    if key is None or not _may_be_kept(key):
-        return
-    table = backends.choices
+def plan(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Plan | None:
+    """Returns the plan of calls that are like one that has been served; None if there is none."""
     if backends.is_auto():
-        choice: _Choice | None = table.get(_key_of_choice(operator, x, args, kwargs))
-        if choice is None:  # it does not hold for later calls
-            return
-        served = choice.eager.implementation if choice.in_graphs is choice.eager else None
+        choice: _Choice | None = backends.choices.get(_key_of_choice(operator, x, args, kwargs))
+        if choice is None or choice.in_graphs is not choice.eager:
+            return None
+        served = choice.eager.implementation
     else:
         served = backends.implementations[operator][_backend_requested(operator, x, args, kwargs)]
-    run = None
-    if served is not None and not torch.is_grad_enabled():
-        prepare = getattr(served.function, "prepare", None)
-        run = None if prepare is None else prepare(x, *args, **kwargs)
-    _keep(table, key, Known(run))
+    prepare = None if torch.is_grad_enabled() else getattr(served.function, "prepare", None)
+    run = None if prepare is None else prepare(x, *args, **kwargs)
+    return Plan(served.function, run, served.why_unsupported)
 
 
 def _backend_requested(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -313,8 +255,8 @@ def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         return _choose(operator, x, args, kwargs).choice
     if choice is None:
         choice, lasts = _choose(operator, x, args, kwargs)
-        if lasts and _may_be_kept(key):
-            _keep(table, key, choice)
+        if lasts and may_be_kept(key):
+            keep(table, key, choice)
     return choice
 
 
@@ -335,7 +277,7 @@ def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
     )
 
 
-def _may_be_kept(key: Any) -> bool:
+def may_be_kept(key: Any) -> bool:
     """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
     try:
         hash(key)
@@ -344,7 +286,7 @@ def _may_be_kept(key: Any) -> bool:
     return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(key))
 
 
-def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+def keep(table: dict[Any, Any], key: Any, value: Any) -> None:
     """Keeps a value in the table in which it was missed, which may have been forgotten meanwhile."""
     if len(table) >= _MOST_CHOICES:
         table.clear()

@@ -870,7 +870,9 @@ def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
         return None
     given = inspect.signature(prepare).bind(*call.args, **call.kwargs)
     given.apply_defaults()
-    taken = [given.arguments[name] for name in inspect.signature(serve).parameters]
+    names = inspect.signature(serve).parameters
+    takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.values())
+    taken = [given.arguments[name] for name in (given.arguments if takes_all else names)]
 
     def run() -> Any:
         with torch.no_grad():

@@ -780,7 +780,7 @@ def apply_linear(x: Tensor, layer: AnyLinear) -> Tensor:
 def conv_linear(
     x: Tensor,
     grid: tuple[int, int],
-    convs: Sequence[ConvBatchNorm],
+    convs: Sequence[Branch],
     linears: Sequence[tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, ...]:
     """Computes linearᵢ(BatchNormᵢ(convᵢ(x))) for every branch, by the running statistics."""

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 # verdicts; the fonts that matplotlib has found may lie where they are.
 os.environ["CVT_KERNELS_PROVE"] = "0"
 os.environ.pop("CVT_KERNELS_VERDICTS", None)
+os.environ["CVT_KERNELS_CHECK_PLANS"] = "1"
 # They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))

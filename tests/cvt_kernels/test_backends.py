@@ -64,15 +64,23 @@ def test_a_backend_may_refuse_one_call_and_serve_another(names):
         ck.gelu(x, approximate="tanh")
 
 
-def test_calls_of_one_signature_that_differ_in_what_a_backend_can_serve():
-    """It is asked at every call; PyTorch's own serves what it refuses, and nothing is decided anew."""
-    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
-    small, large = torch.ones(3), torch.full((3,), 9.0)
+def test_calls_of_one_kind_that_differ_in_what_a_backend_can_serve():
+    """It is asked once for each shape; PyTorch's own serves what it refuses."""
+    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if len(x) > 5 else None)
+    small, large = torch.ones(3), torch.full((9,), 9.0)
     remember_verdict("native", "gelu", small, approximate="none")
     for _ in range(2):
         assert torch.equal(ck.gelu(small), small + 10)
         assert torch.equal(ck.gelu(large), ck.reference.gelu(large))
     assert ck.fallbacks()["gelu", "native"] == "too large"
+
+
+def test_a_plan_whose_backend_refuses_other_numbers_is_noticed_by_the_tests():
+    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
+    with ck.use_backend("native", "reference"):
+        ck.gelu(torch.ones(3))
+        with pytest.raises(AssertionError, match="gelu: a plan serves a call that its backend refuses: too"):
+            ck.gelu(torch.full((3,), 9.0))
 
 
 @pytest.mark.parametrize("names", [("auto",), ("triton", "reference")])

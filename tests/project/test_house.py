@@ -26,6 +26,7 @@ FLOORS = (
     {"cvt_kernels.proofs"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.dispatch"},
+    {"cvt_kernels.declaration"},
     {"cvt_kernels.ops"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.acceleration"},

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, reference
+from ...declaration import operator
 from ...reference import PositionBias, position_bias
-from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from ..registration import images_within, register_native, register_triton, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
@@ -143,15 +144,49 @@ def why_scale_too_small(scale: float | None) -> str | None:
     return None
 
 
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None,
+) -> None:
+    """Raises the errors that :func:`attention` documents."""
+    if position is not None:
+        checks.check_kind("position", position, PositionBias)
+    _check_tokens(q, k, ("v", v))
+    check_scale("scale", scale)
+    _check_scores(q, k, bias, position)
+    _check_probability(dropout_p)
+    _check_rows(q, k, v, scale, bias, dropout_p, position)
+
+
+def _check_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None,
+) -> None:
+    """Checks the values of the rows of a position, if it has some."""
+    if position is not None and position.rows is not None:
+        checks.check_row_values("position.rows", position.rows, _tokens_of(position, k.shape[1]))
+
+
 register_triton("attention", __name__)
 register_native("attention", __name__, forward_only=True)
 backends.register("attention", "sdpa", backends.Implementation(sdpa, why_unsupported=_why_sdpa_unsupported))
-register_reference("attention")
 backends.describe(
     "attention", backends.Operator(_signature, _shape_class, _sample, defaults=("sdpa", "reference"))
 )
 
 
+@operator(check=check_attention, values=("position", _check_rows))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -188,31 +223,7 @@ def attention(
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
-    options: dict[str, Any] = {"scale": scale, "bias": bias, "dropout_p": dropout_p}
-    table = rows = places = None
-    if position is not None:
-        checks.check_kind("position", position, PositionBias)
-        options["position"] = position
-        table, rows, places = position.table, position.rows, _places_of(position)
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("attention", q, k, v, **options)
-    settings = scale, type(scale), dropout_p, type(dropout_p), places
-    key = dispatch.key_of("attention", settings, q, k, v, bias, table, rows)
-    known = dispatch.known(key)
-    if known is None:
-        _check_tokens(q, k, ("v", v))
-        check_scale("scale", scale)
-        _check_scores(q, k, bias, position)
-        _check_probability(dropout_p)
-    if position is not None and rows is not None:
-        # Their values are no part of what is remembered of a call.
-        checks.check_row_values("position.rows", rows, _tokens_of(position, k.shape[1]))
-    if known is not None and known.run is not None:
-        return known.run(q, k, v)
-    out = dispatch.call("attention", q, k, v, **options)
-    if known is None:
-        dispatch.remember(key, "attention", q, k, v, **options)
-    return out
+    return reference.attention(q, k, v, scale=scale, bias=bias, dropout_p=dropout_p, position=position)
 
 
 def check_attention_map(
@@ -265,16 +276,6 @@ def _check_scores(q: Tensor, k: Tensor, bias: Tensor | None, position: PositionB
     if position is not None:
         _check_places(position)
         _check_position(position, q, k.shape[1])
-
-
-def _places_of(position: PositionBias) -> tuple[Any, ...]:
-    """Returns grids and stride as part of a key, with their types: 2.0 is equal to 2."""
-    _, query_grid, key_grid, stride, _ = position
-    try:
-        kinds = [*map(type, (*query_grid, *key_grid, stride))]  # a list, for torch.compile of torch 2.11
-    except TypeError:  # one is no grid; no call with it has been served
-        kinds = []
-    return query_grid, key_grid, stride, *kinds
 
 
 def _check_places(position: PositionBias) -> None:

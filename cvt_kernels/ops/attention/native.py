@@ -12,16 +12,18 @@ neighbors (``csrc/attention/position.h``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import checks, dispatch, machine
 from ...reference import PositionBias
 from . import why_scale_too_small
 
 machine.load_extension()
-_op = torch.ops.cvt_kernels.attention_inference
-_op_by_position = torch.ops.cvt_kernels.attention_by_position
+_op = torch.ops.cvt_kernels.attention_inference.default
+_op_by_position = torch.ops.cvt_kernels.attention_by_position.default
 
 _MAX_HEAD_DIM = 256
 
@@ -68,6 +70,23 @@ def why_unsupported(
     return None if position is None else why_scale_too_small(scale)
 
 
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    position: PositionBias | None = None,
+) -> Callable[..., Tensor] | None:
+    if position is not None or checks.autocast_dtype(q) is not None:
+        return None
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return lambda q, k, v, *_: _op(q, k, v, factor)
+
+
+@dispatch.prepared_by(_prepare)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -84,6 +103,6 @@ def attention(
     if (dtype := checks.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if position is None:
-        return _op.default(q, k, v, scale)
+        return _op(q, k, v, scale)
     table = position.table.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return _op_by_position.default(q, k, v, scale, table, position.rows, *position.key_grid, position.stride)
+    return _op_by_position(q, k, v, scale, table, position.rows, *position.key_grid, position.stride)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import operator
 from ..layer_norm_gelu import layer_norm
 from ..registration import (
     images_within,
     register_composed,
     register_native,
-    register_reference,
     register_triton,
     size_class,
 )
@@ -23,6 +23,36 @@ from ..registration import (
 _SAMPLE = 2**18  # elements
 
 
+def _check_all(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    stride: int,
+    padding: int,
+    eps: float,
+    class_token: Tensor | None,
+) -> None:
+    _check(image, weight, stride, padding, eps)
+    for name, vector in (
+        ("bias", bias),
+        ("norm_weight", norm_weight),
+        ("norm_bias", norm_bias),
+        ("class_token", class_token),
+    ):
+        if vector is not None:
+            also = () if name == "bias" else (torch.float32,)
+            checks.check_tensor_like(name, vector, weight.shape[:1], "(channels,)", image, also, "image")
+
+
+def _instead(image: Tensor, *args: Any, **settings: Any) -> Callable[..., Tensor] | None:
+    device = image.device.type
+    return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
+
+
+@operator(check=_check_all, instead=_instead)
 def conv_embedding(
     image: Tensor,
     weight: Tensor,
@@ -62,21 +92,7 @@ def conv_embedding(
     """
     args = image, weight, bias, norm_weight, norm_bias
     settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": eps, "class_token": class_token}
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("conv_embedding", *args, **settings)
-    _check(image, weight, stride, padding, eps)
-    for name, vector in (
-        ("bias", bias),
-        ("norm_weight", norm_weight),
-        ("norm_bias", norm_bias),
-        ("class_token", class_token),
-    ):
-        if vector is not None:
-            also = () if name == "bias" else (torch.float32,)
-            checks.check_tensor_like(name, vector, weight.shape[:1], "(channels,)", image, also, "image")
-    if image.is_cuda or dispatch.may_be_ours("conv_embedding", image.device.type):
-        return dispatch.call("conv_embedding", *args, **settings)
-    return _compose(*args, **settings)
+    return reference.conv_embedding(*args, **settings)
 
 
 def _compose(
@@ -159,5 +175,4 @@ def _sample(factor: int, image: Tensor, *tensors: Tensor | None, **settings: Any
 register_triton("conv_embedding", __name__)
 register_native("conv_embedding", __name__, forward_only=True)
 register_composed("conv_embedding", _compose)
-register_reference("conv_embedding")
 backends.describe("conv_embedding", backends.Operator(_signature, _shape_class, _sample))

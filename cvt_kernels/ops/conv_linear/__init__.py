@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import facts_of_tensor, operator
 from ...reference import Branch, flattened
-from ..conv_projection import check_arguments, conv_projection, geometry_of, shape_class
+from ..conv_projection import check_arguments, conv_projection, facts_of_convs, geometry_of, shape_class
 from ..linear import linear
-from ..registration import images_within, register_composed, register_reference, register_triton
+from ..registration import images_within, register_composed, register_triton
 
 _SAMPLE = 2**18  # elements
 
@@ -20,6 +20,34 @@ _SAMPLE = 2**18  # elements
 Linear = tuple[Tensor, Tensor | None]
 
 
+def _with_tuples(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
+    return (x, grid, convs, checks.as_tuple("linears", linears, "a sequence of pairs (weight, bias)")), {}
+
+
+def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
+    check_arguments(x, grid, convs, training=False)
+    _check_linears(x, convs, linears)
+
+
+def _instead(x: Tensor, *args: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+    return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
+
+
+def _facts_of_linears(linears: tuple[Linear, ...], grad: bool) -> tuple[Any, ...]:
+    if type(linears) is not tuple:
+        raise TypeError
+    return tuple([(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in linears])
+
+
+@operator(
+    arguments=_with_tuples,
+    check=_check,
+    instead=_instead,
+    facts={"convs": facts_of_convs, "linears": _facts_of_linears},
+)
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
 ) -> tuple[Tensor, ...]:
@@ -43,15 +71,7 @@ def conv_linear(
         ValueError: A wrong shape or device, an invalid setting, or not as many linear layers as branches.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
-    linears = checks.as_tuple("linears", linears, "a sequence of pairs (weight, bias)")
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("conv_linear", x, grid, convs, linears)
-    check_arguments(x, grid, convs, training=False)
-    _check_linears(x, convs, linears)
-    if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type):
-        return dispatch.call("conv_linear", x, grid, convs, linears)
-    return _compose(x, grid, convs, linears)
+    return reference.conv_linear(x, grid, convs, linears)
 
 
 def _compose(
@@ -104,5 +124,4 @@ def _sample(
 
 register_triton("conv_linear", __name__)
 register_composed("conv_linear", _compose)
-register_reference("conv_linear")
 backends.describe("conv_linear", backends.Operator(_signature, _shape_class, _sample))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import facts_of, operator
 from ...reference import Branch, ConvBatchNorm, flattened, summands
-from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from ..registration import images_within, register_native, register_triton, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 
@@ -89,10 +91,53 @@ def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
 
 register_triton("conv_projection", __name__)
 register_native("conv_projection", __name__)
-register_reference("conv_projection")
 backends.describe("conv_projection", backends.Operator(_signature, shape_class, _sample))
 
 
+def facts_of_convs(convs: tuple[Branch, ...], grad: bool) -> tuple[Any, ...]:
+    """Returns the part that branches have of a key; TypeError where nothing is remembered of them."""
+    if type(convs) is not tuple:
+        raise TypeError
+    # Two branches may share their running statistics, which training refuses or does one after the other.
+    buffers = {id(conv.running_mean) for branch in convs for conv in summands(branch)}
+    return len(buffers), *[_facts_of_branch(branch, grad) for branch in convs]
+
+
+def _facts_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
+    if not isinstance(branch, ConvBatchNorm):
+        return tuple([_facts_of_branch(conv, grad) for conv in branch])
+    if branch.process_group is not None:  # the processes agree on what serves
+        raise TypeError
+    return _facts_of_conv(branch, grad)
+
+
+_facts_of_conv = facts_of(ConvBatchNorm)
+
+
+def _with_tuple(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x, grid, checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")), {"training": training}
+
+
+def _instead(
+    x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], *, training: bool
+) -> Callable[..., Any] | None:
+    """Returns what serves a call whose batch is spread over processes; None for others."""
+    groups = (conv.process_group for conv in flattened(convs)[0])
+    group = next((group for group in groups if group is not None), None)
+    if not training or group is None:
+        return None
+    shared = x.shape[2], geometry_of(convs)
+    return functools.partial(dispatch.call_in_group, group, shared, "conv_projection")
+
+
+@operator(
+    arguments=_with_tuple,
+    check=lambda *args, **settings: check_arguments(*args, **settings),
+    instead=_instead,
+    facts={"convs": facts_of_convs},
+)
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:
@@ -121,63 +166,11 @@ def conv_projection(
             of different grids, or training with a single value per channel. Nothing has been updated then.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if type(convs) is not tuple:
-        convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("conv_projection", x, grid, convs, training=training)
-    key = _key_of(x, grid, convs, training)
-    known = dispatch.known(key)
-    if known is None:
-        _check_arguments(x, grid, convs, training)
-    elif known.run is not None:
-        return known.run(x, convs)
-    outputs = _dispatch(x, grid, convs, training)
-    if known is None:
-        dispatch.remember(key, "conv_projection", x, grid, convs, training=training)
-    return outputs
-
-
-def _dispatch(
-    x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], training: bool
-) -> tuple[Tensor, ...]:
-    groups = (conv.process_group for conv in flattened(convs)[0])
-    group = next((group for group in groups if group is not None), None)
-    if training and group is not None:
-        shared = x.shape[2], geometry_of(convs)
-        return dispatch.call_in_group(group, shared, "conv_projection", x, grid, convs, training=training)
-    return dispatch.call("conv_projection", x, grid, convs, training=training)
-
-
-def _key_of(x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], training: bool) -> Any:
-    """Returns the key of a call; None where nothing is remembered, as of a batch spread over processes."""
-    if type(grid) is not tuple:
-        return None
-    tensors: list[Tensor | None] = [x]
-    settings: list[Any] = [training, type(training), *grid, *map(type, grid)]
-    if any(type(branch) is not ConvBatchNorm for branch in convs):
-        if not all(type(branch) in (tuple, ConvBatchNorm) for branch in convs):
-            return None
-        convs, lengths = flattened(convs)
-        settings.append(lengths)
-    for conv in convs:
-        if type(conv) is not ConvBatchNorm or conv.process_group is not None:
-            return None
-        tensors += conv[:5]
-        if training:  # evaluation does not read the count of batches
-            tensors.append(conv.num_batches_tracked)
-        numbers = conv[6:11]
-        settings += numbers
-        settings += [*map(type, numbers)]  # a list, for torch.compile of torch 2.11
-    return dispatch.key_of("conv_projection", tuple(settings), *tensors)
+    return reference.conv_projection(x, grid, convs, training=training)
 
 
 def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     """Raises TypeError or ValueError for wrong arguments of a projection."""
-    if dispatch.known(_key_of(x, grid, tuple(convs), training)) is None:
-        _check_arguments(x, grid, convs, training)
-
-
-def _check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
     checks.check_flag("training", training)

@@ -29,7 +29,7 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
     convs = [tuple([ConvBatchNorm.from_modules(*pair) for pair in branch]) for branch in pairs]
     modes = [[bn.training for _, bn in branch] for branch in pairs]
     if len({mode for branch in modes for mode in branch}) == 1:
-        whole = [conv[0] if len(conv) == 1 else conv for conv in convs]
+        whole = tuple([conv[0] if len(conv) == 1 else conv for conv in convs])
         return conv_projection(x, grid, whole, training=modes[0][0])
     # Somebody froze only some of them.
     return tuple(_sum(x, grid, *branch) for branch in zip(convs, modes, strict=True))

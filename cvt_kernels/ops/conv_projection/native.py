@@ -15,13 +15,13 @@ Sums are taken image by image in a fixed order: the same bits every time, whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import checks, dispatch, machine
 from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..autograd import once_differentiable
 
@@ -188,6 +188,26 @@ def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
     )
 
 
+def _prepare(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
+) -> Callable[[Tensor, Sequence[ConvBatchNorm]], tuple[Tensor, ...]] | None:
+    if checks.autocast_dtype(x) is not None or any(type(branch) is not ConvBatchNorm for branch in convs):
+        return None
+    height, width, geometry, eps, constant, summed = _Settings.of(grid, *flattened(convs), training)
+    if not all(constant):
+        return None
+    infer = _ops.conv_projection_inference.default
+
+    def run(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[Tensor, ...]:
+        norms: list[Tensor | None] = []
+        for conv in convs:
+            norms += conv[1:5]
+        return tuple(infer(x, height, width, [conv[0] for conv in convs], norms, geometry, eps, summed))
+
+    return run
+
+
+@dispatch.prepared_by(_prepare)
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
 ) -> tuple[Tensor, ...]:

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, reference
+from ...declaration import operator
 from ...reference import GeluVariant
 from ..layer_norm_gelu import check_approximate
-from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from ..registration import images_within, register_native, register_triton, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements
 
 
+def _check(
+    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant
+) -> None:
+    checks.check_float_tensor("x", x, _SHAPE)
+    checks.check_rank("x", x, 3, _SHAPE)
+    if not x.shape[2]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
+    check_whole_grid(grid, x)
+    check_depthwise("", weight, bias, x, x.shape[2])
+    check_approximate(approximate)
+
+
+@operator(check=_check)
 def depthwise_conv_gelu(
     x: Tensor,
     grid: tuple[int, int],
@@ -46,40 +59,7 @@ def depthwise_conv_gelu(
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = x, grid, weight, bias
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("depthwise_conv_gelu", *args, approximate=approximate)
-    key = _key_of(x, grid, weight, bias, approximate)
-    known = dispatch.known(key)
-    if known is None:
-        _check(x, grid, weight, bias, approximate)
-    elif known.run is not None:
-        return known.run(x, weight, bias)
-    out = dispatch.call("depthwise_conv_gelu", *args, approximate=approximate)
-    if known is None:
-        dispatch.remember(key, "depthwise_conv_gelu", *args, approximate=approximate)
-    return out
-
-
-def _key_of(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: GeluVariant
-) -> Any:
-    """Returns the key of a call; None where nothing is remembered."""
-    if type(grid) is not tuple:
-        return None
-    return dispatch.key_of("depthwise_conv_gelu", (*grid, *map(type, grid), approximate), x, weight, bias)
-
-
-def _check(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: GeluVariant
-) -> None:
-    checks.check_float_tensor("x", x, _SHAPE)
-    checks.check_rank("x", x, 3, _SHAPE)
-    if not x.shape[2]:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
-    check_whole_grid(grid, x)
-    check_depthwise("", weight, bias, x, x.shape[2])
-    check_approximate(approximate)
+    return reference.depthwise_conv_gelu(x, grid, weight, bias, approximate=approximate)
 
 
 def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
@@ -130,5 +110,4 @@ def _sample(factor: int, x: Tensor, *args: Any, **settings: Any) -> tuple[Any, d
 
 register_triton("depthwise_conv_gelu", __name__)
 register_native("depthwise_conv_gelu", __name__, why_unsupported=None)
-register_reference("depthwise_conv_gelu")
 backends.describe("depthwise_conv_gelu", backends.Operator(_signature, _shape_class, _sample))

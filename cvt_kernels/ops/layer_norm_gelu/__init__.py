@@ -10,9 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, reference
+from ...declaration import operator
 from ...reference import GeluVariant, Norm
-from ..registration import images_within, register_native, register_reference, size_class
+from ..registration import images_within, register_native, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
@@ -82,10 +83,24 @@ for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_no
         devices=("cpu", "cuda"),
         why_unsupported=functools.partial(_why_unsupported, _operator),
     )
-    register_reference(_operator)
     backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))
 
 
+def _check_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None,
+    shift: Tensor | None,
+) -> None:
+    check_layer_norm(x, weight, bias, eps, shift)
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
+
+
+@operator(check=_check_layer_norm)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -119,18 +134,27 @@ def layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("layer_norm", x, weight, bias, eps=eps, dtype=dtype, shift=shift)
-    check_layer_norm(x, weight, bias, eps, shift)
-    settings: dict[str, Any] = {"eps": eps}  # those that are not given are not named, which saves host time
+    return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype, shift=shift)
+
+
+def _check_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> None:
+    check_layer_norm(x, weight, bias, eps)
+    checks.check_float_tensor("residual", residual, "of the shape of x")
+    checks.check_shape("residual", residual, tuple(x.shape), "as x")
+    checks.check_like("residual", residual, "x", x)
     if dtype is not None:
         checks.check_float_dtype("dtype", dtype)
-        settings["dtype"] = dtype
-    if shift is not None:
-        settings["shift"] = shift
-    return dispatch.call("layer_norm", x, weight, bias, **settings)
 
 
+@operator(check=_check_add_layer_norm)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -158,18 +182,15 @@ def add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("add_layer_norm", x, residual, weight, bias, eps=eps, dtype=dtype)
-    check_layer_norm(x, weight, bias, eps)
-    checks.check_float_tensor("residual", residual, "of the shape of x")
-    checks.check_shape("residual", residual, tuple(x.shape), "as x")
-    checks.check_like("residual", residual, "x", x)
-    if dtype is None:
-        return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps)
-    checks.check_float_dtype("dtype", dtype)
-    return dispatch.call("add_layer_norm", x, residual, weight, bias, eps=eps, dtype=dtype)
+    return reference.add_layer_norm(x, residual, weight, bias, eps=eps, dtype=dtype)
 
 
+def _check_gelu(x: Tensor, *, approximate: str) -> None:
+    checks.check_float_tensor("x", x, "of any shape")
+    check_approximate(approximate)
+
+
+@operator(check=_check_gelu)
 def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
 
@@ -186,13 +207,16 @@ def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
         ValueError: Unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("gelu", x, approximate=approximate)
-    checks.check_float_tensor("x", x, "of any shape")
+    return reference.gelu(x, approximate=approximate)
+
+
+def _check_bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> None:
+    _check_last_dim(x)
+    checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
     check_approximate(approximate)
-    return dispatch.call("gelu", x, approximate=approximate)
 
 
+@operator(check=_check_bias_gelu)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes gelu(x + bias).
 
@@ -209,14 +233,17 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> 
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("bias_gelu", x, bias, approximate=approximate)
-    _check_last_dim(x)
-    checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
+    return reference.bias_gelu(x, bias, approximate=approximate)
+
+
+def _check_layer_norm_gelu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
+) -> None:
+    check_layer_norm(x, weight, bias, eps)
     check_approximate(approximate)
-    return dispatch.call("bias_gelu", x, bias, approximate=approximate)
 
 
+@operator(check=_check_layer_norm_gelu)
 def layer_norm_gelu(
     x: Tensor,
     weight: Tensor | None = None,
@@ -242,11 +269,7 @@ def layer_norm_gelu(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
-    check_layer_norm(x, weight, bias, eps)
-    check_approximate(approximate)
-    return dispatch.call("layer_norm_gelu", x, weight, bias, eps=eps, approximate=approximate)
+    return reference.layer_norm_gelu(x, weight, bias, eps=eps, approximate=approximate)
 
 
 def check_layer_norm(

@@ -15,12 +15,13 @@ that are not contiguous are copied first; results are contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import checks, dispatch, machine
 from ..autograd import once_differentiable
 
 machine.load_extension()
@@ -209,6 +210,25 @@ def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | 
     return torch.float32 if device.type == "cuda" and torch.is_autocast_enabled("cuda") else rows
 
 
+def _prepare_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
+) -> Callable[..., Tensor] | None:
+    result = _result_dtype(x.device, x.dtype, dtype)
+    if result != x.dtype:
+        return None
+    infer = _ops.layer_norm_inference.default
+    return lambda x, weight, bias, *others: infer(  # of which the last is the shift
+        x, weight, bias, eps, "identity", result, others[2]
+    )
+
+
+@dispatch.prepared_by(_prepare_layer_norm)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -224,6 +244,17 @@ def layer_norm(
     return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
 
 
+def _prepare_layer_norm_gelu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
+) -> Callable[..., Tensor] | None:
+    dtype = x.dtype
+    if _result_dtype(x.device, dtype, None) != dtype:
+        return None
+    infer = _ops.layer_norm_inference.default
+    return lambda x, weight, bias, *_: infer(x, weight, bias, eps, approximate, dtype)
+
+
+@dispatch.prepared_by(_prepare_layer_norm_gelu)
 def layer_norm_gelu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
 ) -> Tensor:
@@ -259,6 +290,23 @@ def _call_layer_norm(
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
 
+def _prepare_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    result = _result_dtype(x.device, x.dtype, dtype)
+    if not x.dtype == residual.dtype == result:
+        return None
+    infer = _ops.add_layer_norm_inference.default
+    return lambda x, residual, weight, bias, *_: infer(x, residual, weight, bias, eps, result)
+
+
+@dispatch.prepared_by(_prepare_add_layer_norm)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -286,11 +334,25 @@ def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool
     return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
+def _prepare_gelu(x: Tensor, *, approximate: str) -> Callable[..., Tensor]:
+    activate = _ops.gelu.default
+    return lambda x, *_: activate(x, None, approximate)
+
+
+@dispatch.prepared_by(_prepare_gelu)
 def gelu(x: Tensor, *, approximate: str) -> Tensor:
     """Computes ``cvt_kernels.gelu``."""
     return _gelu(x, None, approximate)
 
 
+def _prepare_bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Callable[..., Tensor] | None:
+    if x.dtype != bias.dtype:
+        return None
+    activate = _ops.gelu.default
+    return lambda x, bias, *_: activate(x, bias, approximate)
+
+
+@dispatch.prepared_by(_prepare_bias_gelu)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     """Computes ``cvt_kernels.bias_gelu``."""
     return _gelu(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)

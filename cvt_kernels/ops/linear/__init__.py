@@ -14,14 +14,15 @@ Elsewhere, and where a verdict says so, they are the other operators one after t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import operator
 from ...reference import GeluVariant
 from ..layer_norm_gelu import (
     add_layer_norm,
@@ -31,12 +32,42 @@ from ..layer_norm_gelu import (
     gelu,
     layer_norm,
 )
-from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+from ..registration import images_within, register_composed, register_triton, size_class
 from . import primitives
 
 _SAMPLE = 2**25  # products of two numbers
 
 
+def _check_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Checks what ``F.linear`` would not refuse in words of this function."""
+    if torch.compiler.is_compiling() or _has_choice(x, weight, bias):
+        return
+    for name, tensor, shape in (
+        ("x", x, "(..., inputs)"),
+        ("weight", weight, "(outputs, inputs)"),
+        ("bias", bias, "(outputs,)"),
+    ):
+        if tensor is not None and type(tensor) in _PLAIN:
+            checks.check_tensor(name, tensor, shape)
+            if type(x) in _PLAIN:
+                checks.check_device(name, tensor, "x", x)
+
+
+def _without_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
+    if torch.compiler.is_compiling():
+        return F.linear
+    return None if _has_choice(x, weight, bias) else _plain_linear
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    try:
+        return F.linear(x, weight, bias)
+    except (RuntimeError, TypeError):
+        check_linear(x, weight, bias)  # whose messages have the names of this function
+        raise
+
+
+@operator(check=_check_plain, instead=_without_choice)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
@@ -56,26 +87,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: A wrong shape or device.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("linear", x, weight, bias)
-    if torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    if _has_choice(x, weight, bias):
-        return dispatch.call("linear", x, weight, bias)
-    for name, tensor, shape in (
-        ("x", x, "(..., inputs)"),
-        ("weight", weight, "(outputs, inputs)"),
-        ("bias", bias, "(outputs,)"),
-    ):
-        if tensor is not None and type(tensor) in _PLAIN:
-            checks.check_tensor(name, tensor, shape)
-            if type(x) in _PLAIN:
-                checks.check_device(name, tensor, "x", x)
-    try:
-        return F.linear(x, weight, bias)
-    except (RuntimeError, TypeError):
-        check_linear(x, weight, bias)  # whose messages have the names of this function
-        raise
+    return reference.linear(x, weight, bias)
 
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -99,6 +111,20 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
+def _check_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> None:
+    check_linear(x, weight, bias)
+    check_approximate(approximate)
+
+
+def _instead_of_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str
+) -> Callable[..., Tensor] | None:
+    if _may_be_ours("linear_gelu", x):
+        return None
+    return _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
+
+
+@operator(check=_check_linear_gelu, instead=_instead_of_gelu)
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none"
 ) -> Tensor:
@@ -118,15 +144,23 @@ def linear_gelu(
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("linear_gelu", x, weight, bias, approximate=approximate)
+    return reference.linear_gelu(x, weight, bias, approximate=approximate)
+
+
+def _check_linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
+) -> None:
     check_linear(x, weight, bias)
-    check_approximate(approximate)
-    if x.is_cuda or dispatch.may_be_ours("linear_gelu", x.device.type):
-        return dispatch.call("linear_gelu", x, weight, bias, approximate=approximate)
-    return _compose_gelu(x, weight, bias, approximate=approximate)
+    _check_residual(x, weight, bias, residual, inplace)
 
 
+def _instead_of_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
+) -> Callable[..., Tensor] | None:
+    return None if _may_be_ours("linear_add", x) else _compose_add
+
+
+@operator(check=_check_linear_add, instead=_instead_of_add)
 def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool = False
 ) -> Tensor:
@@ -148,15 +182,31 @@ def linear_add(
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("linear_add", x, weight, bias, residual, inplace=inplace)
+    return reference.linear_add(x, weight, bias, residual, inplace=inplace)
+
+
+def _check_linear_add_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    eps: float,
+    shift: Tensor | None,
+    inplace: bool,
+) -> None:
     check_linear(x, weight, bias)
     _check_residual(x, weight, bias, residual, inplace)
-    if x.is_cuda or dispatch.may_be_ours("linear_add", x.device.type):
-        return dispatch.call("linear_add", x, weight, bias, residual, inplace=inplace)
-    return _compose_add(x, weight, bias, residual, inplace=inplace)
+    check_layer_norm(residual, norm_weight, norm_bias, eps, shift, prefix="norm_")
 
 
+def _instead_of_add_layer_norm(x: Tensor, *args: Any, **settings: Any) -> Callable[..., Any] | None:
+    return None if _may_be_ours("linear_add_layer_norm", x) else _compose_add_layer_norm
+
+
+@operator(check=_check_linear_add_layer_norm, instead=_instead_of_add_layer_norm)
 def linear_add_layer_norm(
     x: Tensor,
     weight: Tensor,
@@ -190,29 +240,44 @@ def linear_add_layer_norm(
         ValueError: As :func:`linear_add`, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = x, weight, bias, residual, norm_weight, norm_bias
-    settings: dict[str, Any] = {"eps": eps, "shift": shift, "inplace": inplace}
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("linear_add_layer_norm", *args, **settings)
-    check_linear(x, weight, bias)
-    _check_residual(x, weight, bias, residual, inplace)
-    check_layer_norm(residual, norm_weight, norm_bias, eps, shift, prefix="norm_")
-    if x.is_cuda or dispatch.may_be_ours("linear_add_layer_norm", x.device.type):
-        return dispatch.call("linear_add_layer_norm", *args, **settings)
-    return _compose_add_layer_norm(*args, **settings)
+    return reference.linear_add_layer_norm(
+        x, weight, bias, residual, norm_weight, norm_bias, eps=eps, shift=shift, inplace=inplace
+    )
 
 
 # The composition of other operators -----------------------------------------------------------------------
 
 
+def _may_be_ours(operator: str, x: Tensor) -> bool:
+    return x.is_cuda or dispatch.may_be_ours(operator, x.device.type)
+
+
 def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant) -> Tensor:
-    # A matrix product adds its bias for free; only a kernel that does the activation too gains by taking it.
+    compose = _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
+    return compose(x, weight, bias, approximate=approximate)
+
+
+def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Says whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
+
+    A matrix product adds its bias for free.
+    """
     gradient = checks.wants_gradient(x, weight, bias)
-    if bias is None or not dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient):
-        return gelu(linear(x, weight, bias), approximate=approximate)
+    return bias is not None and dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
+
+
+def _gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant) -> Tensor:
+    return gelu(linear(x, weight, bias), approximate=approximate)
+
+
+def _bias_gelu_of_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant
+) -> Tensor:
+    assert bias is not None
     product = linear(x, weight)
-    # Autocast makes the product half precision and leaves the bias to us.
-    return bias_gelu(product, bias.to(product.dtype), approximate=approximate)
+    if bias.dtype != product.dtype:  # autocast makes the product half precision and leaves the bias to us
+        bias = bias.to(product.dtype)
+    return bias_gelu(product, bias, approximate=approximate)
 
 
 def _compose_add(
@@ -345,7 +410,6 @@ backends.register(
         forward_only=True,
     ),
 )
-register_reference("linear")
 backends.describe("linear", backends.Operator(_signature, _shape_class, _sample))
 for _operator, _composition in (
     ("linear_gelu", _compose_gelu),
@@ -354,5 +418,4 @@ for _operator, _composition in (
 ):
     register_triton(_operator, __name__)
     register_composed(_operator, _composition)
-    register_reference(_operator)
     backends.describe(_operator, backends.Operator(_fused_signature, _fused_shape_class, _sample))

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import operator
 from ...reference import GeluVariant
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_gelu
-from ..registration import images_within, register_composed, register_reference, register_triton, size_class
+from ..registration import images_within, register_composed, register_triton, size_class
 
 _SAMPLE = 2**18  # elements
 
 
+def _check(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    eps: float,
+    approximate: GeluVariant,
+    shift: Tensor | None,
+) -> None:
+    check_layer_norm(x, norm_weight, norm_bias, eps, shift, prefix="norm_")
+    check_linear(x, fc1_weight, fc1_bias, name="fc1")
+    _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
+    check_approximate(approximate)
+
+
+def _instead(x: Tensor, *args: Any, **settings: Any) -> Callable[..., Tensor] | None:
+    return None if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type) else _compose
+
+
+@operator(check=_check, instead=_instead)
 def layer_norm_mlp(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -53,16 +77,7 @@ def layer_norm_mlp(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     args = x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    settings: dict[str, Any] = {"eps": eps, "approximate": approximate, "shift": shift}
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("layer_norm_mlp", *args, **settings)
-    check_layer_norm(x, norm_weight, norm_bias, eps, shift, prefix="norm_")
-    check_linear(x, fc1_weight, fc1_bias, name="fc1")
-    _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
-    check_approximate(approximate)
-    if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type):
-        return dispatch.call("layer_norm_mlp", *args, **settings)
-    return _compose(*args, **settings)
+    return reference.layer_norm_mlp(*args, eps=eps, approximate=approximate, shift=shift)
 
 
 def _compose(
@@ -120,5 +135,4 @@ def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) ->
 
 register_triton("layer_norm_mlp", __name__)
 register_composed("layer_norm_mlp", _compose)
-register_reference("layer_norm_mlp")
 backends.describe("layer_norm_mlp", backends.Operator(_signature, _shape_class, _sample))

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import facts_of_tensor, operator
 from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
 from ..attention import attention, check_scale
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
 from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..packed_linear import why_unavailable
-from ..registration import images_within, register_composed, register_native, register_reference, size_class
+from ..registration import images_within, register_composed, register_native, size_class
 from . import onednn
 from .squares import matrix_of, squares_of
 
@@ -27,6 +27,24 @@ _SHAPE, _WEIGHT, _REDUCING = "(batch, tokens, channels)", "(outputs, inputs)", "
 _SAMPLE = 2**17  # elements
 
 
+def _facts_of_block(block: PyramidBlock, grad: bool) -> tuple[Any, ...]:
+    if type(block) is not PyramidBlock:
+        raise TypeError
+    reduction = block.reduction
+    numbers = block.norm1.eps, block.norm2.eps, reduction and reduction.norm.eps, block.num_heads, block.scale
+    kinds = map(type, numbers)
+    # Weights of inference mode are not packed: their changes are not counted.
+    unpacked = (layer.weight.is_inference() for layer in (*block.linears, block.proj, block.fc1, block.fc2))
+    facts = [facts_of_tensor(t, grad) for t in block.tensors()]
+    return *numbers, *kinds, *unpacked, block.approximate, block.conv is None, *facts
+
+
+def check_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool) -> None:
+    """Raises the errors that :func:`pyramid_block` documents."""
+    _check(x, grid, block, inplace)
+
+
+@operator(check=check_block, facts={"block": _facts_of_block})
 def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
     """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
 
@@ -50,33 +68,7 @@ def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inpl
             ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("pyramid_block", x, grid, block, inplace=inplace)
-    key = _key_of(x, grid, block, inplace)
-    known = dispatch.known(key)
-    if known is None:
-        _check(x, grid, block, inplace)
-    elif known.run is not None:
-        return known.run(x, block)
-    out = dispatch.call("pyramid_block", x, grid, block, inplace=inplace)
-    if known is None:
-        dispatch.remember(key, "pyramid_block", x, grid, block, inplace=inplace)
-    return out
-
-
-def _key_of(x: Tensor, grid: tuple[int, int], block: PyramidBlock, inplace: bool) -> Any:
-    """Returns the key of a call; None where nothing is remembered, as of wrong arguments."""
-    if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not PyramidBlock:
-        return None
-    try:
-        eps = block.norm1.eps, block.norm2.eps, None if block.reduction is None else block.reduction.norm.eps
-        numbers = [*eps, block.num_heads, block.scale, *grid]
-        tensors = block.tensors()
-    except (AttributeError, TypeError):
-        return None
-    numbers.append(inplace)
-    settings = *numbers, *map(type, numbers), block.approximate, block.conv is None
-    return dispatch.key_of("pyramid_block", settings, x, *tensors)
+    return reference.pyramid_block(x, grid, block, inplace=inplace)
 
 
 # The composition ------------------------------------------------------------------------------------------
@@ -260,7 +252,6 @@ backends.register(
         forward_only=True,
     ),
 )
-register_reference("pyramid_block")
 backends.describe(
     "pyramid_block",
     backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),

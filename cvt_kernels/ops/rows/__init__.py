@@ -12,14 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, reference
+from ...declaration import operator
 from ..layer_norm_gelu import check_layer_norm
-from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from ..registration import images_within, register_native, register_triton, size_class
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
 _SAMPLE = 2**18  # elements
 
 
+def _check_values(x: Tensor, rows: Tensor, *_: Any) -> None:
+    checks.check_row_values("rows", rows, x.shape[1])
+
+
+def _check_gather_rows(x: Tensor, rows: Tensor) -> None:
+    _check_index(x, rows)
+
+
+@operator(check=_check_gather_rows, values=("rows", _check_values))
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the tokens of x at ``rows``; zeros where a row is -1.
 
@@ -36,12 +46,27 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
         ValueError: A wrong shape or device.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("gather_rows", x, rows)
+    return reference.gather_rows(x, rows)
+
+
+def _check_gather_add_layer_norm(
+    x: Tensor,
+    rows: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype | None,
+) -> None:
     _check_index(x, rows)
-    return dispatch.call("gather_rows", x, rows)
+    _check_rows("branch", branch, x, rows)
+    check_layer_norm(x, weight, bias, eps)
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
 
 
+@operator(check=_check_gather_add_layer_norm, values=("rows", _check_values))
 def gather_add_layer_norm(
     x: Tensor,
     rows: Tensor,
@@ -71,18 +96,29 @@ def gather_add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = x, rows, branch, weight, bias
-    settings: dict[str, Any] = {"eps": eps, "dtype": dtype}
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("gather_add_layer_norm", *args, **settings)
+    return reference.gather_add_layer_norm(x, rows, branch, weight, bias, eps=eps, dtype=dtype)
+
+
+def _check_scatter_rows(
+    x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
+) -> None:
     _check_index(x, rows)
-    _check_rows("branch", branch, x, rows)
-    check_layer_norm(x, weight, bias, eps)
-    if dtype is not None:
-        checks.check_float_dtype("dtype", dtype)
-    return dispatch.call("gather_add_layer_norm", *args, **settings)
+    _check_rows("values", values, x, rows)
+    if branch is not None:
+        _check_rows("branch", branch, x, rows)
+    checks.check_flag("inplace", inplace)
+    if inplace:
+        _check_inplace(x, values, branch)
 
 
+def _check_places(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, inplace: bool) -> None:
+    """Checks what no key has: the rows, and whether tensors share memory."""
+    checks.check_row_values("rows", rows, x.shape[1])
+    if inplace:
+        _check_inplace(x, values, branch)
+
+
+@operator(check=_check_scatter_rows, values=("rows", _check_places))
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
@@ -104,17 +140,7 @@ def scatter_rows(
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = x, rows, values, branch
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("scatter_rows", *args, inplace=inplace)
-    _check_index(x, rows)
-    _check_rows("values", values, x, rows)
-    if branch is not None:
-        _check_rows("branch", branch, x, rows)
-    checks.check_flag("inplace", inplace)
-    if inplace:
-        _check_inplace(x, values, branch)
-    return dispatch.call("scatter_rows", *args, inplace=inplace)
+    return reference.scatter_rows(x, rows, values, branch, inplace=inplace)
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -210,5 +236,4 @@ def _check_unique(rows: Tensor | None, tokens: int) -> None:
 for _operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):
     register_triton(_operator, __name__)
     register_native(_operator, __name__, why_unsupported=None)
-    register_reference(_operator)
     backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))

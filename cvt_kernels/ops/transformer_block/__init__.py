@@ -12,7 +12,8 @@ from typing import Any, get_args, overload
 import torch
 from torch import Tensor
 
-from ... import backends, checks, dispatch
+from ... import backends, checks, dispatch, reference
+from ...declaration import facts_of_tensor, operator
 from ...reference import (
     LIMITS,
     AnyLinear,
@@ -31,12 +32,64 @@ from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
 from ..packed_linear import why_unavailable
-from ..registration import images_within, register_composed, register_native, register_reference, size_class
+from ..registration import images_within, register_composed, register_native, size_class
 from ..rows import gather_rows, scatter_rows
 from . import onednn
 
 _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
+
+
+def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
+    if type(block) is not TransformerBlock:
+        raise TypeError
+    numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps]
+    for conv in block.convs:
+        numbers += conv[6:11]
+    kinds = map(type, (*numbers, *block.layers()))
+    # Weights of inference mode are not packed: their changes are not counted.
+    numbers += [layer.weight.is_inference() for layer in block.layers()]
+    return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
+
+
+def _with_chosen(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None,
+    scores: Pool | None,
+    inplace: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what chooses tokens among the arguments only where it is given: other backends may lack it."""
+    return (x, grid, block), {**_chosen(rows, scores), "inplace": inplace}
+
+
+def _chosen(rows: Tensor | None, scores: Pool | None) -> dict[str, Any]:
+    given = {"rows": rows, "scores": scores}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool | None = None,
+    inplace: bool,
+) -> None:
+    """Raises the errors that :func:`transformer_block` documents."""
+    _check_row_values(x, grid, block, rows, scores, inplace)
+    _check(x, grid, block, rows, scores, inplace)
+
+
+def _check_row_values(
+    x: Tensor, grid: tuple[int, int], block: Any, rows: Any, scores: Pool | None, inplace: bool
+) -> None:
+    if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
+        is_cls = isinstance(scores, str) and scores == "cls"
+        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
 
 
 @overload
@@ -63,6 +116,12 @@ def transformer_block(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@operator(
+    arguments=_with_chosen,
+    check=check_block,
+    values=("rows", _check_row_values),
+    facts={"block": _facts_of_block},
+)
 def transformer_block(
     x: Tensor,
     grid: tuple[int, int],
@@ -99,51 +158,7 @@ def transformer_block(
             gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    chosen = _chosen(rows, scores)
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("transformer_block", x, grid, block, **chosen, inplace=inplace)
-    if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
-        # Their values are no part of what is remembered of a call.
-        is_cls = isinstance(scores, str) and scores == "cls"
-        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
-    key = _key_of(x, grid, block, rows, scores, inplace)
-    known = dispatch.known(key)
-    if known is None:
-        _check(x, grid, block, rows, scores, inplace)
-    elif known.run is not None:
-        return known.run(x, block, rows)
-    out = dispatch.call("transformer_block", x, grid, block, **chosen, inplace=inplace)
-    if known is None:
-        dispatch.remember(key, "transformer_block", x, grid, block, **chosen, inplace=inplace)
-    return out
-
-
-def _chosen(rows: Tensor | None, scores: Pool | None) -> dict[str, Any]:
-    """Returns what chooses tokens among the arguments, only where it is given: other backends may lack it."""
-    given = {"rows": rows, "scores": scores}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _key_of(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    rows: Tensor | None,
-    scores: Pool | None,
-    inplace: bool,
-) -> Any:
-    """Returns the key of a call; None where nothing is remembered, as of wrong arguments."""
-    if torch.compiler.is_compiling() or type(grid) is not tuple or type(block) is not TransformerBlock:
-        return None
-    try:
-        numbers: list[Any] = [inplace, block.num_heads, block.scale, block.norm1.eps, block.norm2.eps, *grid]
-        for conv in block.convs:
-            numbers += conv[6:11]
-        kinds = tuple(map(type, (*numbers, *block.layers())))
-        settings = tuple(numbers), kinds, block.approximate, scores
-        return dispatch.key_of("transformer_block", settings, x, *block.tensors(), rows)
-    except (AttributeError, TypeError, ValueError):  # a part of the block is not what it should be
-        return None
+    return reference.transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
 
 
 def _prepare_composition(
@@ -478,7 +493,6 @@ backends.register(
         forward_only=True,
     ),
 )
-register_reference("transformer_block")
 backends.describe(
     "transformer_block",
     backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),

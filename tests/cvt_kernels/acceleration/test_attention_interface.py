@@ -132,7 +132,7 @@ def test_attention_reads_views_as_they_lie():
     ((given, settings),) = calls
     for x, tokens in zip(given, laid, strict=True):
         assert (x.data_ptr(), x.stride()) == (tokens.data_ptr(), tokens.stride())
-    assert settings == {"scale": 0.3, "bias": None, "dropout_p": 0.0}
+    assert settings == {"scale": 0.3, "bias": None, "dropout_p": 0.0, "position": None}
     assert probabilities is None
     torch.testing.assert_close(out, ck.reference.attention(*laid, scale=0.3))
 

@@ -29,7 +29,7 @@ def test_a_backend_gets_the_arguments_as_they_are():
     q, k, v, bias = make(9), make(4), make(4), torch.randn(3, 9, 4)
     with ck.use_backend("native"):
         out = ck.attention(q, k, v, scale=0.2, bias=bias, dropout_p=0.0)
-    assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0})]
+    assert calls == [((q, k, v), {"scale": 0.2, "bias": bias, "dropout_p": 0.0, "position": None})]
     torch.testing.assert_close(out, by_hand(q, k, v, 0.2, bias=bias))
 
 

@@ -1,0 +1,156 @@
+"""Public functions as they are generated: what they look like, and which calls have a plan."""
+
+import contextlib
+import gc
+import inspect
+import linecache
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cvt_kernels as ck
+from cvt_kernels import backends, dispatch
+from cvt_kernels.declaration import declarations, facts_of
+from cvt_kernels.reference import ConvBatchNorm, Norm, PositionBias
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """Lists the calls whose arguments were checked, since there was no plan for them."""
+    checked = []
+    for name in ("gelu", "attention", "linear"):
+        monkeypatch.setattr(declarations[name], "check", lambda *args, **_: checked.append(args))
+    backends.forget()
+    with ck.use_backend("reference"):
+        yield checked
+    backends.forget()
+
+
+@pytest.mark.parametrize("name", sorted(declarations))
+def test_a_public_function_looks_as_it_was_declared(name):
+    function = getattr(ck, name)
+    assert inspect.signature(function) == declarations[name].signature
+    assert function.__doc__
+    assert function.__name__ == name
+    assert len(linecache.getlines(f"<cvt_kernels {name}>")) < 15
+
+
+def test_a_traceback_shows_the_lines_of_generated_functions():
+    with pytest.raises(ValueError, match="approximate") as caught:
+        ck.gelu(torch.ones(3), approximate="nonsense")
+    lines = "".join(traceback.format_tb(caught.value.__traceback__))
+    assert "in gelu" in lines
+    assert "_first(key, x, approximate)" in lines
+
+
+def test_calls_that_are_alike_are_checked_once(first):
+    for _ in range(3):
+        ck.gelu(torch.randn(4, 5))
+    assert len(first) == 1
+
+
+CHANGES = {
+    "shape": lambda: ck.gelu(torch.randn(5, 4)),
+    "strides": lambda: ck.gelu(torch.randn(5, 4).t()),
+    "dtype": lambda: ck.gelu(torch.randn(4, 5).double()),
+    "a parameter": lambda: ck.gelu(torch.nn.Parameter(torch.randn(4, 5))),
+    "a gradient": lambda: ck.gelu(torch.randn(4, 5, requires_grad=True)),
+    "a setting": lambda: ck.gelu(torch.randn(4, 5), approximate="tanh"),
+    "a device": lambda: ck.gelu(torch.randn(4, 5, device="meta")),
+    "a layout": lambda: ck.gelu(torch.randn(4, 5).to_mkldnn().to_dense().to_mkldnn()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_arguments_is_noticed(first, change):
+    ck.gelu(torch.randn(4, 5))
+    before = len(first)
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # the reference refuses it
+        change()
+    assert len(first) == before + 1
+
+
+def test_numbers_of_different_types_are_different(first):
+    q = torch.randn(1, 4, 2, 8)
+    for scale in (1, 1.0, True):
+        ck.attention(q, q, q, scale=scale)
+    assert len(first) == 3
+
+
+def test_the_state_of_the_process_is_noticed(first):
+    x, threads = torch.randn(4, 5), torch.get_num_threads()
+    ck.gelu(x)
+    with torch.no_grad():
+        ck.gelu(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        ck.gelu(x)
+    with torch.autocast("cpu", torch.float16):
+        ck.gelu(x)
+    with ck.use_backend("reference", "native"):
+        ck.gelu(x)
+    try:
+        torch.set_num_threads(threads + 1)
+        ck.gelu(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(first) == 6
+    ck.gelu(x)
+    assert len(first) == 6
+
+
+def test_nothing_is_planned_where_tensors_are_not_what_they_seem(first):
+    kept = len(backends.choices)
+    with FakeTensorMode():
+        for _ in range(2):
+            ck.gelu(torch.randn(4, 5))
+    torch.func.vmap(ck.gelu)(torch.randn(4, 5))
+    torch.func.grad(lambda x: ck.gelu(x).sum())(torch.randn(4, 5))
+    assert len(first) == 4
+    assert len(backends.choices) == kept
+
+
+def test_plans_keep_no_tensors(first):
+    q = torch.randn(1, 4, 2, 8)
+    references = [weakref.ref(q)]
+    ck.attention(q, q, q, scale=0.5)
+    ck.attention(q, q, q, scale=0.5)
+    assert backends.choices
+    del q
+    first.clear()
+    gc.collect()
+    assert references[0]() is None
+
+
+def test_plans_are_bounded(first, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MOST_CHOICES", 5)
+    for size in range(1, 20):
+        ck.gelu(torch.randn(size))
+    assert len(backends.choices) <= 5
+
+
+def test_values_are_checked_at_every_call():
+    x, rows = torch.randn(2, 6, 4), torch.tensor([[0, 1], [2, -1]])
+    for _ in range(2):
+        ck.gather_rows(x, rows)
+    with pytest.raises(ValueError, match="rows"):
+        ck.gather_rows(x, rows + 6)
+
+
+def test_facts_of_records():
+    weight, vector = torch.randn(4, 1, 3, 3), torch.randn(4)
+    conv = ConvBatchNorm(weight, vector, vector, vector, vector)
+    facts = facts_of(ConvBatchNorm)
+    assert facts(conv, False) == facts(conv._replace(weight=weight + 1), False)
+    assert facts(conv, False) != facts(conv._replace(stride=2), False)
+    assert facts(conv, False) != facts(conv._replace(stride=1.0), False)
+    assert facts(conv, False) != facts(conv._replace(bn_bias=None), False)
+    assert facts_of(Norm)(Norm(None, None), False) != facts_of(Norm)(Norm(vector, None), False)
+    with pytest.raises(TypeError):
+        facts(tuple(conv), False)
+    position = PositionBias(torch.randn(1, 3, 3), (2, 2), (2, 2), 1)
+    assert facts_of(PositionBias)(position, False) != facts_of(PositionBias)(
+        position._replace(query_grid=(2.0, 2)), False
+    )
