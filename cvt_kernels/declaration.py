@@ -43,7 +43,7 @@ class Declaration:
         values: tuple[str, Callable[..., None]] | None,
         instead: Callable[..., Callable[..., Any] | None] | None,
         arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None,
-        facts: dict[str, Callable[[Any, bool], Any]],
+        facts: dict[str, tuple[Any, ...]],
     ) -> None:
         self.name = function.__name__
         self.signature = inspect.signature(function)
@@ -118,7 +118,7 @@ class Declaration:
         return _compiled(source, f"{self.name} choose", {})
 
     def _generate(
-        self, values: tuple[str, Callable[..., None]] | None, facts: dict[str, Callable[[Any, bool], Any]]
+        self, values: tuple[str, Callable[..., None]] | None, facts: dict[str, tuple[Any, ...]]
     ) -> Callable[..., Any]:
         parameters = self.signature.parameters.values()
         names = ", ".join(self.signature.parameters)
@@ -131,8 +131,8 @@ class Declaration:
         parts = []
         for name in self.signature.parameters:
             if name in facts:
-                scope[f"_facts_{name}"] = facts[name]
-                parts.append(f"_facts_{name}({name}, grad)")
+                scope[f"_facts_{name}"], *others = facts[name]
+                parts.append(f"_facts_{name}({', '.join((name, 'grad', *others))})")
             else:
                 parts.append(_facts_source(hints[name], name, scope))
         look = ""
@@ -164,7 +164,7 @@ def operator(
     values: tuple[str, Callable[..., None]] | None = None,
     instead: Callable[..., Callable[..., Any] | None] | None = None,
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
-    facts: dict[str, Callable[[Any, bool], Any]] | None = None,
+    facts: dict[str, tuple[Any, ...]] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator by the function that it decorates, which computes it in plain PyTorch.
 
@@ -177,9 +177,9 @@ def operator(
             backends; None where there is one. It is asked once for a key.
         arguments: Given the arguments, returns those that the rest takes, as where any sequence may stand for
             a tuple; what it changes makes no key.
-        facts: For parameters whose type does not tell it, what makes their part of a key of their value and
-            of whether gradients are enabled; it raises TypeError for values of which nothing may be
-            remembered.
+        facts: For parameters whose type does not tell it, a function that makes their part of a key, and the
+            names of other parameters. It takes their value, whether gradients are enabled and the others'
+            values, and raises TypeError for values of which nothing may be remembered.
     """
 
     def declare(function: Function) -> Function:
@@ -264,18 +264,24 @@ def _is_composite(kind: Any) -> bool:
 
 
 @functools.cache
-def facts_of(kind: type) -> Callable[[Any, bool], tuple[Any, ...]]:
+def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
     """Returns a function that makes the part of a key of a NamedTuple of tensors and settings.
 
     It raises TypeError for anything else.
+
+    Args:
+        kind: The NamedTuple.
+        left_out: Fields that are no part of it.
     """
     scope: dict[str, Any] = {"_kind": kind}
+    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     hints = typing.get_type_hints(kind)
-    parts = [_facts_source(hints[field], f"x.{field}", scope) for field in kind._fields]  # type: ignore[attr-defined]
+    parts = [_facts_source(hints[field], field, scope) for field in fields if field not in left_out]
     source = f"""\
 def facts(x, grad):
     if x.__class__ is not _kind:
         raise TypeError
+    {", ".join(fields)}, = x
     return ({", ".join(parts)},)
 """
     return _compiled(source, kind.__name__, scope)

@@ -78,22 +78,13 @@ class ConvBatchNorm(NamedTuple):
             raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
         stride, padding, dilation = conv.stride, conv.padding, conv.dilation
         for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
-            if isinstance(value, str) or len(set(value)) != 1:
+            if isinstance(value, str) or value[0] != value[1]:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
+        # By position, since this is called for every branch of every forward.
         return cls(
-            weight=weight,
-            bn_weight=bn_weight,
-            bn_bias=bn_bias,
-            running_mean=running_mean,
-            running_var=running_var,
-            num_batches_tracked=num_batches_tracked,
-            stride=stride[0],
-            padding=int(padding[0]),
-            dilation=dilation[0],
-            momentum=bn.momentum,
-            eps=bn.eps,
-            process_group=_process_group(bn),
-        )
+            weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked,
+            stride[0], int(padding[0]), dilation[0], bn.momentum, bn.eps, _process_group(bn),
+        )  # fmt: skip
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Returns the (H, W) of the output for an input of ``grid``; below 1 means that it is empty."""

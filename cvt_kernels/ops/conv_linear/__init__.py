@@ -46,7 +46,7 @@ def _facts_of_linears(linears: tuple[Linear, ...], grad: bool) -> tuple[Any, ...
     arguments=_with_tuples,
     check=_check,
     instead=_instead,
-    facts={"convs": facts_of_convs, "linears": _facts_of_linears},
+    facts={"convs": (facts_of_convs,), "linears": (_facts_of_linears,)},
 )
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import backends, checks, dispatch, reference
-from ...declaration import facts_of, operator
+from ...declaration import facts_of, facts_of_tensor, operator
 from ...reference import Branch, ConvBatchNorm, flattened, summands
 from ..registration import images_within, register_native, register_triton, size_class
 
@@ -94,24 +94,30 @@ register_native("conv_projection", __name__)
 backends.describe("conv_projection", backends.Operator(_signature, shape_class, _sample))
 
 
-def facts_of_convs(convs: tuple[Branch, ...], grad: bool) -> tuple[Any, ...]:
+_facts_of_conv = facts_of(ConvBatchNorm, "num_batches_tracked", "process_group")
+
+
+def facts_of_convs(convs: tuple[Branch, ...], grad: bool, training: bool = False) -> tuple[Any, ...]:
     """Returns the part that branches have of a key; TypeError where nothing is remembered of them."""
-    if type(convs) is not tuple:
+    if convs.__class__ is not tuple:
         raise TypeError
-    # Two branches may share their running statistics, which training refuses or does one after the other.
-    buffers = {id(conv.running_mean) for branch in convs for conv in summands(branch)}
-    return len(buffers), *[_facts_of_branch(branch, grad) for branch in convs]
+    facts = tuple([_facts_of_branch(branch, grad) for branch in convs])
+    return (facts, _facts_of_training(convs)) if training else facts
 
 
 def _facts_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
-    if not isinstance(branch, ConvBatchNorm):
-        return tuple([_facts_of_branch(conv, grad) for conv in branch])
-    if branch.process_group is not None:  # the processes agree on what serves
-        raise TypeError
+    if branch.__class__ is tuple:
+        return tuple([_facts_of_conv(conv, grad) for conv in branch])
     return _facts_of_conv(branch, grad)
 
 
-_facts_of_conv = facts_of(ConvBatchNorm)
+def _facts_of_training(convs: tuple[Branch, ...]) -> tuple[Any, ...]:
+    """Returns what training reads besides: counts of batches, and whether branches share statistics."""
+    flat = flattened(convs)[0]
+    if any(conv.process_group is not None for conv in flat):  # the processes agree on what serves
+        raise TypeError
+    counts = tuple([facts_of_tensor(conv.num_batches_tracked, False) for conv in flat])
+    return len({id(conv.running_mean) for conv in flat}), counts
 
 
 def _with_tuple(
@@ -136,7 +142,7 @@ def _instead(
     arguments=_with_tuple,
     check=lambda *args, **settings: check_arguments(*args, **settings),
     instead=_instead,
-    facts={"convs": facts_of_convs},
+    facts={"convs": (facts_of_convs, "training")},
 )
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference import ConvBatchNorm
+from ...reference import Branch, ConvBatchNorm
 from . import conv_projection
 
 
@@ -25,20 +25,29 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
     Returns:
         One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`, which also raises.
     """
-    pairs = [branch if isinstance(branch, list) else [branch] for branch in branches]
-    convs = [tuple([ConvBatchNorm.from_modules(*pair) for pair in branch]) for branch in pairs]
-    modes = [[bn.training for _, bn in branch] for branch in pairs]
-    if len({mode for branch in modes for mode in branch}) == 1:
-        whole = tuple([conv[0] if len(conv) == 1 else conv for conv in convs])
-        return conv_projection(x, grid, whole, training=modes[0][0])
+    modes = {bn.training for branch in branches for _, bn in _pairs(branch)}
+    if len(modes) == 1:
+        convs = tuple([_conv_of(branch) for branch in branches])
+        return conv_projection(x, grid, convs, training=modes.pop())
     # Somebody froze only some of them.
-    return tuple(_sum(x, grid, *branch) for branch in zip(convs, modes, strict=True))
+    return tuple(_sum(x, grid, _pairs(branch)) for branch in branches)
 
 
-def _sum(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], modes: Sequence[bool]) -> Tensor:
+def _pairs(branch: Any) -> Sequence[Any]:
+    return branch if isinstance(branch, list) else (branch,)
+
+
+def _conv_of(branch: Any) -> Branch:
+    if isinstance(branch, list) and len(branch) != 1:
+        return tuple([ConvBatchNorm.from_modules(*pair) for pair in branch])
+    return ConvBatchNorm.from_modules(*(branch[0] if isinstance(branch, list) else branch))
+
+
+def _sum(x: Tensor, grid: tuple[int, int], pairs: Sequence[Any]) -> Tensor:
     """Returns the sum of convolutions whose BatchNorms are in different modes, and the class token once."""
     first, *others = (
-        conv_projection(x, grid, [conv], training=mode)[0] for conv, mode in zip(convs, modes, strict=True)
+        conv_projection(x, grid, (ConvBatchNorm.from_modules(conv, bn),), training=bn.training)[0]
+        for conv, bn in pairs
     )
     class_tokens = x.shape[1] - grid[0] * grid[1]
     spatial = functools.reduce(torch.add, (y[:, class_tokens:] for y in others), first[:, class_tokens:])

@@ -44,7 +44,7 @@ def check_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplac
     _check(x, grid, block, inplace)
 
 
-@operator(check=check_block, facts={"block": _facts_of_block})
+@operator(check=check_block, facts={"block": (_facts_of_block,)})
 def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
     """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
 

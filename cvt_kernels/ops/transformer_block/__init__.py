@@ -120,7 +120,7 @@ def transformer_block(
     arguments=_with_chosen,
     check=check_block,
     values=("rows", _check_row_values),
-    facts={"block": _facts_of_block},
+    facts={"block": (_facts_of_block,)},
 )
 def transformer_block(
     x: Tensor,
