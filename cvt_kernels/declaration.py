@@ -8,6 +8,7 @@ once. The first call of a key checks its arguments, and leaves to ``dispatch`` w
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import linecache
@@ -31,18 +32,17 @@ class Declaration:
     Attributes:
         name: Its name.
         signature: The signature of the public function.
-        check: Raises for wrong arguments.
-        instead: Given the arguments, returns what serves the call without a choice; None where there is one.
-        arguments: Given the arguments, returns those that the rest takes; None if these are the same.
+        record: The record of a call, a NamedTuple with the names of the parameters.
+        check, instead, arguments: As :func:`operator` takes them.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        check: Callable[..., None],
-        values: tuple[str, Callable[..., None]] | None,
-        instead: Callable[..., Callable[..., Any] | None] | None,
-        arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None,
+        check: Callable[[Any], None],
+        values: tuple[str, Callable[[Any], None]] | None,
+        instead: Callable[[Any], Callable[..., Any] | None] | None,
+        arguments: Callable[[Any], Any] | None,
         facts: dict[str, tuple[Any, ...]],
     ) -> None:
         self.name = function.__name__
@@ -50,39 +50,47 @@ class Declaration:
         self.check, self.instead, self.arguments = check, instead, arguments
         self._reference = function
         self._passing_on = _passing_on(self.name, self.signature)
-        self._serve = self._passing_on(self.serve)
+        parameters = self.signature.parameters.values()
+        self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self._count = len(parameters) - len(self._keywords)
+        self.record = collections.namedtuple(f"{self.name}_call", self.signature.parameters)  # type: ignore[misc]
         self.public = self._generate(values, facts)
 
-    def serve(self, *args: Any, **kwargs: Any) -> Any:
+    def serve(self, *values: Any) -> Any:
         """Checks the arguments of a call, and serves it without a plan."""
+        call = self.record(*values)
         if self.arguments is not None:
-            args, kwargs = self.arguments(*args, **kwargs)
+            call = self.arguments(call)
         if torch.jit.is_tracing():
-            return dispatch.call_recorded(self.name, *args, **kwargs)
-        self.check(*args, **kwargs)
-        served = None if self.instead is None else self.instead(*args, **kwargs)
+            return dispatch.call_recorded(self.name, *self._positional(call), **self._settings(call))
+        self.check(call)
+        served = None if self.instead is None else self.instead(call)
         if served is not None:
-            return served(*args, **kwargs)
-        return dispatch.call(self.name, *args, **kwargs)
+            return served(*self._positional(call), **self._settings(call))
+        return dispatch.call(self.name, *self._positional(call), **self._settings(call))
 
     def first(self, key: tuple[Any, ...], *values: Any) -> Any:
         """Serves a call without a plan, and keeps one for calls of the same key."""
         table = backends.choices
-        out = self._serve(*values)
+        out = self.serve(*values)
         if key[1] is not None and dispatch.may_be_kept(key):
-            names = list(self.signature.parameters)
-            bound = inspect.BoundArguments(self.signature, dict(zip(names, values, strict=True)))
-            plan = self._plan(bound.args, bound.kwargs)
+            plan = self._plan(self.record(*values))
             if plan is not None:
                 dispatch.keep(table, key, plan)
         return out
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    def _positional(self, call: tuple[Any, ...]) -> tuple[Any, ...]:
+        return call[: self._count]
+
+    def _settings(self, call: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self._keywords, call[self._count :], strict=True))
+
+    def _plan(self, call: Any) -> Callable[..., Any] | None:
         """Returns what serves calls that are like one that has been served; None if nothing does."""
-        served = None if self.instead is None else self.instead(*args, **kwargs)
+        served = None if self.instead is None else self.instead(call)
         if served is not None:
             return self._passing_on(served)
-        found = dispatch.plan(self.name, *args, **kwargs)
+        found = dispatch.plan(self.name, *self._positional(call), **self._settings(call))
         if found is None:
             return None
         plan = self._passing_on(found.function) if found.run is None else self._taking_all(found.run)
@@ -118,12 +126,12 @@ class Declaration:
         return _compiled(source, f"{self.name} choose", {})
 
     def _generate(
-        self, values: tuple[str, Callable[..., None]] | None, facts: dict[str, tuple[Any, ...]]
+        self, values: tuple[str, Callable[[Any], None]] | None, facts: dict[str, tuple[Any, ...]]
     ) -> Callable[..., Any]:
         parameters = self.signature.parameters.values()
         names = ", ".join(self.signature.parameters)
         scope: dict[str, Any] = {
-            "_name": self.name, "_first": self.first, "_serve": self._serve, "_token": _token,
+            "_name": self.name, "_first": self.first, "_serve": self.serve, "_token": _token,
             "_grad_enabled": torch.is_grad_enabled, "_compiling": torch.compiler.is_compiling,
             "_tracing": torch._C._get_tracing_state, "_backends": backends, "_NO_KEY": _NO_KEY,
         }  # fmt: skip
@@ -138,7 +146,8 @@ class Declaration:
         look = ""
         if values is not None:
             condition, scope["_check_values"] = values
-            look = f"    if {condition} is not None:\n        _check_values({names})\n"
+            scope["_record"] = self.record
+            look = f"    if {condition} is not None:\n        _check_values(_record({names}))\n"
         for parameter in parameters:
             scope[f"_default_{parameter.name}"] = parameter.default
         source = f"""\
@@ -160,23 +169,24 @@ def {self.name}({_head(self.signature)}):
 
 def operator(
     *,
-    check: Callable[..., None],
-    values: tuple[str, Callable[..., None]] | None = None,
-    instead: Callable[..., Callable[..., Any] | None] | None = None,
-    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
+    check: Callable[[Any], None],
+    values: tuple[str, Callable[[Any], None]] | None = None,
+    instead: Callable[[Any], Callable[..., Any] | None] | None = None,
+    arguments: Callable[[Any], Any] | None = None,
     facts: dict[str, tuple[Any, ...]] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator by the function that it decorates, which computes it in plain PyTorch.
 
+    What it takes are functions of the record of a call, a NamedTuple with the names of the parameters.
+
     Args:
-        check: Given the arguments of a call, raises TypeError or ValueError if they are wrong. What it
-            depends on is part of a call's key.
+        check: Raises TypeError or ValueError for wrong arguments. What it depends on is part of a call's key.
         values: A parameter, and what is called where that is not None even if there is a plan: it checks
             values in tensors, which are no part of a key.
-        instead: Given the arguments, returns a function that serves the call without a choice between
+        instead: Returns a function of the operator's parameters that serves the call without a choice between
             backends; None where there is one. It is asked once for a key.
-        arguments: Given the arguments, returns those that the rest takes, as where any sequence may stand for
-            a tuple; what it changes makes no key.
+        arguments: Returns the record that the rest takes, as where any sequence may stand for a tuple; what
+            it changes makes no key.
         facts: For parameters whose type does not tell it, a function that makes their part of a key, and the
             names of other parameters. It takes their value, whether gradients are enabled and the others'
             values, and raises TypeError for values of which nothing may be remembered.

@@ -144,38 +144,20 @@ def why_scale_too_small(scale: float | None) -> str | None:
     return None
 
 
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None,
-) -> None:
-    """Raises the errors that :func:`attention` documents."""
-    if position is not None:
-        checks.check_kind("position", position, PositionBias)
-    _check_tokens(q, k, ("v", v))
-    check_scale("scale", scale)
-    _check_scores(q, k, bias, position)
-    _check_probability(dropout_p)
-    _check_rows(q, k, v, scale, bias, dropout_p, position)
+def _check(call: Any) -> None:
+    if call.position is not None:
+        checks.check_kind("position", call.position, PositionBias)
+    _check_tokens(call.q, call.k, ("v", call.v))
+    check_scale("scale", call.scale)
+    _check_scores(call.q, call.k, call.bias, call.position)
+    _check_probability(call.dropout_p)
+    _check_rows(call)
 
 
-def _check_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None,
-) -> None:
-    """Checks the values of the rows of a position, if it has some."""
+def _check_rows(call: Any) -> None:
+    position = call.position
     if position is not None and position.rows is not None:
-        checks.check_row_values("position.rows", position.rows, _tokens_of(position, k.shape[1]))
+        checks.check_row_values("position.rows", position.rows, _tokens_of(position, call.k.shape[1]))
 
 
 register_triton("attention", __name__)
@@ -186,7 +168,7 @@ backends.describe(
 )
 
 
-@operator(check=check_attention, values=("position", _check_rows))
+@operator(check=_check, values=("position", _check_rows))
 def attention(
     q: Tensor,
     k: Tensor,

@@ -23,32 +23,18 @@ from ..registration import (
 _SAMPLE = 2**18  # elements
 
 
-def _check_all(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    stride: int,
-    padding: int,
-    eps: float,
-    class_token: Tensor | None,
-) -> None:
-    _check(image, weight, stride, padding, eps)
-    for name, vector in (
-        ("bias", bias),
-        ("norm_weight", norm_weight),
-        ("norm_bias", norm_bias),
-        ("class_token", class_token),
-    ):
+def _check_all(call: Any) -> None:
+    _check(call.image, call.weight, call.stride, call.padding, call.eps)
+    for name in ("bias", "norm_weight", "norm_bias", "class_token"):
+        vector = getattr(call, name)
         if vector is not None:
             also = () if name == "bias" else (torch.float32,)
-            checks.check_tensor_like(name, vector, weight.shape[:1], "(channels,)", image, also, "image")
+            shape = call.weight.shape[:1]
+            checks.check_tensor_like(name, vector, shape, "(channels,)", call.image, also, "image")
 
 
-def _instead(image: Tensor, *args: Any, **settings: Any) -> Callable[..., Tensor] | None:
-    device = image.device.type
+def _instead(call: Any) -> Callable[..., Tensor] | None:
+    device = call.image.device.type
     return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
 
 

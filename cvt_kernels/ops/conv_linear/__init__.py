@@ -20,19 +20,19 @@ _SAMPLE = 2**18  # elements
 Linear = tuple[Tensor, Tensor | None]
 
 
-def _with_tuples(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
-    return (x, grid, convs, checks.as_tuple("linears", linears, "a sequence of pairs (weight, bias)")), {}
+def _with_tuples(call: Any) -> Any:
+    convs = checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm")
+    linears = checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
+    return call._replace(convs=convs, linears=linears)
 
 
-def _check(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
-    check_arguments(x, grid, convs, training=False)
-    _check_linears(x, convs, linears)
+def _check(call: Any) -> None:
+    check_arguments(call.x, call.grid, call.convs, training=False)
+    _check_linears(call.x, call.convs, call.linears)
 
 
-def _instead(x: Tensor, *args: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+    x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
 
 

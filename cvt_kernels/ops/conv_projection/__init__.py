@@ -120,27 +120,23 @@ def _facts_of_training(convs: tuple[Branch, ...]) -> tuple[Any, ...]:
     return len({id(conv.running_mean) for conv in flat}), counts
 
 
-def _with_tuple(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x, grid, checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")), {"training": training}
+def _with_tuple(call: Any) -> Any:
+    return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
 
-def _instead(
-    x: Tensor, grid: tuple[int, int], convs: tuple[Branch, ...], *, training: bool
-) -> Callable[..., Any] | None:
+def _instead(call: Any) -> Callable[..., Any] | None:
     """Returns what serves a call whose batch is spread over processes; None for others."""
-    groups = (conv.process_group for conv in flattened(convs)[0])
+    groups = (conv.process_group for conv in flattened(call.convs)[0])
     group = next((group for group in groups if group is not None), None)
-    if not training or group is None:
+    if not call.training or group is None:
         return None
-    shared = x.shape[2], geometry_of(convs)
+    shared = call.x.shape[2], geometry_of(call.convs)
     return functools.partial(dispatch.call_in_group, group, shared, "conv_projection")
 
 
 @operator(
     arguments=_with_tuple,
-    check=lambda *args, **settings: check_arguments(*args, **settings),
+    check=lambda call: check_arguments(*call),
     instead=_instead,
     facts={"convs": (facts_of_convs, "training")},
 )

@@ -17,16 +17,15 @@ _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements
 
 
-def _check(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant
-) -> None:
+def _check(call: Any) -> None:
+    x = call.x
     checks.check_float_tensor("x", x, _SHAPE)
     checks.check_rank("x", x, 3, _SHAPE)
     if not x.shape[2]:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
-    check_whole_grid(grid, x)
-    check_depthwise("", weight, bias, x, x.shape[2])
-    check_approximate(approximate)
+    check_whole_grid(call.grid, x)
+    check_depthwise("", call.weight, call.bias, x, x.shape[2])
+    check_approximate(call.approximate)
 
 
 @operator(check=_check)

@@ -86,18 +86,10 @@ for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_no
     backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))
 
 
-def _check_layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None,
-    shift: Tensor | None,
-) -> None:
-    check_layer_norm(x, weight, bias, eps, shift)
-    if dtype is not None:
-        checks.check_float_dtype("dtype", dtype)
+def _check_layer_norm(call: Any) -> None:
+    check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
+    if call.dtype is not None:
+        checks.check_float_dtype("dtype", call.dtype)
 
 
 @operator(check=_check_layer_norm)
@@ -137,21 +129,13 @@ def layer_norm(
     return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype, shift=shift)
 
 
-def _check_add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> None:
-    check_layer_norm(x, weight, bias, eps)
-    checks.check_float_tensor("residual", residual, "of the shape of x")
-    checks.check_shape("residual", residual, tuple(x.shape), "as x")
-    checks.check_like("residual", residual, "x", x)
-    if dtype is not None:
-        checks.check_float_dtype("dtype", dtype)
+def _check_add_layer_norm(call: Any) -> None:
+    check_layer_norm(call.x, call.weight, call.bias, call.eps)
+    checks.check_float_tensor("residual", call.residual, "of the shape of x")
+    checks.check_shape("residual", call.residual, tuple(call.x.shape), "as x")
+    checks.check_like("residual", call.residual, "x", call.x)
+    if call.dtype is not None:
+        checks.check_float_dtype("dtype", call.dtype)
 
 
 @operator(check=_check_add_layer_norm)
@@ -185,9 +169,9 @@ def add_layer_norm(
     return reference.add_layer_norm(x, residual, weight, bias, eps=eps, dtype=dtype)
 
 
-def _check_gelu(x: Tensor, *, approximate: str) -> None:
-    checks.check_float_tensor("x", x, "of any shape")
-    check_approximate(approximate)
+def _check_gelu(call: Any) -> None:
+    checks.check_float_tensor("x", call.x, "of any shape")
+    check_approximate(call.approximate)
 
 
 @operator(check=_check_gelu)
@@ -210,10 +194,10 @@ def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     return reference.gelu(x, approximate=approximate)
 
 
-def _check_bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> None:
-    _check_last_dim(x)
-    checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
-    check_approximate(approximate)
+def _check_bias_gelu(call: Any) -> None:
+    _check_last_dim(call.x)
+    checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
+    check_approximate(call.approximate)
 
 
 @operator(check=_check_bias_gelu)
@@ -236,11 +220,9 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> 
     return reference.bias_gelu(x, bias, approximate=approximate)
 
 
-def _check_layer_norm_gelu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
-) -> None:
-    check_layer_norm(x, weight, bias, eps)
-    check_approximate(approximate)
+def _check_layer_norm_gelu(call: Any) -> None:
+    check_layer_norm(call.x, call.weight, call.bias, call.eps)
+    check_approximate(call.approximate)
 
 
 @operator(check=_check_layer_norm_gelu)

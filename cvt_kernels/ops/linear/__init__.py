@@ -38,25 +38,22 @@ from . import primitives
 _SAMPLE = 2**25  # products of two numbers
 
 
-def _check_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_plain(call: Any) -> None:
     """Checks what ``F.linear`` would not refuse in words of this function."""
-    if torch.compiler.is_compiling() or _has_choice(x, weight, bias):
+    if torch.compiler.is_compiling() or _has_choice(*call):
         return
-    for name, tensor, shape in (
-        ("x", x, "(..., inputs)"),
-        ("weight", weight, "(outputs, inputs)"),
-        ("bias", bias, "(outputs,)"),
-    ):
+    shapes = "(..., inputs)", "(outputs, inputs)", "(outputs,)"
+    for name, tensor, shape in zip(call._fields, call, shapes, strict=True):
         if tensor is not None and type(tensor) in _PLAIN:
             checks.check_tensor(name, tensor, shape)
-            if type(x) in _PLAIN:
-                checks.check_device(name, tensor, "x", x)
+            if type(call.x) in _PLAIN:
+                checks.check_device(name, tensor, "x", call.x)
 
 
-def _without_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
+def _without_choice(call: Any) -> Callable[..., Tensor] | None:
     if torch.compiler.is_compiling():
         return F.linear
-    return None if _has_choice(x, weight, bias) else _plain_linear
+    return None if _has_choice(*call) else _plain_linear
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,17 +108,15 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _check_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> None:
-    check_linear(x, weight, bias)
-    check_approximate(approximate)
+def _check_linear_gelu(call: Any) -> None:
+    check_linear(call.x, call.weight, call.bias)
+    check_approximate(call.approximate)
 
 
-def _instead_of_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str
-) -> Callable[..., Tensor] | None:
-    if _may_be_ours("linear_gelu", x):
+def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
+    if _may_be_ours("linear_gelu", call.x):
         return None
-    return _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
+    return _bias_gelu_of_linear if _takes_bias(call.x, call.weight, call.bias) else _gelu_of_linear
 
 
 @operator(check=_check_linear_gelu, instead=_instead_of_gelu)
@@ -147,17 +142,13 @@ def linear_gelu(
     return reference.linear_gelu(x, weight, bias, approximate=approximate)
 
 
-def _check_linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
-) -> None:
-    check_linear(x, weight, bias)
-    _check_residual(x, weight, bias, residual, inplace)
+def _check_linear_add(call: Any) -> None:
+    check_linear(call.x, call.weight, call.bias)
+    _check_residual(call.x, call.weight, call.bias, call.residual, call.inplace)
 
 
-def _instead_of_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
-) -> Callable[..., Tensor] | None:
-    return None if _may_be_ours("linear_add", x) else _compose_add
+def _instead_of_add(call: Any) -> Callable[..., Tensor] | None:
+    return None if _may_be_ours("linear_add", call.x) else _compose_add
 
 
 @operator(check=_check_linear_add, instead=_instead_of_add)
@@ -185,25 +176,13 @@ def linear_add(
     return reference.linear_add(x, weight, bias, residual, inplace=inplace)
 
 
-def _check_linear_add_layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    eps: float,
-    shift: Tensor | None,
-    inplace: bool,
-) -> None:
-    check_linear(x, weight, bias)
-    _check_residual(x, weight, bias, residual, inplace)
-    check_layer_norm(residual, norm_weight, norm_bias, eps, shift, prefix="norm_")
+def _check_linear_add_layer_norm(call: Any) -> None:
+    _check_linear_add(call)
+    check_layer_norm(call.residual, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
 
 
-def _instead_of_add_layer_norm(x: Tensor, *args: Any, **settings: Any) -> Callable[..., Any] | None:
-    return None if _may_be_ours("linear_add_layer_norm", x) else _compose_add_layer_norm
+def _instead_of_add_layer_norm(call: Any) -> Callable[..., Any] | None:
+    return None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
 
 
 @operator(check=_check_linear_add_layer_norm, instead=_instead_of_add_layer_norm)

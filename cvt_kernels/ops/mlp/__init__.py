@@ -17,26 +17,15 @@ from ..registration import images_within, register_composed, register_triton, si
 _SAMPLE = 2**18  # elements
 
 
-def _check(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float,
-    approximate: GeluVariant,
-    shift: Tensor | None,
-) -> None:
-    check_layer_norm(x, norm_weight, norm_bias, eps, shift, prefix="norm_")
-    check_linear(x, fc1_weight, fc1_bias, name="fc1")
-    _check_fc2(x, fc1_weight, fc2_weight, fc2_bias)
-    check_approximate(approximate)
+def _check(call: Any) -> None:
+    check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
+    check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
+    _check_fc2(call.x, call.fc1_weight, call.fc2_weight, call.fc2_bias)
+    check_approximate(call.approximate)
 
 
-def _instead(x: Tensor, *args: Any, **settings: Any) -> Callable[..., Tensor] | None:
+def _instead(call: Any) -> Callable[..., Tensor] | None:
+    x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type) else _compose
 
 

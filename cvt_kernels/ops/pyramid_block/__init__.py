@@ -39,12 +39,7 @@ def _facts_of_block(block: PyramidBlock, grad: bool) -> tuple[Any, ...]:
     return *numbers, *kinds, *unpacked, block.approximate, block.conv is None, *facts
 
 
-def check_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool) -> None:
-    """Raises the errors that :func:`pyramid_block` documents."""
-    _check(x, grid, block, inplace)
-
-
-@operator(check=check_block, facts={"block": (_facts_of_block,)})
+@operator(check=lambda call: _check(*call), facts={"block": (_facts_of_block,)})
 def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
     """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
 

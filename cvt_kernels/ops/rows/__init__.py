@@ -21,12 +21,12 @@ _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, 
 _SAMPLE = 2**18  # elements
 
 
-def _check_values(x: Tensor, rows: Tensor, *_: Any) -> None:
-    checks.check_row_values("rows", rows, x.shape[1])
+def _check_values(call: Any) -> None:
+    checks.check_row_values("rows", call.rows, call.x.shape[1])
 
 
-def _check_gather_rows(x: Tensor, rows: Tensor) -> None:
-    _check_index(x, rows)
+def _check_gather_rows(call: Any) -> None:
+    _check_index(call.x, call.rows)
 
 
 @operator(check=_check_gather_rows, values=("rows", _check_values))
@@ -49,21 +49,12 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return reference.gather_rows(x, rows)
 
 
-def _check_gather_add_layer_norm(
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> None:
-    _check_index(x, rows)
-    _check_rows("branch", branch, x, rows)
-    check_layer_norm(x, weight, bias, eps)
-    if dtype is not None:
-        checks.check_float_dtype("dtype", dtype)
+def _check_gather_add_layer_norm(call: Any) -> None:
+    _check_index(call.x, call.rows)
+    _check_rows("branch", call.branch, call.x, call.rows)
+    check_layer_norm(call.x, call.weight, call.bias, call.eps)
+    if call.dtype is not None:
+        checks.check_float_dtype("dtype", call.dtype)
 
 
 @operator(check=_check_gather_add_layer_norm, values=("rows", _check_values))
@@ -99,23 +90,21 @@ def gather_add_layer_norm(
     return reference.gather_add_layer_norm(x, rows, branch, weight, bias, eps=eps, dtype=dtype)
 
 
-def _check_scatter_rows(
-    x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
-) -> None:
-    _check_index(x, rows)
-    _check_rows("values", values, x, rows)
-    if branch is not None:
-        _check_rows("branch", branch, x, rows)
-    checks.check_flag("inplace", inplace)
-    if inplace:
-        _check_inplace(x, values, branch)
+def _check_scatter_rows(call: Any) -> None:
+    _check_index(call.x, call.rows)
+    _check_rows("values", call.values, call.x, call.rows)
+    if call.branch is not None:
+        _check_rows("branch", call.branch, call.x, call.rows)
+    checks.check_flag("inplace", call.inplace)
+    if call.inplace:
+        _check_inplace(call.x, call.values, call.branch)
 
 
-def _check_places(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, inplace: bool) -> None:
+def _check_places(call: Any) -> None:
     """Checks what no key has: the rows, and whether tensors share memory."""
-    checks.check_row_values("rows", rows, x.shape[1])
-    if inplace:
-        _check_inplace(x, values, branch)
+    _check_values(call)
+    if call.inplace:
+        _check_inplace(call.x, call.values, call.branch)
 
 
 @operator(check=_check_scatter_rows, values=("rows", _check_places))

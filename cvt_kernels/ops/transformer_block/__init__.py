@@ -52,41 +52,13 @@ def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
     return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
 
 
-def _with_chosen(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None,
-    scores: Pool | None,
-    inplace: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns what chooses tokens among the arguments only where it is given: other backends may lack it."""
-    return (x, grid, block), {**_chosen(rows, scores), "inplace": inplace}
+def _check_all(call: Any) -> None:
+    _check_row_values(call)
+    _check(*call)
 
 
-def _chosen(rows: Tensor | None, scores: Pool | None) -> dict[str, Any]:
-    given = {"rows": rows, "scores": scores}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def check_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool,
-) -> None:
-    """Raises the errors that :func:`transformer_block` documents."""
-    _check_row_values(x, grid, block, rows, scores, inplace)
-    _check(x, grid, block, rows, scores, inplace)
-
-
-def _check_row_values(
-    x: Tensor, grid: tuple[int, int], block: Any, rows: Any, scores: Pool | None, inplace: bool
-) -> None:
+def _check_row_values(call: Any) -> None:
+    x, rows, scores = call.x, call.rows, call.scores
     if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
         is_cls = isinstance(scores, str) and scores == "cls"
         checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
@@ -117,8 +89,7 @@ def transformer_block(
 
 
 @operator(
-    arguments=_with_chosen,
-    check=check_block,
+    check=_check_all,
     values=("rows", _check_row_values),
     facts={"block": (_facts_of_block,)},
 )
@@ -477,7 +448,7 @@ def _sample(
     given = None if rows is None else rows[:count]
     # The scores of bfloat16 are made of a single query that is rounded: chance would decide which is better.
     proven = None if x.dtype == torch.bfloat16 else scores
-    return (images, grid, block), {**_chosen(given, proven), "inplace": inplace}
+    return (images, grid, block), {"rows": given, "scores": proven, "inplace": inplace}
 
 
 register_native("transformer_block", __name__, forward_only=True)

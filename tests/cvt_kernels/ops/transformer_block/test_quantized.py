@@ -272,7 +272,7 @@ def trials_of(arguments, change=lambda out, x, block: out, inplace=False):
     proof = dispatch.proof_of("transformer_block", *arguments, inplace=inplace)
     standard = proof.standard()
 
-    def changed(x, grid, block, *, inplace):
+    def changed(x, grid, block, *, inplace, **_):
         return change(proof.candidates["composed"](x, grid, block, inplace=inplace), x, block)
 
     candidates = {**proof.candidates, "changed": changed}
