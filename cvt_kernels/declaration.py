@@ -38,6 +38,7 @@ class Declaration:
 
     def __init__(
         self,
+        name: str,
         function: Callable[..., Any],
         check: Callable[[Any], None],
         values: tuple[str, Callable[[Any], None]] | None,
@@ -45,7 +46,7 @@ class Declaration:
         arguments: Callable[[Any], Any] | None,
         facts: dict[str, tuple[Any, ...]],
     ) -> None:
-        self.name = function.__name__
+        self.name = name
         self.signature = inspect.signature(function)
         self.check, self.instead, self.arguments = check, instead, arguments
         self._reference = function
@@ -169,6 +170,7 @@ def {self.name}({_head(self.signature)}):
 
 def operator(
     *,
+    name: str | None = None,
     check: Callable[[Any], None],
     values: tuple[str, Callable[[Any], None]] | None = None,
     instead: Callable[[Any], Callable[..., Any] | None] | None = None,
@@ -180,6 +182,7 @@ def operator(
     What it takes are functions of the record of a call, a NamedTuple with the names of the parameters.
 
     Args:
+        name: Its name; None for that of the function.
         check: Raises TypeError or ValueError for wrong arguments. What it depends on is part of a call's key.
         values: A parameter, and what is called where that is not None even if there is a plan: it checks
             values in tensors, which are no part of a key.
@@ -193,7 +196,9 @@ def operator(
     """
 
     def declare(function: Function) -> Function:
-        declaration = Declaration(function, check, values, instead, arguments, facts or {})
+        declaration = Declaration(
+            name or function.__name__, function, check, values, instead, arguments, facts or {}
+        )
         declarations[declaration.name] = declaration
         backends.register(declaration.name, "reference", backends.Implementation(function))
         return typing.cast(Function, declaration.public)

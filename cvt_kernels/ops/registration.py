@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import backends, machine, reference
+from .. import backends, machine
 
 
 def register_triton(operator: str, package: str, why_unsupported: str = "why_unsupported") -> None:
@@ -59,11 +59,6 @@ def register_composed(
 ) -> None:
     """Registers a function that computes an operator by others of this package, each by its own verdict."""
     backends.register(operator, "composed", backends.Implementation(function, devices=devices))
-
-
-def register_reference(operator: str) -> None:
-    """Registers the function of the operator's name in ``cvt_kernels.reference``, for every device."""
-    backends.register(operator, "reference", backends.Implementation(function=getattr(reference, operator)))
 
 
 def size_class(size: int, factor: int = 4) -> str:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
+from ... import backends, checks, reference
+from ...declaration import operator
 from ...reference import LIMITS, GeluVariant, QuantizedRows
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_native, register_reference, register_triton, size_class
+from ..registration import images_within, register_native, register_triton, size_class
 from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
@@ -25,6 +26,16 @@ MOST_INPUTS = 2**16
 _SAMPLE = 2**25  # products of two numbers
 
 
+def _check_quantize_rows(call: Any) -> None:
+    _check_rows(call.x, call.scale, call.dtype)
+    _check_no_gradient(call.x)
+
+
+def _check_scale(call: Any) -> None:
+    check_scale("scale", call.scale, call.x)
+
+
+@operator(check=_check_quantize_rows, values=("scale", _check_scale))
 def quantize_rows(
     x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> QuantizedRows:
@@ -45,13 +56,16 @@ def quantize_rows(
         ValueError: A wrong shape or device, or ``x`` wants a gradient, which rounding has not.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    if torch.jit.is_tracing():
-        return QuantizedRows(*dispatch.call_recorded("quantize_rows", x, scale=scale, dtype=dtype))
-    _check_rows(x, scale, dtype)
-    _check_no_gradient(x)
-    return QuantizedRows(*dispatch.call("quantize_rows", x, scale=scale, dtype=dtype))
+    return reference.quantize_rows(x, scale=scale, dtype=dtype)
 
 
+def _check_layer_norm_quantize(call: Any) -> None:
+    _check_rows(call.x, call.scale, call.dtype)
+    check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
+    _check_no_gradient(call.x, call.weight, call.bias, call.shift)
+
+
+@operator(check=_check_layer_norm_quantize, values=("scale", _check_scale))
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -81,15 +95,19 @@ def layer_norm_quantize(
         ValueError: A wrong shape or device, ``eps`` not positive, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    settings = {"eps": eps, "shift": shift, "scale": scale, "dtype": dtype}
-    if torch.jit.is_tracing():
-        return QuantizedRows(*dispatch.call_recorded("layer_norm_quantize", x, weight, bias, **settings))
-    _check_rows(x, scale, dtype)
-    check_layer_norm(x, weight, bias, eps, shift)
-    _check_no_gradient(x, weight, bias, shift)
-    return QuantizedRows(*dispatch.call("layer_norm_quantize", x, weight, bias, **settings))
+    settings: dict[str, Any] = {"eps": eps, "shift": shift, "scale": scale, "dtype": dtype}
+    return reference.layer_norm_quantize(x, weight, bias, **settings)
 
 
+def _check_gelu_quantize(call: Any) -> None:
+    _check_rows(call.x, call.scale, call.dtype)
+    check_approximate(call.approximate)
+    if call.bias is not None:
+        checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
+    _check_no_gradient(call.x, call.bias)
+
+
+@operator(check=_check_gelu_quantize, values=("scale", _check_scale))
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -115,15 +133,7 @@ def gelu_quantize(
         ValueError: A wrong shape or device, unknown ``approximate``, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    settings = {"approximate": approximate, "scale": scale, "dtype": dtype}
-    if torch.jit.is_tracing():
-        return QuantizedRows(*dispatch.call_recorded("gelu_quantize", x, bias, **settings))
-    _check_rows(x, scale, dtype)
-    check_approximate(approximate)
-    if bias is not None:
-        checks.check_tensor_like("bias", bias, x.shape[-1:], "(channels,)", x)
-    _check_no_gradient(x, bias)
-    return QuantizedRows(*dispatch.call("gelu_quantize", x, bias, **settings))
+    return reference.gelu_quantize(x, bias, approximate=approximate, scale=scale, dtype=dtype)
 
 
 def linear_int8(
@@ -167,22 +177,47 @@ def linear_int8(
         checks.check_tensor("scales of x", x_scales, "(..., 1)")
     checks.check_float_dtype("dtype", torch.float32 if dtype is None else dtype)
     dtype = _dtype_of(values, x_scales, residual) if dtype is None else dtype
-    args = values, weight, weight_scale, bias
-    settings: dict[str, Any] = {"x_scales": x_scales, "input_scale": input_scale}
-    settings |= {"approximate": approximate, "residual": residual, "dtype": dtype}
-    if torch.jit.is_tracing():
-        return dispatch.call_recorded("linear_int8", *args, **settings)
-    _check_input(values, x_scales, weight, input_scale)
-    check_weight(weight, weight_scale, values)
-    if bias is not None:
-        also = torch.float32, dtype
-        checks.check_tensor_like("bias", bias, weight.shape[:1], "(outputs,)", values, also)
-    if approximate is not None:
-        check_approximate(approximate)
-    if residual is not None:
-        _check_residual(residual, values, weight, dtype)
-    _check_no_gradient(values, x_scales, weight_scale, bias, residual)
-    return dispatch.call("linear_int8", *args, **settings)
+    return _linear_int8(
+        values, weight, weight_scale, bias, x_scales=x_scales, input_scale=input_scale,
+        approximate=approximate, residual=residual, dtype=dtype,
+    )  # fmt: skip
+
+
+def _check_linear_int8(call: Any) -> None:
+    x = call.x
+    _check_input(x, call.x_scales, call.weight, call.input_scale)
+    check_weight(call.weight, call.weight_scale, x)
+    if call.bias is not None:
+        also = torch.float32, call.dtype
+        checks.check_tensor_like("bias", call.bias, call.weight.shape[:1], "(outputs,)", x, also)
+    if call.approximate is not None:
+        check_approximate(call.approximate)
+    if call.residual is not None:
+        _check_residual(call.residual, x, call.weight, call.dtype)
+    _check_no_gradient(x, call.x_scales, call.weight_scale, call.bias, call.residual)
+
+
+def _check_input_scale(call: Any) -> None:
+    check_scale("input_scale", call.input_scale, call.x)
+
+
+@operator(name="linear_int8", check=_check_linear_int8, values=("input_scale", _check_input_scale))
+def _linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    x_scales: Tensor | None,
+    input_scale: Tensor | None,
+    approximate: GeluVariant | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Computes :func:`linear_int8` of values and their scales, with the dtype of the result."""
+    settings: dict[str, Any] = {"x_scales": x_scales, "input_scale": input_scale, "residual": residual}
+    settings |= {"approximate": approximate, "dtype": dtype}
+    return reference.linear_int8(x, weight, weight_scale, bias, **settings)
 
 
 def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
@@ -418,7 +453,6 @@ def _unrounded(
 for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
     register_triton(_operator, __name__, "why_rows_unsupported")
     register_native(_operator, __name__, why_unsupported="why_rows_unsupported")
-    register_reference(_operator)
     backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
 register_triton("linear_int8", __name__, "why_linear_unsupported")
 register_native("linear_int8", __name__)
@@ -448,7 +482,6 @@ for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
 ):
     _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
     backends.register("linear_int8", _backend, _implementation)
-register_reference("linear_int8")
 backends.describe(
     "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
 )

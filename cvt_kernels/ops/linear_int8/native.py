@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
-from ...reference import GeluVariant
+from ...reference import GeluVariant, QuantizedRows
 from .. import packing
 
 machine.load_extension()
@@ -35,9 +35,9 @@ def why_rows_unsupported(
     return None if x.dtype in _DTYPES else "serves float32, bfloat16 and float16"
 
 
-def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
-    return _ops.quantize_rows.default(x, scale)
+    return QuantizedRows(*_ops.quantize_rows.default(x, scale))
 
 
 def layer_norm_quantize(
@@ -49,16 +49,18 @@ def layer_norm_quantize(
     shift: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
-    return _ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
+    return QuantizedRows(
+        *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
+    )
 
 
 def gelu_quantize(
     x: Tensor, bias: Tensor | None, *, approximate: GeluVariant, scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
-    return _ops.gelu_quantize.default(x, _vector(bias), approximate, scale)
+    return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate, scale))
 
 
 def _vector(given: Tensor | None) -> Tensor | None:
