@@ -483,7 +483,9 @@ def stderr_on(ends, monkeypatch, patience=0.0):
 
 
 def is_any_timer() -> bool:
-    return any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    """Says whether a timer runs; one that was cancelled may take a while to end."""
+    timers = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+    return any(not timer.finished.is_set() for timer in timers)
 
 
 def test_a_terminal_shows_once_what_takes_time(proven, monkeypatch):
