@@ -70,11 +70,11 @@ class Declaration:
             return served(*self._positional(call), **self._settings(call))
         return dispatch.call(self.name, *self._positional(call), **self._settings(call))
 
-    def first(self, key: tuple[Any, ...], *values: Any) -> Any:
-        """Serves a call without a plan, and keeps one for calls of the same key."""
+    def first(self, key: tuple[Any, ...] | None, *values: Any) -> Any:
+        """Serves a call without a plan, and keeps one for calls of the same key if it has one."""
         table = backends.choices
         out = self.serve(*values)
-        if key[1] is not None and dispatch.may_be_kept(key):
+        if key is not None and key[1] is not None and dispatch.may_be_kept(key):
             plan = self._plan(self.record(*values))
             if plan is not None:
                 dispatch.keep(table, key, plan)
@@ -160,7 +160,7 @@ def {self.name}({_head(self.signature)}):
         key = (_name, _token(grad, {next(iter(self.signature.parameters))}), {", ".join(parts)})
         plan = _backends.choices.get(key)
     except _NO_KEY:  # as of what is no tensor, or of a setting without a hash
-        return _serve({names})
+        key = plan = None
     if plan is None:
         return _first(key, {names})
 {look}    return plan({names})

@@ -52,6 +52,16 @@ def test_a_traceback_shows_the_lines_of_generated_functions():
     assert "_first(key, x, approximate)" in lines
 
 
+@pytest.mark.parametrize("name", sorted(set(declarations) - {"linear"}))  # which PyTorch checks first
+def test_an_error_of_arguments_is_the_only_one(name):
+    given = [p for p in declarations[name].signature.parameters.values() if p.default is p.empty]
+    values = {p.name: "nonsense" for p in given if p.kind is p.KEYWORD_ONLY}
+    positional = ["nonsense" for p in given if p.kind is not p.KEYWORD_ONLY]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        declarations[name].public(*positional, **values)
+    assert caught.value.__context__ is None
+
+
 def test_calls_that_are_alike_are_checked_once(first):
     for _ in range(3):
         ck.gelu(torch.randn(4, 5))
