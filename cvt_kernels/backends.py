@@ -378,7 +378,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         _close_block(self)
 
 
-def _names_requested() -> _Names:
+def names_requested() -> _Names:
+    """Returns the requested backends, which :func:`requested_backends` checks too."""
     if _requested_in_graph is not None and (torch.compiler.is_compiling() or not _is_in_block()):
         return _requested_in_graph
     names = _here.names
@@ -403,7 +404,7 @@ def _check_backends(names: tuple[str, ...], argument: str) -> None:
 
 def is_auto() -> bool:
     """Says whether no backends are requested."""
-    return _names_requested() == _AUTO
+    return names_requested() == _AUTO
 
 
 def requested_backends() -> tuple[Backend, ...]:
@@ -412,7 +413,7 @@ def requested_backends() -> tuple[Backend, ...]:
     Raises:
         ValueError: The environment variable holds an unknown name.
     """
-    names = _names_requested()
+    names = names_requested()
     _check_backends(names, "CVT_KERNELS_BACKEND")
     return names
 
@@ -459,7 +460,7 @@ def why_unavailable(operator: str, backend: str, device_type: str) -> str | None
     if reason is not None:
         return reason
     # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
-    interpreted = machine.INTERPRETING and backend == "triton" in _names_requested() and device_type == "cpu"
+    interpreted = machine.INTERPRETING and backend == "triton" in names_requested() and device_type == "cpu"
     if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
         return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
     return None

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import backends, checks, dispatch, machine
 
@@ -214,7 +213,6 @@ declarations: dict[str, Declaration] = {}
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _threads = torch.get_num_threads
-_transform = torch._C._functorch.maybe_current_level
 _modes = torch._C._len_torch_dispatch_stack
 
 
@@ -225,22 +223,17 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
         grad: Whether gradients are enabled.
         x: The first argument of the call.
     """
-    if (
-        machine._interception is not None
-        or _transform() is not None
-        or _modes()
-        or forward_ad._current_level >= 0
-    ):
+    if machine.is_intercepting() or checks.is_transformed() or checks.forward_mode_enabled() or _modes():
         return None
     precision = None
     if (x.is_cuda or machine.INTERPRETING) and x.dtype is torch.float32:
         precision = torch.backends.cuda.matmul.fp32_precision
     if not _is_any_autocast_enabled():
-        return backends._names_requested(), grad, _threads(), precision
+        return backends.names_requested(), grad, _threads(), precision
     autocast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
-    return backends._names_requested(), grad, _threads(), precision, *autocast
+    return backends.names_requested(), grad, _threads(), precision, *autocast
 
 
 #: The errors of arguments that are not what they should be, while a key is made of them.
@@ -248,13 +241,6 @@ _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _FACT = (
     "({0}.__class__, {0}.dtype, {0}.layout, {0}.device, {0}.shape, {0}.stride(), grad and {0}.requires_grad)"
 )
-
-
-def facts_of_tensor(t: Tensor | None, grad: bool) -> Any:
-    """Returns the part that a tensor has of a key; `grad` says whether gradients are enabled."""
-    return None if t is None else (
-        t.__class__, t.dtype, t.layout, t.device, t.shape, t.stride(), grad and t.requires_grad
-    )  # fmt: skip
 
 
 def _facts_source(kind: Any, name: str, scope: dict[str, Any]) -> str:
@@ -336,3 +322,8 @@ def _passing_on(
     names = ", ".join(signature.parameters)
     source = f"def pass_on(function):\n    return lambda {names}: function({', '.join(given)})\n"
     return _compiled(source, f"{name} pass_on", {})
+
+
+_of_tensor = f"def facts(t, grad):\n    return None if t is None else {_FACT.format('t')}\n"
+#: Returns the part that a tensor or None has of a key; takes it, and whether gradients are enabled.
+facts_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})

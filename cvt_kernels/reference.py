@@ -78,7 +78,7 @@ class ConvBatchNorm(NamedTuple):
             raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
         stride, padding, dilation = conv.stride, conv.padding, conv.dilation
         for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
-            if isinstance(value, str) or value[0] != value[1]:
+            if isinstance(value, str) or value[0] != value[-1]:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
         # By position, since this is called for every branch of every forward.
         return cls(

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import traceback
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch
 from cvt_kernels.declaration import declarations, facts_of
+from cvt_kernels.machine import why_native_unavailable
 from cvt_kernels.reference import ConvBatchNorm, Norm, PositionBias
 
 
@@ -147,6 +149,50 @@ def test_plans_are_bounded(first, monkeypatch):
     assert len(backends.choices) <= 5
 
 
+def _serving(name):
+    """Returns a call of an operator with new numbers: positional arguments and settings."""
+    x, y, vector = torch.randn(2, 16, 8), torch.randn(2, 16, 8), torch.randn(8)
+    convs = tuple(
+        ConvBatchNorm(torch.randn(8, 1, 3, 3), *torch.randn(3, 8), torch.rand(8), None, stride, 1, eps=0.1)
+        for stride in (1, 2, 2)
+    )
+    return {
+        "attention": ((*torch.randn(3, 1, 6, 2, 8),), {"scale": 0.3, "bias": None, "dropout_p": 0.0}),
+        "layer_norm": ((x, vector, vector + 1), {"eps": 0.1, "shift": torch.randn(8)}),
+        "add_layer_norm": ((x, y, vector, vector + 1), {"eps": 0.1}),
+        "layer_norm_gelu": ((x, vector, vector + 1), {"eps": 0.1, "approximate": "quick"}),
+        "gelu": ((x,), {"approximate": "tanh"}),
+        "bias_gelu": ((x, vector), {"approximate": "quick"}),
+        "conv_projection": ((x, (4, 4), convs), {"training": False}),
+    }[name]
+
+
+@pytest.mark.skipif(why_native_unavailable("cpu") is not None, reason="has no native kernels")
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "layer_norm", "add_layer_norm", "layer_norm_gelu", "gelu", "bias_gelu", "conv_projection"],
+)
+@torch.no_grad()
+def test_plans_of_native_kernels_compute_the_same(name, monkeypatch):
+    function, native = getattr(ck, name), backends.registered(name, "native").load()
+    with ck.use_backend("native"):
+        args, settings = _serving(name)
+        function(*args, **settings)
+        args, settings = _serving(name)
+        expected = native.function(*args, **settings)
+        refused = pytest.fail.Exception("the backend's function serves, not what it has prepared")
+        monkeypatch.setattr(native, "function", Mock(side_effect=refused))
+        found = function(*args, **settings)
+    exact = getattr(ck.reference, name)(*args, **settings)
+    for each, same, right in zip(*map(_tuple, (found, expected, exact)), strict=True):
+        assert torch.equal(each, same)
+        torch.testing.assert_close(each, right, rtol=1e-4, atol=1e-5)
+
+
+def _tuple(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
 def test_values_are_checked_at_every_call():
     x, rows = torch.randn(2, 6, 4), torch.tensor([[0, 1], [2, -1]])
     for _ in range(2):
@@ -170,3 +216,19 @@ def test_facts_of_records():
     assert facts_of(PositionBias)(position, False) != facts_of(PositionBias)(
         position._replace(query_grid=(2.0, 2)), False
     )
+
+
+@pytest.mark.parametrize("stride", [2, (2,), (2, 2)])
+def test_records_of_modules_take_one_number_however_it_is_written(stride):
+    conv = torch.nn.Conv2d(4, 4, 3, stride, 1, groups=4, bias=False)
+    record = ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))
+    assert (record.stride, record.padding, record.dilation) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stride": (1, 2)}, {"padding": (0, 1)}, {"dilation": (1, 2)}, {"padding": "same"}]
+)
+def test_records_of_modules_refuse_two_numbers(wrong):
+    conv = torch.nn.Conv2d(4, 4, 3, groups=4, bias=False, **wrong)
+    with pytest.raises(ValueError, match="expected one number for both directions"):
+        ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))

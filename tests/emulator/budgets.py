@@ -2,7 +2,7 @@
 
 Unlike the budgets of ``cvt compile``, which are counted in machine code, these are counted while the PTX
 runs: loops as often as they turn, lanes that are masked off not at all, accesses by their addresses.
-ptxas makes 0.85 to 1.24 instructions of one of PTX in these kernels.
+ptxas makes about 0.85 to 1.25 instructions of one of PTX in these kernels, counted with the same turns.
 
 The projection takes more than the least sectors because of its weights: the nine taps of a channel lie
 beside each other, so each of the nine loads touches all of their sectors. The first brings them to the

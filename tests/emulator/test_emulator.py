@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.emulator.calls import CALLS, SMOKE, SMOKE_90
+from tests.emulator import budgets
+from tests.emulator.calls import CALLS, COUNTED, SMOKE, SMOKE_90
 from tests.emulator.program import Program, Region, tensor_map
 from tests.emulator.ptx import UnsupportedError
 
@@ -201,6 +202,17 @@ def test_smoke_part_of_the_calls_is_right():
 
 def test_bulk_copies_and_products_of_four_warps_are_right():
     _assert_good(["--arch", "90", *SMOKE_90], SMOKE_90)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_counted_call_has_a_budget_that_can_be_exceeded(arch):
+    assert set(budgets.BUDGETS[arch]) == set(COUNTED)
+    for name, budget in budgets.BUDGETS[arch].items():
+        assert budgets.excesses(name, arch, budget) == []
+        for field in budget._fields:
+            more = budget._replace(**{field: 1.1 * getattr(budget, field)})
+            (excess,) = budgets.excesses(name, arch, more)
+            assert field in excess
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ neighbors (``csrc/attention/position.h``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,7 @@ def why_unsupported(
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, position: PositionBias | None = None, **_: Any
 ) -> Callable[..., Tensor] | None:
     if position is not None or checks.autocast_dtype(q) is not None:
         return None

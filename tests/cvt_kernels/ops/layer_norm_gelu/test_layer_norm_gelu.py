@@ -1,5 +1,6 @@
 """LayerNorm, GELU and their combinations: what they accept and refuse, on every backend of a CPU."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def _each_backend(request):
         yield
 
 
+def test_a_shift_that_is_absent_is_none_for_a_backend():
+    calls = record_calls("layer_norm")
+    with ck.use_backend("native"):
+        ck.layer_norm(X, W, B)
+        ck.layer_norm(X, W, B, shift=W)
+    assert [set(keywords) for _, keywords in calls] == [{"eps", "dtype", "shift"}] * 2
+    assert calls[0][1]["shift"] is None
+    assert calls[1][1]["shift"] is W
+
+
 @pytest.mark.parametrize("operator", ONE_CALL_EACH)
 def test_a_backend_gets_the_arguments_as_they_are(operator):
     calls = record_calls(operator)
@@ -33,7 +44,9 @@ def test_a_backend_gets_the_arguments_as_they_are(operator):
     with ck.use_backend("native"):
         getattr(ck, operator)(*arguments, **settings)
     ((got, keywords),) = calls
-    assert {name: value for name, value in keywords.items() if value is not None} == settings
+    parameters = inspect.signature(getattr(ck, operator)).parameters.values()
+    absent = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert keywords == {**absent, **settings}
     assert len(got) == len(arguments)
     assert all(a is b for a, b in zip(got, arguments, strict=True))
 
