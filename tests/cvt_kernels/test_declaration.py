@@ -223,12 +223,3 @@ def test_records_of_modules_take_one_number_however_it_is_written(stride):
     conv = torch.nn.Conv2d(4, 4, 3, stride, 1, groups=4, bias=False)
     record = ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))
     assert (record.stride, record.padding, record.dilation) == (2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"stride": (1, 2)}, {"padding": (0, 1)}, {"dilation": (1, 2)}, {"padding": "same"}]
-)
-def test_records_of_modules_refuse_two_numbers(wrong):
-    conv = torch.nn.Conv2d(4, 4, 3, groups=4, bias=False, **wrong)
-    with pytest.raises(ValueError, match="expected one number for both directions"):
-        ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))
