@@ -14,8 +14,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,14 +62,12 @@ class Call(NamedTuple):
         bind: Turns an implementation of it into a function of the leaves.
         leaves: Tensors of which gradients are wanted if there are ``douts``.
         douts: Gradients of the outputs; None for a forward.
-        internal: What implementations take by name and the public function does not.
     """
 
     operator: str
     bind: Callable[[Callable[..., Any]], Callable[..., Any]]
     leaves: Sequence[torch.Tensor]
     douts: list[torch.Tensor] | None
-    internal: Mapping[str, Any] = MappingProxyType({})
 
     def runner(self, function: Callable[..., Any]) -> Callable[[], Any]:
         """Returns what is to be timed of an implementation."""
@@ -212,8 +209,7 @@ def linear_int8(stage: str, layer: str, setting: Setting) -> Call:
     follows: dict[str, Any] = {"approximate": "quick" if hidden else None}
     follows |= {"residual": None if hidden else residual, "dtype": setting.dtype}
     bind = functools.partial(functools.partial, **follows)
-    internal = {"x_scales": None, "input_scale": None}
-    return Call("linear_int8", bind, [x, values, scales.flatten(), bias], None, internal)
+    return Call("linear_int8", bind, [x, values, scales.flatten(), bias], None)
 
 
 def rows_of_8_bits(operator: str, stage: str, setting: Setting) -> Call:
@@ -407,14 +403,18 @@ _NOT_PYTORCHS = (*backends.OURS, "composed")
 def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
     """Returns PyTorch's own implementations that can serve a call, by the name of the backend."""
     leaves = [t.detach().requires_grad_(call.douts is not None) for t in call.leaves]
+    record = backends.operators[call.operator].bind
 
-    def can_serve(name: str) -> bool:
-        ask = functools.partial(backends.why_unsupported, call.operator, name, **call.internal)
-        return call.bind(ask)(*leaves) is None
+    def serving(name: str) -> Callable[..., Any]:
+        function = backends.registered(call.operator, name).load().function
+        return lambda *args, **kwargs: function(record(*args, **kwargs))
 
-    names = [name for name in backends.BACKENDS if name not in _NOT_PYTORCHS and can_serve(name)]
-    functions = {name: backends.registered(call.operator, name).load().function for name in names}
-    return {name: functools.partial(function, **call.internal) for name, function in functions.items()}
+    bound = call.bind(record)(*leaves)
+    return {
+        name: serving(name)
+        for name in backends.BACKENDS
+        if name not in _NOT_PYTORCHS and backends.why_unsupported(call.operator, name, bound) is None
+    }
 
 
 def is_slow(row: dict[str, Any]) -> bool:

@@ -117,9 +117,9 @@ def backends_serving(call) -> dict[str, list[str]]:
     served: dict[str, set[str]] = {}
 
     def noted(operator, backend, implementation):
-        def function(*args, **kwargs):
+        def function(call):
             served.setdefault(operator, set()).add(backend)
-            return implementation.load().function(*args, **kwargs)
+            return implementation.load().function(call)
 
         return dataclasses.replace(implementation, function=function)
 

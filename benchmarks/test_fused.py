@@ -81,9 +81,9 @@ def depthwise_conv_gelu(stage, dtype, images):
 def block_of(x_channels, variance, taps, weight, bias, fc1_weight, fc1_bias, fc2_weight):
     """Returns the parameters of a block, in which some layers have the same ones."""
     mean = bias.detach()  # like the variance: statistics have no gradients
-    norm = ck.reference.Norm(bias, bias, 1e-5)
-    linear = ck.reference.Linear(weight, bias)
-    return ck.reference.TransformerBlock(
+    norm = ck.Norm(bias, bias, 1e-5)
+    linear = ck.Linear(weight, bias)
+    return ck.TransformerBlock(
         norm1=norm,
         convs=tuple(
             ck.ConvBatchNorm(taps, bias, bias, mean, variance, stride=stride, padding=1)
@@ -94,9 +94,9 @@ def block_of(x_channels, variance, taps, weight, bias, fc1_weight, fc1_bias, fc2
         scale=x_channels**-0.5,
         proj=linear,
         norm2=norm,
-        fc1=ck.reference.Linear(fc1_weight, fc1_bias),
+        fc1=ck.Linear(fc1_weight, fc1_bias),
         approximate="quick",
-        fc2=ck.reference.Linear(fc2_weight, bias),
+        fc2=ck.Linear(fc2_weight, bias),
     )
 
 

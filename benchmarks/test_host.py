@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import itertools
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -148,10 +149,9 @@ def stubbed() -> Iterator[StubbedDriver]:
     from triton.runtime import driver
 
     def serving(operator, backend, implementation):
-        triton = (
-            backends.registered(operator, "triton") if operator in ("conv_projection", "attention") else None
-        )
-        if triton is None:
+        try:
+            triton = backends.registered(operator, "triton")
+        except KeyError:
             return implementation
         if backend == "reference":  # it needs no verdict
             return dataclasses.replace(triton, devices=None, why_unavailable=None)
@@ -261,7 +261,43 @@ def test_launch(benchmark, launches, way):
             launches,
         )
         return
+    from cvt_kernels.ops.planned_launches import planned
+
     names = [name for name in kernel.arg_names if name.endswith(("_ptr", "_ptrs"))]
-    tensors = [arguments.pop(name) for name in names]
-    planned = machine.PlannedLaunch(kernel, grid, options, arguments)
-    clock(benchmark, "planned launch", lambda: planned.start(x, *tensors), launches)
+    call = namedtuple("Call", names)(*(arguments[name] for name in names))
+
+    @planned
+    def function(call):
+        machine.launch(kernel, grid, call.x_ptr, options, **arguments | call._asdict())
+        return call.y_ptrs
+
+    run = function.prepare(call)
+    clock(benchmark, "planned launch", lambda: run(*call), launches)
+
+
+def fused_operators():
+    """Yields calls of the fused operators that have Triton kernels, each with its launches."""
+    x, hidden, residual = (
+        suites.randn(1, 50, n, dtype=torch.bfloat16, seed=i) for i, n in enumerate((64, 256, 64))
+    )
+    wide, narrow = (suites.randn(*shape, dtype=torch.bfloat16, seed=3) for shape in ((256, 64), (64, 256)))
+    v, bias, taps = (
+        suites.randn(*shape, dtype=torch.bfloat16, seed=4) for shape in ((64,), (256,), (64, 1, 3, 3))
+    )
+    convs = tuple(ck.ConvBatchNorm(taps, v, v, v, v.abs(), stride=s, padding=1) for s in (1, 2, 2))
+    linears = ((narrow[:, :64].contiguous(), v),) * 3
+    tokens = x[:, :49].contiguous()
+    yield "linear_gelu", lambda: ck.linear_gelu(x, wide, bias), 1
+    yield "linear_add", lambda: ck.linear_add(hidden, narrow, v, residual), 1
+    yield "linear_add_layer_norm", lambda: ck.linear_add_layer_norm(hidden, narrow, v, residual, v, v), 1
+    yield "layer_norm_mlp", lambda: ck.layer_norm_mlp(x, v, v, wide, bias, narrow, v), 1
+    yield "conv_linear", lambda: ck.conv_linear(tokens, (7, 7), convs, linears), 1
+    yield "depthwise_conv_gelu", lambda: ck.depthwise_conv_gelu(tokens, (7, 7), taps, v), 1
+    yield "quantize_rows", lambda: ck.quantize_rows(x), 1
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in fused_operators()])
+def test_fused_operator(benchmark, launches, name):
+    """A call of an operator that fuses several, small enough for the host to be what takes time."""
+    call, launched = next(others for each, *others in fused_operators() if each == name)
+    clock(benchmark, name, call, launches, launched=launched)

@@ -35,7 +35,7 @@ from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainCo
 from cvt.training.trainer import Trainer
 from cvt.weight_pruning import pruned_config
 from cvt_kernels import measure
-from cvt_kernels.reference import PositionBias
+from cvt_kernels.records import PositionBias
 
 from . import suites
 

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from cvt_kernels.checks import check_path, shown
-from cvt_kernels.reference import LIMITS, resize_table
+from cvt_kernels.records import LIMITS
+from cvt_kernels.reference import resize_table
 
 from . import hub
 from .card import ModelCard

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from cvt_kernels.checks import shown
-from cvt_kernels.reference import GeluVariant
+from cvt_kernels.records import GeluVariant
 
 Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
 Scale = Literal["embed_dim", "head_dim"]

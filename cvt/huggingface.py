@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import nn
 
 from cvt_kernels.checks import check_path, dtype_name, shown
-from cvt_kernels.reference import LIMITS
+from cvt_kernels.records import LIMITS
 
 from .card import check_names, check_texts
 from .config import (

@@ -29,7 +29,8 @@ from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.conv_projection.modules import project
 from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from cvt_kernels.ops.token_selection import score_tokens, select_tokens
-from cvt_kernels.reference import PositionBias, resize_table
+from cvt_kernels.records import PositionBias
+from cvt_kernels.reference import resize_table
 
 from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cvt_kernels.checks import dtype_name
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
-from cvt_kernels.reference import LIMITS
+from cvt_kernels.records import LIMITS
 
 _OF_IMAGES = "stage0.patch_embed.proj"
 _WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scale"

@@ -26,7 +26,7 @@ from .ops.pyramid_block import pyramid_block
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
 from .quantization import quantize
-from .reference import (
+from .records import (
     ConvBatchNorm,
     DepthwiseConv,
     Linear,

@@ -1,7 +1,7 @@
 """The registry of operators and backends, the backends that are requested, and those that this machine has.
 
-A package in ``ops/`` describes its operator with :func:`describe` and names the implementations by module
-path with :func:`register`; ``dispatch`` chooses the one that serves a call.
+``declaration`` fills it: a package in ``ops/`` declares its operators, and names the implementations by
+module path. ``dispatch`` chooses the one that serves a call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
-from torch import Tensor
 
 from . import checks, machine
 
@@ -47,33 +46,8 @@ OURS = ("triton", "native")
 #: place.
 _UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
-#: Every operator of the registry.
-OPERATORS = (
-    "conv_projection",
-    "attention",
-    "layer_norm",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "layer_norm_gelu",
-    "linear",
-    "linear_gelu",
-    "linear_add",
-    "linear_add_layer_norm",
-    "layer_norm_mlp",
-    "conv_linear",
-    "conv_embedding",
-    "transformer_block",
-    "depthwise_conv_gelu",
-    "pyramid_block",
-    "quantize_rows",
-    "layer_norm_quantize",
-    "gelu_quantize",
-    "linear_int8",
-    "gather_rows",
-    "gather_add_layer_norm",
-    "scatter_rows",
-)
+#: The record of a call: a NamedTuple with the names of the parameters of its operator.
+Record = Any
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818 (the public name; it says what happened)
@@ -98,13 +72,13 @@ class Implementation:
     """One operator on one backend.
 
     Attributes:
-        function: Takes the arguments of the public function: itself, or its path ``"package.module:name"``,
-            which is imported when a call first asks for this backend on a device that it serves.
+        function: Takes the record of a call: itself, or its path ``"package.module:name"``, which is imported
+            when a call first asks for this backend on a device that it serves.
         devices: Device types that it serves; None for every one.
         why_unavailable: Given a device type, says why this machine cannot run it there at all, or None if it
             can. It is asked once, at the first call.
-        why_unsupported: Given the arguments of one call, says why it cannot serve that call, or None if it
-            can; itself, or its path.
+        why_unsupported: Given the record of a call, says why it cannot serve that call, or None if it can;
+            itself, or its path. The answer depends on nothing but the key of the call (``declaration``).
         forward_only: Whether it has no gradients; ``why_unsupported`` refuses the calls that want one.
     """
 
@@ -123,29 +97,54 @@ class Implementation:
         return self
 
 
-class Operator(NamedTuple):
-    """The parts of an operator's calls on which a verdict depends.
+@dataclass(eq=False)
+class Operator:
+    """The description of an operator that ``dispatch`` needs besides its backends.
 
     Attributes:
-        signature: Given the arguments of a call, returns what tells it from others, hashable: first whether a
-            gradient is wanted, then shapes and settings. It is taken at every call.
-        shape_class: Given a signature, returns words for all calls that share a verdict: those with the same
-            kernels and about the same economics.
-        sample: Given a factor and a call's arguments, returns arguments of fewer images: with the factor 1 as
-            few as suffice to check it on a CPU, with 32 about as many as change its speed there, and so on.
+        name: Its name.
+        bind: Makes the record of a call of its arguments.
+        kind: Given the record of a call, returns words for all calls that share a verdict: those with the
+            same kernels and about the same economics.
+        sample: Given a factor and the record of a call, returns that of a call of fewer images: with the
+            factor 1 as few as suffice to check it on a CPU, with 32 about as many as change its speed there,
+            and so on.
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
             them ``composed``, if other operators are to serve then.
-        exact: Computes the exact result for proofs, from arguments in float64; None for the reference.
+        exact: Computes the exact result for proofs, from a record in float64; None for the reference.
         unrounded: Computes, in any floating dtype, what results may be as well: those of implementations that
             do not round where the operator does; None if there are none.
+        fused_by_compiler: Whether torch.compile's own code for a CPU computes it together with what is around
+            it, so that an operator of ours would stand between.
     """
 
-    signature: Callable[..., tuple[Any, ...]]
-    shape_class: Callable[..., str]
-    sample: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-    defaults: tuple[str, ...] = ("reference",)
-    exact: Callable[..., Any] | None = None
-    unrounded: Callable[..., Any] | None = None
+    name: str
+    bind: Callable[..., Record]
+    kind: Callable[[Record], str]
+    sample: Callable[[int, Record], Record]
+    defaults: tuple[str, ...]
+    exact: Callable[[Record], Any] | None
+    unrounded: Callable[[Record], Any] | None
+    fused_by_compiler: bool
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def prepared_by(prepare: Callable[[Record], Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
+    """Marks the function of a backend as one whose calls can be prepared.
+
+    Args:
+        prepare: Takes the record of a call without gradients that has been served, and returns what serves
+            calls of the same key from now on, given all arguments by position; None if it cannot be prepared.
+            That may depend on nothing but what is part of the key (``declaration``), and keeps no tensor.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.prepare = prepare  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def _imported(path: str) -> Callable[..., Any]:
@@ -154,20 +153,21 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 _AUTO = ("auto",)
-#: The descriptions of operators, by their names.
+#: Every operator of the registry, by its name.
 operators: dict[str, Operator] = {}
 #: The implementations of operators, by the names of operator and backend.
-implementations: dict[str, dict[str, Implementation]] = {operator: {} for operator in OPERATORS}
-#: The choices that ``dispatch`` has made in this process, by everything that tells one call from another.
-choices: dict[Any, Any] = {}
+implementations: dict[str, dict[str, Implementation]] = {}
+#: The plans of this process (``declaration``), by the keys of the calls that they serve.
+plans: dict[Any, Callable[..., Any]] = {}
 #: The choices that process groups have agreed on; the table does not delay the end of a group.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
-def describe(operator: str, description: Operator) -> None:
-    """Makes known what an operator's verdicts depend on."""
-    operators[operator] = description
+def declare(operator: Operator) -> None:
+    """Makes an operator known."""
+    operators[operator.name] = operator
+    implementations[operator.name] = {}
 
 
 def register(operator: str, backend: str, implementation: Implementation) -> None:
@@ -176,8 +176,8 @@ def register(operator: str, backend: str, implementation: Implementation) -> Non
     Raises:
         ValueError: The operator or the backend is unknown.
     """
-    if operator not in OPERATORS:
-        raise ValueError(f"operator: got {operator!r}, expected one of {', '.join(OPERATORS)}")
+    if operator not in operators:
+        raise ValueError(f"operator: got {operator!r}, expected one of {', '.join(operators)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     implementations[operator][backend] = implementation
@@ -431,8 +431,9 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
 # Availability ---------------------------------------------------------------------------------------------
 
 
-def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
     """Says why a backend cannot serve a call; None if it can."""
+    x = call[0]
     reason = why_unavailable(operator, backend, x.device.type)
     if reason is None and backend in OURS and x.is_cuda:
         reason = _gpu_lacks(backend, x.device)
@@ -440,7 +441,7 @@ def why_unsupported(operator: str, backend: str, x: Tensor, *args: Any, **kwargs
         reason = _why_transformed()
     if reason is None:
         ask = implementations[operator][backend].why_unsupported
-        reason = None if ask is None else ask(x, *args, **kwargs)
+        reason = None if ask is None else ask(call)
     return reason
 
 
@@ -485,12 +486,12 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
 
 
 def forget() -> None:
-    """Forgets the choices of this process, so that verdicts and the machine are asked again.
+    """Forgets the plans of this process, so that verdicts and the machine are asked again.
 
     What process groups agreed on stays: a process that asked the others again would wait for them in vain.
     """
-    global choices
-    choices = {}  # another thread may be about to keep in the old table what it has chosen before
+    global plans
+    plans = {}  # another thread may be about to keep in the old table what it has chosen before
     _ask_why_unavailable.cache_clear()
 
 

@@ -360,6 +360,20 @@ def wants_gradient(*values: object) -> bool:
     return False
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in a value, a tensor or tuples or lists of such values, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []
+
+
+def plain_size(size: int) -> int:
+    """Returns a size as a plain number, which it is not where ``torch.jit.trace`` records."""
+    return int(size) if torch.jit.is_tracing() else size
+
+
 def forward_mode_enabled() -> bool:
     """Returns whether forward-mode differentiation is on."""
     # There is no public way to ask; without this one, the answer is on the safe side.

@@ -3,35 +3,41 @@
 The decorated function has the signature and the docstring, and computes the operator in plain PyTorch. The
 public function of the same signature makes a key of a call: what its tensors are, its settings with their
 types, and the state of the process. For a key that came before there is a plan, which serves the call at
-once. The first call of a key checks its arguments, and leaves to ``dispatch`` which backend serves it.
+once. The first call of a key checks its arguments, and ``dispatch`` chooses the backend that serves it.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import inspect
 import linecache
 import types
 import typing
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import backends, checks, dispatch, machine
+from . import backends, checks, dispatch, machine, reference
+from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: A dictionary is emptied that has as many plans: ever new shapes must not fill the memory.
+_MOST_PLANS = 10_000
 
-class Declaration:
+
+class Declaration(backends.Operator):
     """An operator as it was declared.
 
     Attributes:
-        name: Its name.
         signature: The signature of the public function.
-        record: The record of a call, a NamedTuple with the names of the parameters.
+        public: The public function.
+        reference: The decorated function, as a function of the record.
         check, instead, arguments: As :func:`operator` takes them.
     """
 
@@ -39,101 +45,115 @@ class Declaration:
         self,
         name: str,
         function: Callable[..., Any],
-        check: Callable[[Any], None],
-        values: tuple[str, Callable[[Any], None]] | None,
-        instead: Callable[[Any], Callable[..., Any] | None] | None,
-        arguments: Callable[[Any], Any] | None,
-        facts: dict[str, tuple[Any, ...]],
+        check: Callable[[Record], None],
+        values: tuple[str, Callable[[Record], None]] | None,
+        instead: Callable[[Record], Callable[[Record], Any] | None] | None,
+        arguments: Callable[[Record], Record] | None,
+        facts: Mapping[str, tuple[Any, ...]],
+        **described: Any,
     ) -> None:
-        self.name = name
         self.signature = inspect.signature(function)
         self.check, self.instead, self.arguments = check, instead, arguments
         self._reference = function
-        self._passing_on = _passing_on(self.name, self.signature)
-        parameters = self.signature.parameters.values()
-        self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self._count = len(parameters) - len(self._keywords)
-        self.record = collections.namedtuple(f"{self.name}_call", self.signature.parameters)  # type: ignore[misc]
+        self._record = collections.namedtuple(f"{name}_call", self.signature.parameters)  # type: ignore[misc]
+        super().__init__(name, bind=self._generate_bind(name), **described)
+        self.reference = self.passing_on(function)
         self.public = self._generate(values, facts)
+
+    def passing_on(self, function: Callable[..., Any]) -> Callable[[Record], Any]:
+        """Returns a function of a record that calls one of the operator's parameters."""
+        given = [
+            f"{each}=call[{i}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{i}]"
+            for i, (each, parameter) in enumerate(self.signature.parameters.items())
+        ]
+        scope = {"_function": function}
+        return _compiled(
+            f"def pass_on(call):\n    return _function({', '.join(given)})\n", f"{self.name} reference", scope
+        )
 
     def serve(self, *values: Any) -> Any:
         """Checks the arguments of a call, and serves it without a plan."""
-        call = self.record(*values)
-        if self.arguments is not None:
-            call = self.arguments(call)
-        if torch.jit.is_tracing():
-            return dispatch.call_recorded(self.name, *self._positional(call), **self._settings(call))
-        self.check(call)
-        served = None if self.instead is None else self.instead(call)
-        if served is not None:
-            return served(*self._positional(call), **self._settings(call))
-        return dispatch.call(self.name, *self._positional(call), **self._settings(call))
+        return self._serve(self._record(*values))[0]
 
     def first(self, key: tuple[Any, ...] | None, *values: Any) -> Any:
         """Serves a call without a plan, and keeps one for calls of the same key if it has one."""
-        table = backends.choices
-        out = self.serve(*values)
-        if key is not None and key[1] is not None and dispatch.may_be_kept(key):
-            plan = self._plan(self.record(*values))
+        table = backends.plans
+        out, choice = self._serve(self._record(*values))
+        if key is not None and key[1] is not None and _may_be_kept(key):
+            plan = self._plan(self._record(*values), choice)
             if plan is not None:
-                dispatch.keep(table, key, plan)
+                if len(table) >= _MOST_PLANS:
+                    table.clear()
+                table[key] = plan
         return out
 
-    def _positional(self, call: tuple[Any, ...]) -> tuple[Any, ...]:
-        return call[: self._count]
-
-    def _settings(self, call: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self._keywords, call[self._count :], strict=True))
-
-    def _plan(self, call: Any) -> Callable[..., Any] | None:
-        """Returns what serves calls that are like one that has been served; None if nothing does."""
+    def _serve(self, call: Record) -> tuple[Any, dispatch.Choice | None]:
+        """Checks and serves a call; returns the choice too, None where there is none."""
+        if self.arguments is not None:
+            call = self.arguments(call)
+        if torch.jit.is_tracing():
+            with warnings.catch_warnings():
+                # Whether there is a class token, and the like, are rightly constants of the record.
+                warnings.simplefilter("ignore", torch.jit.TracerWarning)
+                return dispatch.choose_recorded(self.name, call).eager.function(call), None
+        self.check(call)
         served = None if self.instead is None else self.instead(call)
         if served is not None:
-            return self._passing_on(served)
-        found = dispatch.plan(self.name, *self._positional(call), **self._settings(call))
-        if found is None:
-            return None
-        plan = self._passing_on(found.function) if found.run is None else self._taking_all(found.run)
-        return self._checked(plan, found.why_unsupported) if checks.CHECKS_PLANS else plan
+            return served(call), None
+        choice = dispatch.choose(self.name, call)
+        return choice.serving(call[0]).function(call), choice
 
-    def _checked(
-        self, plan: Callable[..., Any], why_unsupported: Callable[..., str | None] | None
-    ) -> Callable[..., Any]:
-        """Returns a plan that raises where its backend refuses the call."""
-        if why_unsupported is None:
+    def _plan(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
+        """Returns what serves calls that are like one that has been served; None if nothing does."""
+        arrange = self.arguments
+        if arrange is not None and (arranged := arrange(call)) != call:
+            plan_of_arranged = self._plan(arranged, choice)
+            if plan_of_arranged is None:
+                return None
+            return lambda *values: plan_of_arranged(*arrange(self._record(*values)))
+        if choice is None:
+            served = None if self.instead is None else self.instead(call)
+            return None if served is None else self._taking_values(served)
+        if not choice.lasts or choice.in_graphs is not choice.eager:
+            return None
+        function, why_unsupported = choice.eager.function, choice.eager.why_unsupported
+        prepare = None if torch.is_grad_enabled() else getattr(function, "prepare", None)
+        plan: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
+            function
+        )
+        if why_unsupported is None or not checks.CHECKS_PLANS:
             return plan
-        ask = self._passing_on(why_unsupported)
 
         def checked(*values: Any) -> Any:
-            reason = ask(*values)
+            reason = why_unsupported(self._record(*values))
             if reason is not None:
                 raise AssertionError(f"{self.name}: a plan serves a call that its backend refuses: {reason}")
             return plan(*values)
 
         return checked
 
-    def _taking_all(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of all parameters by position that calls one of some of them."""
-        taken = inspect.signature(run).parameters
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken.values()):
-            return run  # which takes the first ones, and leaves the others out
-        return self._choosing(", ".join(taken))(run)
-
-    @functools.cache  # noqa: B019 (declarations live as long as the process)
-    def _choosing(self, taken: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _taking_values(self, function: Callable[[Record], Any]) -> Callable[..., Any]:
+        """Returns a function of all parameters by position that calls one of their record."""
         names = ", ".join(self.signature.parameters)
-        source = f"def choose(function):\n    return lambda {names}: function({taken})\n"
-        return _compiled(source, f"{self.name} choose", {})
+        scope = {"_function": function, "_new": tuple.__new__, "_record": self._record}
+        source = f"def plan({names}):\n    return _function(_new(_record, ({names},)))\n"
+        return _compiled(source, f"{self.name} plan", scope)
+
+    def _generate_bind(self, name: str) -> Callable[..., Record]:
+        names = ", ".join(self.signature.parameters)
+        scope = {"_record": self._record, **_defaults(self.signature)}
+        source = f"def bind({_head(self.signature)}):\n    return _record({names})\n"
+        return _compiled(source, f"{name} bind", scope)
 
     def _generate(
-        self, values: tuple[str, Callable[[Any], None]] | None, facts: dict[str, tuple[Any, ...]]
+        self, values: tuple[str, Callable[[Record], None]] | None, facts: Mapping[str, tuple[Any, ...]]
     ) -> Callable[..., Any]:
-        parameters = self.signature.parameters.values()
         names = ", ".join(self.signature.parameters)
         scope: dict[str, Any] = {
             "_name": self.name, "_first": self.first, "_serve": self.serve, "_token": _token,
             "_grad_enabled": torch.is_grad_enabled, "_compiling": torch.compiler.is_compiling,
             "_tracing": torch._C._get_tracing_state, "_backends": backends, "_NO_KEY": _NO_KEY,
+            **_defaults(self.signature),
         }  # fmt: skip
         hints = typing.get_type_hints(self._reference)
         parts = []
@@ -146,10 +166,8 @@ class Declaration:
         look = ""
         if values is not None:
             condition, scope["_check_values"] = values
-            scope["_record"] = self.record
+            scope["_record"] = self._record
             look = f"    if {condition} is not None:\n        _check_values(_record({names}))\n"
-        for parameter in parameters:
-            scope[f"_default_{parameter.name}"] = parameter.default
         source = f"""\
 def {self.name}({_head(self.signature)}):
     if _compiling() or _tracing() is not None:
@@ -157,7 +175,7 @@ def {self.name}({_head(self.signature)}):
     try:
         grad = _grad_enabled()
         key = (_name, _token(grad, {next(iter(self.signature.parameters))}), {", ".join(parts)})
-        plan = _backends.choices.get(key)
+        plan = _backends.plans.get(key)
     except _NO_KEY:  # as of what is no tensor, or of a setting without a hash
         key = plan = None
     if plan is None:
@@ -169,24 +187,39 @@ def {self.name}({_head(self.signature)}):
 
 def operator(
     *,
+    backends: Mapping[str, Implementation],
+    kind: Callable[[Record], str],
+    sample: Callable[[int, Record], Record],
+    check: Callable[[Record], None],
     name: str | None = None,
-    check: Callable[[Any], None],
-    values: tuple[str, Callable[[Any], None]] | None = None,
-    instead: Callable[[Any], Callable[..., Any] | None] | None = None,
-    arguments: Callable[[Any], Any] | None = None,
-    facts: dict[str, tuple[Any, ...]] | None = None,
+    defaults: tuple[str, ...] = ("reference",),
+    exact: Callable[[Record], Any] | None = None,
+    unrounded: Callable[[Record], Any] | None = None,
+    fused_by_compiler: bool = False,
+    values: tuple[str, Callable[[Record], None]] | None = None,
+    instead: Callable[[Record], Callable[[Record], Any] | None] | None = None,
+    arguments: Callable[[Record], Record] | None = None,
+    facts: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator by the function that it decorates, which computes it in plain PyTorch.
 
     What it takes are functions of the record of a call, a NamedTuple with the names of the parameters.
 
     Args:
-        name: Its name; None for that of the function.
+        backends: What serves it besides the decorated function, by the name of the backend.
+        kind: As of :class:`backends.Operator`, like ``sample``, ``defaults``, ``exact``, ``unrounded`` and
+            ``fused_by_compiler``.
+        sample: See there.
         check: Raises TypeError or ValueError for wrong arguments. What it depends on is part of a call's key.
+        name: Its name; None for that of the function.
+        defaults: See there.
+        exact: See there.
+        unrounded: See there.
+        fused_by_compiler: See there.
         values: A parameter, and what is called where that is not None even if there is a plan: it checks
             values in tensors, which are no part of a key.
-        instead: Returns a function of the operator's parameters that serves the call without a choice between
-            backends; None where there is one. It is asked once for a key.
+        instead: Returns a function of the record that serves the call without a choice between backends; None
+            where there is one. It is asked once for a key.
         arguments: Returns the record that the rest takes, as where any sequence may stand for a tuple; what
             it changes makes no key.
         facts: For parameters whose type does not tell it, a function that makes their part of a key, and the
@@ -195,18 +228,70 @@ def operator(
     """
 
     def declare(function: Function) -> Function:
-        declaration = Declaration(
-            name or function.__name__, function, check, values, instead, arguments, facts or {}
-        )
-        declarations[declaration.name] = declaration
-        backends.register(declaration.name, "reference", backends.Implementation(function))
-        return typing.cast(Function, declaration.public)
+        declared = Declaration(
+            name or function.__name__, function, check, values, instead, arguments, facts or {},
+            kind=kind, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
+            fused_by_compiler=fused_by_compiler,
+        )  # fmt: skip
+        setattr(reference, declared.name, function)
+        _register(declared, backends)
+        return typing.cast(Function, declared.public)
 
     return declare
 
 
-#: The operators that are declared, by name.
-declarations: dict[str, Declaration] = {}
+def _register(declared: Declaration, given: Mapping[str, Implementation]) -> None:
+    backends.declare(declared)
+    module = declared._reference.__module__
+    for backend, each in given.items():
+        located: dict[str, Any] = {
+            field: f"{module}{path}".format(name=declared.name)
+            for field in ("function", "why_unsupported")
+            if isinstance(path := getattr(each, field), str)
+        }
+        backends.register(declared.name, backend, dataclasses.replace(each, **located))
+    backends.register(declared.name, "reference", Implementation(declared.reference))
+
+
+def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
+    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``.
+
+    Args:
+        why_unsupported: Name of the function there that says why they cannot serve a call.
+    """
+    return Implementation(
+        function=".triton:{name}",
+        devices=("cuda",),
+        why_unavailable=machine.why_triton_unavailable,
+        why_unsupported=f".triton:{why_unsupported}",
+    )
+
+
+def native_kernels(
+    *,
+    devices: tuple[str, ...] = ("cpu",),
+    why_unsupported: Callable[[Record], str | None] | str | None = ".native:why_unsupported",
+    forward_only: bool = False,
+) -> Implementation:
+    """Returns the kernels of the compiled extension, the function of the operator's name in ``native``.
+
+    Args:
+        devices: As of :class:`backends.Implementation`, like the others.
+        why_unsupported: See there; a path begins at the package of the operator.
+        forward_only: See there.
+    """
+    return Implementation(
+        ".native:{name}", devices, machine.why_native_unavailable, why_unsupported, forward_only
+    )
+
+
+def _may_be_kept(key: Any) -> bool:
+    """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not checks.tensors_of(key)
 
 
 # The key of a call ----------------------------------------------------------------------------------------
@@ -311,17 +396,8 @@ def _head(signature: inspect.Signature) -> str:
     return ", ".join(parts)
 
 
-def _passing_on(
-    name: str, signature: inspect.Signature
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns what turns a function of a signature into one that takes all arguments by position."""
-    given = [
-        f"{each}={each}" if parameter.kind is parameter.KEYWORD_ONLY else each
-        for each, parameter in signature.parameters.items()
-    ]
-    names = ", ".join(signature.parameters)
-    source = f"def pass_on(function):\n    return lambda {names}: function({', '.join(given)})\n"
-    return _compiled(source, f"{name} pass_on", {})
+def _defaults(signature: inspect.Signature) -> dict[str, Any]:
+    return {f"_default_{each.name}": each.default for each in signature.parameters.values()}
 
 
 _of_tensor = f"def facts(t, grad):\n    return None if t is None else {_FACT.format('t')}\n"

@@ -140,7 +140,7 @@ def _faults(device_type: str, store: verdicts.Store) -> Iterator[str]:
 def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
     """Returns the table of operators on a type of device: what can serve there, and what does."""
     rows = [(f"on {device_type}", "backends", "served by (number of verdicts)")]
-    for operator in backends.OPERATORS:
+    for operator in backends.operators:
         reasons = {
             name: _why_unavailable_or_broken(operator, name, device_type) for name in _implemented(operator)
         }
@@ -179,7 +179,7 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
 def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
     """Lists the backends that this machine lacks, each with the reason and the operators."""
     lacking: dict[str, list[str]] = {}
-    for operator in backends.OPERATORS:
+    for operator in backends.operators:
         for backend in _implemented(operator):
             served = backends.registered(operator, backend).devices or device_types
             # Of a backend that serves no device here, the reason for the one that it is made for.

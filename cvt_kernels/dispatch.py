@@ -1,10 +1,9 @@
 """The choice of the backend that serves a call.
 
-The first call of a key (``declaration``) ends in :func:`call`; :func:`plan` tells what serves the
-others. Under ``auto`` the choice is a verdict: proven and measured on this machine at the first call of
-its kind (``proofs``), remembered on disk (``verdicts``), and kept in a table by the exact arguments. The
-choice is plain Python over module globals and the request of the context, so that
-``torch.compile(fullgraph=True)`` traces through it.
+The first call of a key (``declaration``) asks :func:`choose`; a plan serves the others. Under ``auto``
+the choice is a verdict: proven and measured on this machine at the first call of its kind (``proofs``),
+and remembered on disk (``verdicts``). It is plain Python over module globals and the request of the
+context, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
@@ -12,24 +11,50 @@ from __future__ import annotations
 import collections
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from . import backends, checks, machine, verdicts
-from .backends import BACKENDS, OURS, BackendUnavailable, Implementation, why_unavailable, why_unsupported
+from .backends import (
+    BACKENDS,
+    OURS,
+    BackendUnavailable,
+    Implementation,
+    Record,
+    why_unavailable,
+    why_unsupported,
+)
 
 if TYPE_CHECKING:
     from . import proofs
 
 
-def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves ``operator(x, ...)`` with the requested backends, or under ``auto`` by verdict.
+class Choice(NamedTuple):
+    """The backends that serve calls of one key, outside of CUDA graphs and in them.
+
+    Attributes:
+        eager: The backend outside of graphs.
+        in_graphs: The backend where work is captured.
+        lasts: Whether the choice holds for later calls of the key.
+    """
+
+    eager: Implementation
+    in_graphs: Implementation
+    lasts: bool
+
+    def serving(self, x: Tensor) -> Implementation:
+        """Returns the backend that serves a call now."""
+        if self.in_graphs is not self.eager and machine.is_capturing(x):
+            return self.in_graphs
+        return self.eager
+
+
+def choose(operator: str, call: Record) -> Choice:
+    """Chooses between the requested backends, or under ``auto`` by verdict.
 
     What is counted is served by PyTorch's own operators, whatever is requested.
 
@@ -37,24 +62,16 @@ def call(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         BackendUnavailable: None of the requested backends can serve the call.
     """
     if checks.is_counted():
-        return backends.implementations[operator]["reference"].function(x, *args, **kwargs)
+        return _choice(operator, "reference", lasts=False)
     if not backends.is_auto():
-        return _call_requested(operator, x, *args, **kwargs)
+        return _choice(operator, _first_able(operator, _names_requested(operator), call))
     if torch.compiler.is_compiling():
-        return _call_traced(operator, x, *args, **kwargs)
-    choice = _choice(operator, x, args, kwargs)
-    served = choice.eager
-    if choice.in_graphs is not served and machine.is_capturing(x):
-        served = choice.in_graphs
-    why_unsupported = served.implementation.why_unsupported
-    if why_unsupported is not None and (reason := why_unsupported(x, *args, **kwargs)) is not None:
-        backends.note_fallback(operator, served.backend, reason)
-        return _first_able(operator, backends.operators[operator].defaults, x, *args, **kwargs)
-    return served.implementation.function(x, *args, **kwargs)
+        return _choice(operator, _choose_traced(operator, call), lasts=False)
+    return _choose(operator, call)
 
 
-def call_recorded(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves a call that ``torch.jit.trace`` records, by PyTorch's own operators, for whatever machine.
+def choose_recorded(operator: str, call: Record) -> Choice:
+    """Chooses for a call that ``torch.jit.trace`` records: PyTorch's own operators, for whatever machine.
 
     Public functions end here before they check their arguments: sizes are tensors then, and what is compared
     with them would become part of the record. Nothing is proven, noted or remembered.
@@ -67,58 +84,46 @@ def call_recorded(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not names:
         reason = "torch.jit.trace records PyTorch's own operators only"
         raise BackendUnavailable(operator, requested[0], reason)
-    with warnings.catch_warnings():
-        # Whether there is a class token, and the like, are rightly constants of the record.
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return _call_unnoted(operator, names, x, *args, **kwargs)
+    return _choice(operator, _first_able(operator, names, call, notes=False), lasts=False)
 
 
-def _call_unnoted(operator: str, names: Sequence[str], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves a call with the first of PyTorch's own backends that can; nothing of it is remembered."""
-    reasons = {name: why_unsupported(operator, name, x, *args, **kwargs) for name in names}
-    able = [name for name, reason in reasons.items() if reason is None]
-    if not able:
-        raise BackendUnavailable(operator, names[-1], str(reasons[names[-1]]))
-    return backends.implementations[operator][able[0]].function(x, *args, **kwargs)
-
-
-def call_in_group(group: Any, shared: Any, operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves a call in which the processes of a group exchange data, all with the same backend.
+def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Choice:
+    """Chooses for a call in which the processes of a group exchange data, the same backend for all.
 
     The first call asks every process which backend it would take; if they differ, PyTorch's own serves.
 
     Args:
         group: The process group.
         shared: Hashable settings that tell this call from others and are the same in every process.
-        operator: As of :func:`call`, like the other arguments.
-        x: As of :func:`call`.
-        args: As of :func:`call`.
-        kwargs: As of :func:`call`.
+        operator: Name of the operator.
+        call: The record of the call.
 
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
     """
     if not backends.is_auto():
-        return call(operator, x, *args, **kwargs)
+        return choose(operator, call)
+    x, defaults = call[0], backends.operators[operator].defaults
     if torch.compiler.is_compiling():
-        return _first_able(operator, backends.operators[operator].defaults, x, *args, **kwargs)
+        return _choice(operator, _first_able(operator, defaults, call), lasts=False)
     agreed = backends.agreements.setdefault(group, {})
-    gradient = backends.operators[operator].signature(x, *args, **kwargs)[0]
-    key = operator, shared, x.dtype, x.device, gradient, checks.autocast_dtype(x)
+    key = operator, shared, x.dtype, x.device, wants_gradient(call), checks.autocast_dtype(x)
     if key not in agreed:
         if machine.is_capturing(x):
-            return _first_able(operator, backends.operators[operator].defaults, x, *args, **kwargs)
-        proposal = BACKENDS.index(_choice(operator, x, args, kwargs).eager.backend)
+            return _choice(operator, _first_able(operator, defaults, call), lasts=False)
+        proposed = _choose(operator, call).eager
+        known = backends.implementations[operator]
+        proposal = BACKENDS.index(next(name for name in known if known[name] is proposed))
         extremes = torch.tensor([proposal, -proposal], device=x.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         highest, lowest = extremes[0].item(), -extremes[1].item()
-        defaults = backends.operators[operator].defaults
         agreed[key] = (BACKENDS[proposal], *defaults) if highest == lowest else defaults
-    return _first_able(operator, agreed[key], x, *args, **kwargs)
+    return _choice(operator, _first_able(operator, agreed[key], call))
 
 
-def _call_requested(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _first_able(operator, _names_requested(operator), x, *args, **kwargs)
+def wants_gradient(call: Record) -> bool:
+    """Says whether autograd has to record a call, in reverse or forward mode."""
+    return checks.wants_gradient(*checks.tensors_of(call))
 
 
 def _names_requested(operator: str) -> tuple[str, ...]:
@@ -130,28 +135,22 @@ def _names_requested(operator: str) -> tuple[str, ...]:
     return requested
 
 
-def _call_traced(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves a call that torch.compile or torch.export traces; the verdict is a constant of the trace."""
-    description = backends.operators[operator]
+def _choose_traced(operator: str, call: Record) -> str:
+    """Chooses for a call that torch.compile or torch.export traces; a verdict is a constant of the trace."""
+    described, x = backends.operators[operator], call[0]
     if checks.is_exporting():  # for whatever machine, and for sizes that may not be asked for
-        return _call_unnoted(operator, description.defaults, x, *args, **kwargs)
-    signature = description.signature(x, *args, **kwargs)
-    if not signature[0] and _is_left_to_compiler(operator, x.device.type):
-        return _first_able(operator, description.defaults, x, *args, **kwargs)
-    shape_class = description.shape_class(*signature)
-    backend = _remembered_backend(operator, x.dtype, x.device, signature[0], shape_class)
-    names = description.defaults if backend is None else (backend, *description.defaults)
-    return _first_able(operator, names, x, *args, **kwargs)
-
-
-#: The operators that torch.compile's own code for a CPU computes together with what is around them: sums,
-#: LayerNorm, and GELU behind packed linear layers. An operator of ours would stand between.
-_LEFT_TO_COMPILER = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
+        return _first_able(operator, described.defaults, call, notes=False)
+    gradient = wants_gradient(call)
+    if not gradient and _is_left_to_compiler(operator, x.device.type):
+        return _first_able(operator, described.defaults, call)
+    backend = _remembered_backend(operator, x.dtype, x.device, gradient, described.kind(call))
+    names = described.defaults if backend is None else (backend, *described.defaults)
+    return _first_able(operator, names, call)
 
 
 def _is_left_to_compiler(operator: str, device_type: str) -> bool:
     """Says whether ``auto`` takes PyTorch's own where torch.compile traces a call without gradients."""
-    if device_type != "cpu" or operator not in _LEFT_TO_COMPILER:
+    if device_type != "cpu" or not backends.operators[operator].fused_by_compiler:
         return False
     for backend in OURS:
         if why_unavailable(operator, backend, device_type) is None:
@@ -159,166 +158,49 @@ def _is_left_to_compiler(operator: str, device_type: str) -> bool:
     return True
 
 
-def _first_able(operator: str, names: tuple[str, ...], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Serves a call with the first of some backends that can."""
+def _first_able(operator: str, names: Sequence[str], call: Record, *, notes: bool = True) -> str:
+    """Returns the first of some backends that can serve a call.
+
+    Raises:
+        BackendUnavailable: None can.
+    """
     for backend in names:
-        reason = why_unsupported(operator, backend, x, *args, **kwargs)
+        reason = why_unsupported(operator, backend, call)
         if reason is None:
-            return backends.implementations[operator][backend].function(x, *args, **kwargs)
-        backends.note_fallback(operator, backend, reason)
+            return backend
+        if notes:
+            backends.note_fallback(operator, backend, reason)
     raise BackendUnavailable(operator, backend, str(reason))
-
-
-# Calls that are like an earlier one -----------------------------------------------------------------------
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def prepared_by(prepare: Callable[..., Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
-    """Marks the function of a backend as one whose calls can be prepared.
-
-    Args:
-        prepare: Takes the arguments of a call without gradients that has been served, and returns what
-            serves calls of the same key from now on; None if it cannot be prepared. That may depend on
-            nothing but what is part of the key (``declaration``), and keeps no tensor. What it returns has
-            parameters of the same names, or takes all of them by position (``*_``).
-    """
-
-    def mark(function: _Function) -> _Function:
-        function.prepare = prepare  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-class Plan(NamedTuple):
-    """The functions that serve calls which are alike in all that a key has.
-
-    Attributes:
-        function: The backend's, with the parameters of the operator.
-        run: The one that its ``prepare`` returned, which serves them sooner; None if there is none.
-        why_unsupported: The backend's, see :class:`backends.Implementation`.
-    """
-
-    function: Callable[..., Any]
-    run: Callable[..., Any] | None
-    why_unsupported: Callable[..., str | None] | None
-
-
-def plan(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> Plan | None:
-    """Returns the plan of calls that are like one that has been served; None if there is none."""
-    if backends.is_auto():
-        choice: _Choice | None = backends.choices.get(_key_of_choice(operator, x, args, kwargs))
-        if choice is None or choice.in_graphs is not choice.eager:
-            return None
-        served = choice.eager.implementation
-    else:
-        served = backends.implementations[operator][_backend_requested(operator, x, args, kwargs)]
-    prepare = None if torch.is_grad_enabled() else getattr(served.function, "prepare", None)
-    run = None if prepare is None else prepare(x, *args, **kwargs)
-    return Plan(served.function, run, served.why_unsupported)
-
-
-def _backend_requested(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the requested backend that serves a call."""
-    names = _names_requested(operator)
-    return next(name for name in names if why_unsupported(operator, name, x, *args, **kwargs) is None)
 
 
 # Verdicts -------------------------------------------------------------------------------------------------
 
 
-class _Served(NamedTuple):
-    """A backend and its implementation of an operator."""
-
-    backend: str
-    implementation: Implementation
+def _choice(operator: str, eager: str, in_graphs: str | None = None, *, lasts: bool = True) -> Choice:
+    known = backends.implementations[operator]
+    return Choice(known[eager], known[in_graphs or eager], lasts)
 
 
-class _Choice(NamedTuple):
-    """The backends that serve calls of one kind, outside of CUDA graphs and in them."""
-
-    eager: _Served
-    in_graphs: _Served
-
-
-# This is asked at every call, and is quicker than to ask for a device by its name.
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_MOST_CHOICES = 10_000  # ever new shapes must not fill the memory
-
-
-def _choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
-    key, table = _key_of_choice(operator, x, args, kwargs), backends.choices
-    try:
-        choice = table.get(key)
-    except TypeError:  # symbolic sizes have no hash
-        return _choose(operator, x, args, kwargs).choice
-    if choice is None:
-        choice, lasts = _choose(operator, x, args, kwargs)
-        if lasts and may_be_kept(key):
-            keep(table, key, choice)
-    return choice
-
-
-def _key_of_choice(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns everything on which the choice for a call depends."""
-    dtype = x.dtype
-    return (
-        operator,
-        backends.operators[operator].signature(x, *args, **kwargs),
-        type(x),
-        dtype,
-        x.device,
-        checks.autocast_dtype(x) if _is_any_autocast_enabled() else None,
-        torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 and x.is_cuda else None,
-        torch.get_num_threads(),
-        checks.is_transformed(),
-        getattr(forward_ad, "_current_level", 0),
-    )
-
-
-def may_be_kept(key: Any) -> bool:
-    """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(key))
-
-
-def keep(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keeps a value in the table in which it was missed, which may have been forgotten meanwhile."""
-    if len(table) >= _MOST_CHOICES:
-        table.clear()
-    table[key] = value
-
-
-class _Decision(NamedTuple):
-    """A choice, and whether it holds for later calls of the kind."""
-
-    choice: _Choice
-    lasts: bool
-
-
-def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
-    """Decides on a call: by verdict, which is proven if need be and possible, or else for PyTorch's own."""
-    able = _able(operator, x, args, kwargs)
+def _choose(operator: str, call: Record) -> Choice:
+    """Chooses by verdict, which is proven if need be and possible, or else PyTorch's own."""
+    x = call[0]
+    able = _able(operator, call)
     default = next(name for name in backends.operators[operator].defaults if name in able)
     if len(able) == 1:
-        return _decision(operator, default, default)
-    if (reason := _why_not_for_kernels(x, args, kwargs)) is not None:
+        return _choice(operator, default)
+    if (reason := _why_not_for_kernels(call)) is not None:
         _note_passed_over(operator, able, default, reason)
-        return _decision(operator, default, default, lasts=False)
+        return _choice(operator, default, lasts=False)
     store = verdicts.store_for(x.device)
-    asked = question(operator, x, *args, **kwargs)
+    asked = _question_of(operator, call)
     verdict = store.get(asked)
     if verdict is None and _is_proving():
-        return _decision(operator, able[0], able[0], lasts=False)
+        return _choice(operator, able[0], lasts=False)
     if verdict is None or not _knows(verdict, able):
         lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
         if lasting is None and passing is None:
             try:
-                verdict = _prove(store, asked, able, operator, x, args, kwargs)
+                verdict = _prove(store, asked, able, operator, call)
             except Warning:  # where warnings are errors
                 raise
             except Exception as error:  # the call itself may be served all the same, or raises it again
@@ -326,19 +208,20 @@ def _choose(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
                 reason = f"could not be proven: {proofs.describe_error(error)}"
                 _note_passed_over(operator, able, default, reason)
-                return _decision(operator, default, default)
+                return _choice(operator, default)
         elif verdict is None:
             _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
-            return _decision(operator, default, default, lasts=passing is None)
+            return _choice(operator, default, lasts=passing is None)
     elif verdict.is_unsure and _may_time_again(store, x) and store.times_again(asked):
-        verdict = _time_again(store, asked, verdict, operator, x, args, kwargs)
+        verdict = _time_again(store, asked, verdict, operator, call)
     if torch.are_deterministic_algorithms_enabled() and not verdict.is_lasting:
         reason = "deterministic algorithms are demanded, but the verdict holds for this process only"
         _note_passed_over(operator, able, default, reason)
-        return _decision(operator, default, default)
+        return _choice(operator, default)
     _note(operator, verdict)
-    chosen = [name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs)]
-    return _decision(operator, *chosen)
+    return _choice(
+        operator, *(name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs))
+    )
 
 
 def _is_proving() -> bool:
@@ -359,13 +242,13 @@ def _note_passed_over(operator: str, able: list[str], default: str, reason: str)
             backends.note_fallback(operator, backend, reason)
 
 
-def _able(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def _able(operator: str, call: Record) -> list[str]:
     """Lists the backends that can serve a call, and notes why others cannot."""
     able = []
     for backend in BACKENDS:
         if backend not in backends.implementations[operator]:
             continue
-        reason = why_unsupported(operator, backend, x, *args, **kwargs)
+        reason = why_unsupported(operator, backend, call)
         if reason is None:
             able.append(backend)
         else:
@@ -373,31 +256,24 @@ def _able(operator: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     return able
 
 
-def _decision(operator: str, eager: str, in_graphs: str, *, lasts: bool = True) -> _Decision:
-    served = _Served(eager, backends.implementations[operator][eager])
-    other = (
-        served if in_graphs == eager else _Served(in_graphs, backends.implementations[operator][in_graphs])
-    )
-    return _Decision(_Choice(served, other), lasts)
-
-
-def question(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str:
+def question(operator: str, *args: Any, **kwargs: Any) -> str:
     """Returns the question that a verdict on such calls answers, as in the files of verdicts."""
-    description = backends.operators[operator]
-    signature = description.signature(x, *args, **kwargs)
-    return _question(operator, x.dtype, x.device, signature[0], description.shape_class(*signature))
+    return _question_of(operator, backends.operators[operator].bind(*args, **kwargs))
 
 
-def _question(
-    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
-) -> str:
+def _question_of(operator: str, call: Record) -> str:
+    kind = backends.operators[operator].kind(call)
+    return _question(operator, call[0].dtype, call[0].device, wants_gradient(call), kind)
+
+
+def _question(operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str) -> str:
     numbers = checks.dtype_name(dtype)
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
     precision = torch.backends.cuda.matmul.fp32_precision
     if device.type == "cuda" and dtype == torch.float32 and precision not in ("ieee", "none"):
         numbers += f" multiplied in {precision}"
-    return f"{operator}, {_direction(gradient)}, {numbers}, {shape_class}"
+    return f"{operator}, {_direction(gradient)}, {numbers}, {kind}"
 
 
 def _direction(gradient: bool) -> str:
@@ -405,10 +281,10 @@ def _direction(gradient: bool) -> str:
 
 
 def _remembered_backend(
-    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, shape_class: str
+    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str
 ) -> str | None:
     """Returns the backend of a remembered verdict for graphs; None without one."""
-    asked = _question(operator, dtype, device, gradient, shape_class)
+    asked = _question(operator, dtype, device, gradient, kind)
     verdict = verdicts.store_for(device).get(asked)
     if verdict is not None:
         return verdict.chosen_in_graphs
@@ -440,9 +316,9 @@ def _why_not_provable_now(x: Tensor) -> str | None:
     return None
 
 
-def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _why_not_for_kernels(call: Record) -> str | None:
     """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
-    tensors = [t for t in pytree.tree_leaves((x, args, kwargs)) if isinstance(t, Tensor)]
+    tensors = checks.tensors_of(call)
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "verdicts do not hold for subclasses of tensors"
     if checks.is_transformed() or checks.forward_mode_enabled():
@@ -450,27 +326,34 @@ def _why_not_for_kernels(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-def proof_of(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> proofs.Proof:
-    """Returns the proof of all backends that can serve a call, to be run by ``proofs.prove`` or in parts."""
+def proof_of(operator: str, *args: Any, **kwargs: Any) -> proofs.Proof:
+    """Returns the proof of all backends that can serve calls with such arguments.
+
+    It is to be run by ``proofs.prove``, or in parts.
+    """
+    return _proof_of(operator, backends.operators[operator].bind(*args, **kwargs))
+
+
+def _proof_of(operator: str, call: Record) -> proofs.Proof:
     from . import proofs  # is not needed where every verdict is known
 
-    able = _able(operator, x, args, kwargs)
-    description = backends.operators[operator]
-    asked, gradient = question(operator, x, *args, **kwargs), description.signature(x, *args, **kwargs)[0]
+    described, known = backends.operators[operator], backends.implementations[operator]
+    x, able = call[0], _able(operator, call)
+    asked, gradient = _question_of(operator, call), wants_gradient(call)
 
     def images(factor: int) -> proofs.Call:
-        return proofs.Call(*description.sample(factor, x, *args, **kwargs), gradient)
+        return proofs.Call(described.sample(factor, call), gradient)
 
     with proofs.undisturbed(x.device):
         return proofs.Proof(
             question=asked,
-            reference=backends.implementations[operator]["reference"].function,
-            candidates={name: backends.implementations[operator][name].function for name in able},
-            default=next(name for name in description.defaults if name in able),
+            reference=known["reference"].function,
+            candidates={name: known[name].function for name in able},
+            default=next(name for name in described.defaults if name in able),
             sample=images(64 if x.is_cuda else 1),
             timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
-            exact=description.exact,
-            unrounded=description.unrounded,
+            exact=described.exact,
+            unrounded=described.unrounded,
         )
 
 
@@ -478,13 +361,7 @@ _ALL = 2**40  # more than any call has
 
 
 def _prove(
-    store: verdicts.Store,
-    asked: str,
-    able: list[str],
-    operator: str,
-    x: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    store: verdicts.Store, asked: str, able: list[str], operator: str, call: Record
 ) -> verdicts.Verdict:
     """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
     from . import proofs
@@ -493,7 +370,7 @@ def _prove(
         known = store.get(asked)
         if known is not None and _knows(known, able):
             return known
-        verdict = proofs.prove(proof_of(operator, x, *args, **kwargs))
+        verdict = proofs.prove(_proof_of(operator, call))
         store.remember({asked: verdict}, replace=known is not None)
     _warn_of_wrong_kernels(asked, verdict)
     return verdict
@@ -507,13 +384,7 @@ def _may_time_again(store: verdicts.Store, x: Tensor) -> bool:
 
 
 def _time_again(
-    store: verdicts.Store,
-    asked: str,
-    verdict: verdicts.Verdict,
-    operator: str,
-    x: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    store: verdicts.Store, asked: str, verdict: verdicts.Verdict, operator: str, call: Record
 ) -> verdicts.Verdict:
     """Times a call again and remembers the verdict, unless another process proves; returns what holds."""
     from . import proofs
@@ -523,7 +394,7 @@ def _time_again(
         if not has_turn or known != verdict:
             return known or verdict
         try:
-            again = proofs.time_again(proof_of(operator, x, *args, **kwargs), verdict)
+            again = proofs.time_again(_proof_of(operator, call), verdict)
         except Warning:  # where warnings are errors
             raise
         except Exception:  # as where there is not enough memory

@@ -419,6 +419,25 @@ def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None
         _interception = previous
 
 
+class _Planning(threading.local):
+    """A note in each thread of who takes its launches."""
+
+    take: Callable[[Launch], Any] | None = None
+
+
+_planning = _Planning()
+
+
+@contextlib.contextmanager
+def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
+    """Gives a block's launches of Triton kernels by this thread to ``take`` instead of starting them."""
+    previous, _planning.take = _planning.take, take
+    try:
+        yield
+    finally:
+        _planning.take = previous
+
+
 def is_intercepting() -> bool:
     """Says whether launches are given to somebody instead of being started."""
     return _interception is not None
@@ -447,79 +466,19 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         options: Triton's options, such as ``num_warps``.
         arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
     """
-    if _interception is not None:
-        _interception.take(Launch(kernel, grid, arguments, options))
+    take = _planning.take if _interception is None else _interception.take
+    if take is not None:
+        take(Launch(kernel, grid, arguments, options))
         return
-    with _current_device_of(on):
+    with current_device_of(on):
         kernel[grid](**arguments, **options)
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-def _current_device_of(on: Tensor) -> contextlib.AbstractContextManager[Any]:
+def current_device_of(on: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the device of a tensor the current one; that it mostly is already takes less time to find out."""
     if not on.is_cuda or on.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device_of(on)
-
-
-class PlannedLaunch:
-    """A launch of which everything is settled but where its tensors lie.
-
-    Triton binds the arguments of a launch by looking at each of them, at every launch, which takes the host
-    about three times as long as this. Here it does so once, and then starts the compiled kernel directly.
-    What Triton compiles a kernel for must therefore be the same at every start: the device and the dtypes of
-    the tensors. Their alignment is looked at. Settings of Triton, such as ``TRITON_DEBUG``, are asked at the
-    first start only.
-
-    Args:
-        kernel: The kernel; its tensors are its first parameters.
-        grid: Programs along each axis.
-        options: Triton's options, such as ``num_warps``.
-        others: The other parameters by name, ``tl.constexpr`` ones included.
-    """
-
-    __slots__ = ("_grid", "_kernel", "_options", "_others", "_run")
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], options: dict[str, int], others: dict[str, Any]
-    ) -> None:
-        names = kernel.arg_names[-len(others) :]
-        self._kernel, self._options = kernel, options
-        self._grid = (*grid, 1, 1)[:3]
-        self._others = tuple([others[name] for name in names])
-        self._run: Callable[..., Any] | None = None
-
-    def start(self, on: Tensor, *tensors: Tensor | tuple[Tensor, ...]) -> bool:
-        """Starts it on the device of a tensor, on its current stream.
-
-        Args:
-            on: A tensor on the device; usually one of the others too.
-            tensors: The kernel's tensors, in the order of its parameters.
-
-        Returns:
-            False if it was not started, because a tensor does not begin at a multiple of 16 bytes.
-        """
-        pointers: list[Any] = []
-        together = 0
-        for each in tensors:
-            if isinstance(each, tuple):
-                group = tuple([tensor.data_ptr() for tensor in each])
-                for pointer in group:
-                    together |= pointer
-                pointers.append(group)
-            else:
-                pointer = each.data_ptr()
-                together |= pointer
-                pointers.append(pointer)
-        if together % 16:
-            return False
-        with _current_device_of(on):
-            if self._run is not None:
-                self._run(*pointers, *self._others)
-                return True
-            compiled = self._kernel[self._grid](*tensors, *self._others, **self._options)
-            if compiled is not None:  # as in Triton's interpreter, which compiles nothing
-                self._run = compiled[self._grid]
-        return True

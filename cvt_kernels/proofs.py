@@ -1,16 +1,15 @@
 """The proof of kernels on this machine: they run in guarded memory, are compared with float64, and timed.
 
-A candidate is a function that computes an operator. It passes if its outputs, its gradients and what it
-leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it writes nowhere else: all
-memory that it is given or allocates holds NaN where nothing was written, and has guard zones on both sides.
-Integers of 8 bits have −128 there, which no operator returns.
+A candidate is a function that computes an operator from the record of a call. It passes if its outputs, its
+gradients and what it leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it
+writes nowhere else: all memory that it is given or allocates holds NaN where nothing was written, and has
+guard zones on both sides. Integers of 8 bits have −128 there, which no operator returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import os
 import subprocess
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import accuracy, machine, measure
+from . import accuracy, checks, machine, measure
 from .verdicts import FAILS_HERE, Trial, Verdict
 
 #: A candidate takes the place of the default only if it wins by this factor. A smaller one lets noise decide:
@@ -56,22 +55,20 @@ Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """The arguments of a call.
+    """A call of an operator.
 
     Attributes:
-        args: Positional arguments; tensors may also lie in tuples within.
-        kwargs: Arguments by name.
+        record: The record of its arguments; tensors may also lie in tuples within.
         gradient: Whether the backward belongs to it: the tensors that require a gradient get one.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    record: Any
     gradient: bool
 
     @property
     def device(self) -> torch.device:
         """The device of the first argument."""
-        return self.args[0].device
+        return self.record[0].device
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Call:
         """Returns the call with ``function`` applied to every tensor, once to each."""
@@ -82,8 +79,7 @@ class Call(NamedTuple):
                 known[id(tensor)] = function(tensor)
             return known[id(tensor)]
 
-        args, kwargs = pytree.tree_map_only(Tensor, once, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs, self.gradient)
+        return self._replace(record=pytree.tree_map_only(Tensor, once, self.record))
 
     def detached(self) -> Call:
         """Returns the call outside of any graph, its tensors requiring a gradient where one is wanted."""
@@ -91,7 +87,7 @@ class Call(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors in the arguments, in their order."""
-        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return checks.tensors_of(self.record)
 
 
 class Proof(NamedTuple):
@@ -431,7 +427,7 @@ def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
 
 def _forward(function: Function, call: Call) -> list[Tensor]:
     with torch.set_grad_enabled(call.gradient):
-        return _flat(function(*call.args, **call.kwargs))
+        return _flat(function(call.record))
 
 
 def _results(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> Results:
@@ -844,20 +840,20 @@ def runner_of(function: Function, call: Call) -> Callable[[], Any]:
 
     def run_forward() -> Any:
         with torch.no_grad():
-            return function(*call.args, **call.kwargs)
+            return function(call.record)
 
     if not call.gradient:
         return _prepared(function, call) or run_forward
     douts = [torch.ones_like(out) for out in _flat(run_forward())]
 
     def run_both() -> Any:
-        _gradients(call, _flat(function(*call.args, **call.kwargs)), douts)
+        _gradients(call, _flat(function(call.record)), douts)
 
     return run_both
 
 
 def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
-    """Returns what serves such calls after the first (``dispatch.prepared_by``); None if nothing does.
+    """Returns what serves such calls after the first (``backends.prepared_by``); None if nothing does.
 
     A launch that is planned takes the host a third of the time of one by name.
     """
@@ -865,17 +861,12 @@ def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
     if prepare is None:
         return None
     with torch.no_grad():
-        serve = prepare(*call.args, **call.kwargs)
+        serve = prepare(call.record)
     if serve is None:
         return None
-    given = inspect.signature(prepare).bind(*call.args, **call.kwargs)
-    given.apply_defaults()
-    names = inspect.signature(serve).parameters
-    takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.values())
-    taken = [given.arguments[name] for name in (given.arguments if takes_all else names)]
 
     def run() -> Any:
         with torch.no_grad():
-            return serve(*taken)
+            return serve(*call.record)
 
     return run

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,17 @@ def operators_asked_on_a_cpu() -> set[str]:
     return {*parts, *of_extension, "transformer_block"}
 
 
+def implementation(operator: str, function: Callable[..., Any], **conditions: Any) -> backends.Implementation:
+    """Returns an implementation of an operator by functions of its parameters."""
+    passing_on = backends.operators[operator].passing_on
+    if "why_unsupported" in conditions:
+        conditions["why_unsupported"] = passing_on(conditions["why_unsupported"])
+    return backends.Implementation(passing_on(function), **conditions)
+
+
 def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **conditions: Any) -> None:
     """Registers a backend of an operator that adds ``mark`` to its argument."""
-    implementation = backends.Implementation(lambda x, **_: x + mark, **conditions)
-    backends.register(operator, backend, implementation)
+    backends.register(operator, backend, implementation(operator, lambda x, *_, **__: x + mark, **conditions))
 
 
 def remember_verdict(
@@ -161,18 +168,18 @@ def record_calls(operator: str) -> list[tuple[tuple, dict]]:
         calls.append((args, kwargs))
         return getattr(reference, operator)(*args, **kwargs)
 
-    backends.register(operator, "native", backends.Implementation(function))
+    backends.register(operator, "native", implementation(operator, function))
     return calls
 
 
 def record_all_calls() -> list[str]:
     """Lists the names of the operators as they are called, by a backend ``native`` that each of them gets."""
     called: list[str] = []
-    for operator in backends.OPERATORS:
+    for operator in backends.operators:
 
-        def function(*args, operator=operator, **kwargs):
+        def function(call, operator=operator):
             called.append(operator)
-            return getattr(reference, operator)(*args, **kwargs)
+            return backends.operators[operator].reference(call)
 
         backends.register(operator, "native", backends.Implementation(function))
     return called

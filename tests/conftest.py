@@ -73,7 +73,7 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setattr(backends, "_requested", ("auto",))
     monkeypatch.setattr(backends, "_requested_in_graph", None)
     monkeypatch.setattr(backends, "_fallbacks", {})
-    monkeypatch.setattr(backends, "choices", {})
+    monkeypatch.setattr(backends, "plans", {})
     monkeypatch.setattr(backends, "agreements", {})
     monkeypatch.setattr(verdicts, "_stores", {})
     monkeypatch.setattr(verdicts, "_warned", set())
@@ -141,3 +141,29 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(constants, name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Lists the calls that planned launches serve: whether they start them, or leave it to the backend."""
+    pytest.importorskip("triton")
+    from cvt_kernels.ops import planned_launches
+
+    served, left, plan = [], [], planned_launches._plan
+
+    def noted(function, call):
+        run = plan(lambda call: left.append(call) or function(call), call)
+        left.clear()
+        if run is None:
+            return None
+
+        def start(*values):
+            out = run(*values)
+            served.append(not left)
+            left.clear()
+            return out
+
+        return start
+
+    monkeypatch.setattr(planned_launches, "_plan", noted)
+    return served

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cvt_kernels.checks import dtype_name
 from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
-from cvt_kernels.reference import LEAST, LIMITS
+from cvt_kernels.records import LEAST, LIMITS
 
 _LIMIT = LIMITS[torch.int8]
 

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.packing import Snapshot
-from ..reference import PyramidBlock
+from ..records import PyramidBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
 from .entries import class_name, why_another_class, why_convolutions_unsupported, why_norms_unsupported

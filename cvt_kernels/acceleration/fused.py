@@ -20,7 +20,7 @@ from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_g
 from ..ops.linear import linear, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
-from ..reference import GeluVariant, QuantizedRows
+from ..records import GeluVariant, QuantizedRows
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

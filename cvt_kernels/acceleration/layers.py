@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..ops.pyramid_block import pyramid_block
-from ..reference import PyramidBlock
+from ..records import PyramidBlock
 from . import glpn, pvt, segformer
 from .entries import BlockEntry, StageEntry, why_another_class
 from .fused import GELU_VARIANTS, gelu_operator, is_plain_linear

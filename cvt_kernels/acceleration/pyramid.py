@@ -13,14 +13,7 @@ from ..ops.conv_embedding import conv_embedding
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
 from ..ops.linear import linear
 from ..ops.pyramid_block import squares_of
-from ..reference import (
-    DepthwiseConv,
-    GeluVariant,
-    Linear,
-    Norm,
-    PyramidBlock,
-    Reduction,
-)
+from ..records import DepthwiseConv, GeluVariant, Linear, Norm, PyramidBlock, Reduction
 from .entries import why_norms_unsupported
 from .fused import GELU_VARIANTS, apply_linear, check_images, gelu_variant, is_watched, normalize
 

@@ -31,7 +31,7 @@ from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
 from ..ops.token_selection import TokenKeep, scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
-from ..reference import (
+from ..records import (
     AnyLinear,
     ConvBatchNorm,
     GeluVariant,

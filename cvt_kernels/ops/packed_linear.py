@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..reference import AnyLinear
+from ..records import AnyLinear
 from .packing import packed
 
 _QUICK = 1.702  # of QuickGELU

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .. import checks
 from ..machine import is_capturing
-from ..reference import Pool, attended_keys
+from ..records import Pool
+from ..reference import attended_keys
 
 Grid = tuple[int, int]
 

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .. import backends
+
 Config = TypeVar("Config")
 
 
@@ -38,10 +40,12 @@ class Overrides(Generic[Config]):
         if kernel not in self._kernels:
             raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(self._kernels)}")
         outer, self._configs = self._configs, self._configs | {kernel: config}
+        backends.forget()  # the launches that are planned
         try:
             yield
         finally:
             self._configs = outer
+            backends.forget()
 
 
 @dataclass(frozen=True, kw_only=True)

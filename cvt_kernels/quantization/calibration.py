@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..backends import requesting
 from ..ops.linear_int8.modules import QuantizedLayer
-from ..reference import LIMITS
+from ..records import LIMITS
 
 #: A layer stays dynamic if one scale for all of its inputs would cost it more, in dB.
 MOST_LOSS = 10.0

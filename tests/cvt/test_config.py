@@ -7,7 +7,7 @@ import pytest
 
 from cvt import PRESETS, CvTConfig, create_model
 from cvt.config import ACTIVATIONS, resolve_config
-from cvt_kernels.reference import GeluVariant
+from cvt_kernels.records import GeluVariant
 
 
 def test_presets_are_those_of_the_paper():

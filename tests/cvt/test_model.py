@@ -319,12 +319,13 @@ def kinds_of_calls(images: int, size: int) -> set[str]:
     """Returns the questions of a forward of CvT-13, whose tensors have no numbers."""
     questions = set()
 
-    def call(operator, x, *args, **kwargs):
-        questions.add(dispatch.question(operator, x, *args, **kwargs))
-        return backends.registered(operator, "reference").function(x, *args, **kwargs)
+    def choose(operator, call):
+        questions.add(dispatch.question(operator, **call._asdict()))
+        plain = backends.registered(operator, "reference")
+        return dispatch.Choice(plain, plain, lasts=False)
 
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
-        patch.setattr(dispatch, "call", call)
+        patch.setattr(dispatch, "choose", choose)
         create_model("cvt_13").eval()(torch.empty(images, 3, size, size))
     return questions
 

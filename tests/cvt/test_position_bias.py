@@ -11,7 +11,8 @@ import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import CheckpointError, load_checkpoint
 from cvt.explanation import explain
-from cvt_kernels.reference import PositionBias, position_bias, resize_table
+from cvt_kernels.records import PositionBias
+from cvt_kernels.reference import position_bias, resize_table
 from tests.checks import not_built, recorded_operators
 from tests.cvt.models import SMALL, small
 from tests.upstream import ONE_STAGE

@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, machine, proofs, reference, verdicts
-from cvt_kernels.backends import Implementation
-from tests.checks import recorded_operators, remember_verdict
+from cvt_kernels import backends, declaration, dispatch, machine, proofs, reference, verdicts
+from tests.checks import implementation, recorded_operators, remember_verdict
 from tests.processes import Child, run_python
 
 CPU = torch.device("cpu")
@@ -48,7 +47,7 @@ def proven(monkeypatch, proving) -> list[str]:
         return prove(proof)
 
     monkeypatch.setattr(proofs, "prove", noted)
-    backends.register("gelu", "reference", Implementation(slow(reference.gelu)))
+    backends.register("gelu", "reference", implementation("gelu", slow(reference.gelu)))
     return questions
 
 
@@ -77,7 +76,7 @@ def register(function, backend="native", operator="gelu", **conditions) -> list[
         calls.append(1)
         return function(*args, **kwargs)
 
-    backends.register(operator, backend, Implementation(counted, **conditions))
+    backends.register(operator, backend, implementation(operator, counted, **conditions))
     return calls
 
 
@@ -228,10 +227,11 @@ def test_a_wrong_kernel_in_another_process(proving):
     code = """
 import torch, cvt_kernels as ck
 from cvt_kernels import backends
+from tests.checks import implementation
 def wrong(x, **_):
     print("tried")
     return x
-backends.register("gelu", "native", backends.Implementation(wrong))
+backends.register("gelu", "native", implementation("gelu", wrong))
 x = torch.linspace(-3, 3, 48).view(3, 16)
 assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
 """
@@ -843,7 +843,7 @@ def test_a_call_that_pytorch_refuses_raises_its_error(proving):
     def refuses(x, *, approximate):
         raise RuntimeError("not for this")
 
-    backends.register("gelu", "reference", Implementation(refuses))
+    backends.register("gelu", "reference", implementation("gelu", refuses))
     register(reference.gelu)
     with pytest.raises(RuntimeError, match="not for this"):
         ck.gelu(torch.randn(5, 16))
@@ -885,7 +885,7 @@ print(json.dumps([len(proven), verdict]))
 GROUP = """
 import os, torch, torch.distributed as dist, cvt_kernels as ck
 from cvt_kernels import backends, reference
-from tests.checks import remember_verdict
+from tests.checks import implementation, remember_verdict
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
 torch.manual_seed(rank)
@@ -916,7 +916,7 @@ def native(*args, **kwargs):
 conv, all_served = branch(), []
 for local in (("native", "reference"), ("reference", "native"), ("native", "native")):
     served = []
-    backends.register("conv_projection", "native", backends.Implementation(native))
+    backends.register("conv_projection", "native", implementation("conv_projection", native))
     remember_verdict(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
     for _ in range(3):
         ck.conv_projection(x, (3, 4), [conv], training=True)
@@ -932,7 +932,7 @@ def test_synchronized_training_is_proven_and_right(proving, tmp_path):
 from cvt_kernels import proofs
 prove, proven = proofs.prove, []
 proofs.prove = lambda proof: proven.append(1) or prove(proof)
-backends.register("conv_projection", "native", backends.Implementation(reference.conv_projection))
+backends.register("conv_projection", "native", implementation("conv_projection", reference.conv_projection))
 ours, theirs = branch(), branch()
 for _ in range(2):
     out = ck.conv_projection(x, (3, 4), [ours], training=True)[0]
@@ -989,16 +989,18 @@ def test_a_call_with_a_verdict_costs_little(proving):
     for operator, (backend, call, args, kwargs) in calls.items():
         remember_verdict(backend, operator, *args, **kwargs)
         call()
-        assert dispatch._choice(operator, args[0], args[1:], kwargs).eager.backend == backend
+        assert dispatch.choose(
+            operator, backends.operators[operator].bind(*args, **kwargs)
+        ).eager is backends.registered(operator, backend)
         assert _extra_seconds(call, backend) < 5e-6
 
 
 def test_ever_new_shapes_do_not_fill_the_memory(proven, monkeypatch):
-    monkeypatch.setattr(dispatch, "_MOST_CHOICES", 10)
+    monkeypatch.setattr(declaration, "_MOST_PLANS", 10)
     calls = register(reference.gelu)
     for rows in range(16, 60):
         ck.gelu(torch.randn(rows, 16))
-        assert 0 < len(backends.choices) <= 10
+        assert 0 < len(backends.plans) <= 10
     assert len(proven) == 1
     tried = len(calls)
     ck.gelu(torch.randn(16, 16))
@@ -1019,13 +1021,13 @@ def test_nothing_is_remembered_of_a_call_with_tensors_as_settings(backend):
             ck.attention(q, q, q, scale=0.5),
             ck.transformer_block(x, (2, 2), block._replace(scale=0.5)),
         )
-        kept = len(backends.choices)
+        kept = len(backends.plans)
         assert kept
         for sizes in (torch.tensor([2, 2]), torch.tensor([2, 2])):
             found = ck.attention(q, q, q, scale=scale), ck.transformer_block(x, (2, 2), block)
             torch.testing.assert_close(found, expected)
             ck.conv_projection(x, tuple(sizes), [conv], training=False)
-        assert len(backends.choices) == kept
+        assert len(backends.plans) == kept
         scale.fill_(torch.nan)
         for call in (
             lambda: ck.attention(q, q, q, scale=scale),

@@ -10,7 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt_kernels import checks
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
-from cvt_kernels.reference import PositionBias
+from cvt_kernels.records import PositionBias
 
 
 def test_names_of_dtypes():

@@ -48,7 +48,7 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     add_marked_backend("triton", 10.0, operator="attention", why_unavailable=lambda device_type: "no GPU")
     report = ck.doctor()
     rows = table(report)
-    assert set(rows) == set(backends.OPERATORS)
+    assert set(rows) == set(backends.operators)
     assert rows["gelu"] == ("native, reference", "PyTorch's own operator")
     assert rows["linear"][0] == "convolution, float32, reference"
     assert "triton" not in rows["attention"][0]

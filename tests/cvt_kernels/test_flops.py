@@ -12,7 +12,7 @@ import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import cost
 from cvt_kernels import checks, proofs, reference
-from cvt_kernels.reference import (
+from cvt_kernels.records import (
     ConvBatchNorm,
     DepthwiseConv,
     Linear,

@@ -12,20 +12,25 @@ from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
 from cvt_kernels import accuracy, backends, dispatch, measure, proofs, reference
-from cvt_kernels.backends import Implementation
-from tests.checks import recorded_operators
+from tests.checks import implementation, recorded_operators
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 def standard_of(operator, *args, gradient=False, **kwargs):
-    call = proofs.Call(args, kwargs, gradient)
-    return proofs.Standard.of(getattr(reference, operator), call)
+    declared = backends.operators[operator]
+    return proofs.Standard.of(declared.reference, proofs.Call(declared.bind(*args, **kwargs), gradient))
+
+
+def check(function, standard) -> proofs.Trial:
+    """Checks a function of the parameters of the operator of a standard."""
+    operator = type(standard.sample.record).__name__.removesuffix("_call")
+    return proofs.check(backends.operators[operator].passing_on(function), standard)
 
 
 def gelu_flaw(function, x=None) -> str | None:
     standard = standard_of("gelu", torch.randn(7, 24) if x is None else x, approximate="none")
-    return proofs.check(function, standard).flaw
+    return check(function, standard).flaw
 
 
 def branches(channels=6, strides=(1, 2, 2), *, dtype=torch.float32, shared=False, affine=True):
@@ -208,13 +213,13 @@ class _WrongBackward(torch.autograd.Function):
 def test_a_wrong_backward_is_found_only_where_it_is_wanted():
     x, weight, bias = torch.randn(2, 9, 16, requires_grad=True), torch.randn(16), torch.randn(16)
 
-    def function(x, weight, bias, *, eps):
+    def function(x, weight, bias, *, eps, **_):
         return _WrongBackward.apply(x, weight, bias, eps)
 
     forward = standard_of("layer_norm", x.detach(), weight, bias, eps=1e-5)
-    assert proofs.check(function, forward).flaw is None
+    assert check(function, forward).flaw is None
     both = standard_of("layer_norm", x, weight, bias, eps=1e-5, gradient=True)
-    assert proofs.check(function, both).flaw.startswith("wrong: gradient is off by")
+    assert check(function, both).flaw.startswith("wrong: gradient is off by")
 
 
 def test_a_missing_backward_is_found():
@@ -224,7 +229,7 @@ def test_a_missing_backward_is_found():
     def detached(x, *, approximate):
         return reference.gelu(x.detach(), approximate=approximate)
 
-    assert proofs.check(detached, standard).flaw is not None
+    assert check(detached, standard).flaw is not None
 
 
 @pytest.mark.parametrize("wrong", ["running_mean", "running_var", "num_batches_tracked"])
@@ -235,7 +240,7 @@ def test_wrong_running_statistics_are_found(wrong):
         return outs
 
     standard = standard_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
-    flaw = proofs.check(function, standard).flaw
+    flaw = check(function, standard).flaw
     assert "of the arguments, after the call, is off by" in flaw
 
 
@@ -245,7 +250,7 @@ def test_statistics_that_are_not_updated_are_found():
         return reference.conv_projection(x, grid, copies, training=training)
 
     standard = standard_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
-    assert "of the arguments, after the call, is off by" in proofs.check(function, standard).flaw
+    assert "of the arguments, after the call, is off by" in check(function, standard).flaw
 
 
 def test_a_kernel_that_is_wrong_in_one_dtype_only():
@@ -261,12 +266,12 @@ def test_a_kernel_that_is_wrong_in_one_dtype_only():
 
 @pytest.mark.parametrize("ignored", ["weight", "bias"])
 def test_weights_as_they_begin_do_not_hide_that_they_are_ignored(ignored):
-    def function(x, weight, bias, *, eps):
+    def function(x, weight, bias, *, eps, **_):
         weight, bias = (None, bias) if ignored == "weight" else (weight, None)
         return reference.layer_norm(x, weight, bias, eps=eps)
 
     standard = standard_of("layer_norm", torch.randn(4, 8), torch.ones(8), torch.zeros(8), eps=1e-5)
-    assert proofs.check(function, standard).flaw.startswith("wrong: output is off by")
+    assert check(function, standard).flaw.startswith("wrong: output is off by")
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, torch.nan, torch.inf, 1e30])
@@ -281,17 +286,17 @@ def test_data_that_tell_nothing_do_not_hide_a_wrong_kernel(value):
 def test_real_data_are_taken_where_they_tell():
     x, residual = torch.randn(4, 8), torch.zeros(4, 8)
     standard = standard_of("add_layer_norm", x, residual, torch.ones(8), None, eps=1e-5)
-    assert torch.equal(standard.sample.args[0], x)
+    assert torch.equal(standard.sample.record.x, x)
     assert torch.equal(residual, torch.zeros(4, 8))
-    for replaced in standard.sample.args[1:3]:
+    for replaced in standard.sample.record[1:3]:
         assert replaced.min() < replaced.max()
 
 
 def test_errors_are_numbers_of_the_trial():
     x = torch.randn(7, 24)
-    right = proofs.check(reference.gelu, standard_of("gelu", x, approximate="none"))
+    right = check(reference.gelu, standard_of("gelu", x, approximate="none"))
     assert 0 <= right.error <= right.allowed < 1e-4
-    wrong = proofs.check(_one_wrong, standard_of("gelu", x, approximate="none"))
+    wrong = check(_one_wrong, standard_of("gelu", x, approximate="none"))
     assert wrong.error == pytest.approx(0.01, rel=0.1)
 
 
@@ -304,9 +309,8 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
         return reference.gelu(x, approximate=approximate)
 
     x = torch.randn(7, 24, requires_grad=gradient)
-    other = Implementation(lambda x, *, approximate: reference.gelu(x, approximate=approximate))
-    for backend, each in {"reference": Implementation(counted), "native": other, "triton": other}.items():
-        backends.register("gelu", backend, each)
+    for backend, each in {"reference": counted, "native": reference.gelu, "triton": reference.gelu}.items():
+        backends.register("gelu", backend, implementation("gelu", each))
     proof = dispatch.proof_of("gelu", x, approximate="none")
     standard = proof.standard()
     trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
@@ -471,7 +475,11 @@ def is_guarded(tensor: torch.Tensor) -> bool:
 
 
 def native(operator):
-    return backends.registered(operator, "native").load().function
+    function, bind = (
+        backends.registered(operator, "native").load().function,
+        backends.operators[operator].bind,
+    )
+    return lambda *args, **kwargs: function(bind(*args, **kwargs))
 
 
 def test_outputs_of_native_kernels_lie_in_guarded_memory():
@@ -640,7 +648,7 @@ def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
         for name, make in (RIGHT | WRONG).items():
             if name == "truncated" and dtype != torch.int8:
                 continue  # a step is not 1
-            flaw = proofs.check(make(operator), standard).flaw
+            flaw = check(make(operator), standard).flaw
             assert (flaw is None) == (name in RIGHT), (name, flaw)
 
 
@@ -650,13 +658,13 @@ def test_rows_of_integers_that_lie_at_ties():
     x[:, 0] = 127
     proof = dispatch.proof_of("quantize_rows", x, scale=None, dtype=torch.int8)
     standard = proof.standard()
-    assert proofs.check(reference.quantize_rows, standard).flaw is None
+    assert check(reference.quantize_rows, standard).flaw is None
 
     def upwards(x, **settings):
         scales = reference.quantize_rows(x, **settings).scales
         return (x / scales + 0.5).floor().clamp(-127, 127).to(torch.int8), scales
 
-    assert proofs.check(upwards, standard).flaw is None  # the nearest as well
+    assert check(upwards, standard).flaw is None  # the nearest as well
 
 
 def of_a_layer(dtype=torch.float32, weight_dtype=torch.int8, static=False, rows=False):
@@ -698,11 +706,11 @@ def test_right_and_wrong_products_of_8_bit_numbers(static, rows):
     proof = dispatch.proof_of("linear_int8", *args, **settings)
     standard = proof.standard()
     for right in (reference.linear_int8, _dequantized):
-        assert proofs.check(right, standard).flaw is None
+        assert check(right, standard).flaw is None
     wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
     wrong += [] if rows else [_with_truncated_input]
     for kernel in wrong:
-        assert "wrong: output is off by" in proofs.check(kernel, standard).flaw
+        assert "wrong: output is off by" in check(kernel, standard).flaw
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -710,7 +718,7 @@ def test_right_and_wrong_products_of_8_bit_numbers(static, rows):
 def test_verdicts_of_products_of_8_bit_numbers(dtype, weight_dtype, monkeypatch):
     known = dict(backends.implementations["linear_int8"])
     monkeypatch.setitem(backends.implementations, "linear_int8", known)
-    known["native"] = Implementation(_without_a_row)
+    known["native"] = implementation("linear_int8", _without_a_row)
     args, settings = of_a_layer(dtype, weight_dtype)
     verdict = prove("linear_int8", *args, **settings)
     assert verdict.trials["reference"].flaw is None
@@ -724,7 +732,7 @@ def test_a_right_kernel_serves_and_a_wrong_one_does_not(operator, monkeypatch):
     known = {"reference": backends.implementations[operator]["reference"]}
     monkeypatch.setitem(backends.implementations, operator, known)
     x, _ = rows_of()
-    known["native"] = Implementation(WRONG["one more"](operator))
+    known["native"] = implementation(operator, WRONG["one more"](operator))
     with pytest.warns(RuntimeWarning, match="the kernel of backend 'native' failed its check"):
         rows = getattr(ck, operator)(x)
     same = getattr(reference, operator)(x)
@@ -743,7 +751,9 @@ def test_arguments_statistics_gradients_and_random_numbers_stay():
     x = torch.randn(2, 12, 6, requires_grad=True)
     x.grad = torch.ones_like(x)
     convs = branches(shared=True)
-    backends.register("conv_projection", "native", Implementation(reference.conv_projection))
+    backends.register(
+        "conv_projection", "native", implementation("conv_projection", reference.conv_projection)
+    )
     tensors = [x, x.grad, *(t for conv in convs for t in conv if isinstance(t, torch.Tensor))]
     before = [(t.clone(), t._version, t.grad) for t in tensors]
     state = torch.get_rng_state()
@@ -761,7 +771,7 @@ def test_random_numbers_of_a_candidate_are_not_the_callers():
         torch.rand(5)
         return reference.gelu(x, approximate=approximate)
 
-    backends.register("gelu", "native", Implementation(draws))
+    backends.register("gelu", "native", implementation("gelu", draws))
     state = torch.get_rng_state()
     prove("gelu", torch.linspace(-1, 1, 12).view(3, 4), approximate="none")
     assert torch.equal(torch.get_rng_state(), state)
@@ -831,7 +841,9 @@ def test_tensors_of_inference_mode():
 def test_a_branch_without_gradients():
     x, convs = torch.randn(2, 12, 6), branches()
     frozen = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in convs[0])
-    backends.register("conv_projection", "native", Implementation(reference.conv_projection))
+    backends.register(
+        "conv_projection", "native", implementation("conv_projection", reference.conv_projection)
+    )
     verdict = prove("conv_projection", x, (3, 4), (ck.ConvBatchNorm(*frozen), convs[1]), training=True)
     assert verdict.trials["native"].flaw is None
     assert verdict.trials["native"].seconds is not None
@@ -841,8 +853,8 @@ def test_no_call_of_a_proof_exchanges_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
     proof = dispatch.proof_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
     for call in (proof.sample, proof.timed):
-        assert call.args[0].shape[0] == 3
-        assert all(conv.process_group is None for conv in call.args[2])
+        assert call.record.x.shape[0] == 3
+        assert all(conv.process_group is None for conv in call.record.convs)
 
 
 # Timing ---------------------------------------------------------------------------------------------------
@@ -882,7 +894,7 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
 
     monkeypatch.setattr(measure, "_run_cold", run_cold)
     candidates = {name: lambda x, name=name: ran.append(name) for name in milliseconds}
-    call = proofs.Call((torch.ones(2, 2),), {}, False)
+    call = proofs.Call((torch.ones(2, 2),), False)
     trials = proofs.time_in_turns(candidates, call, dict.fromkeys(candidates, trial(None)), "reference")
     assert proofs.choose(trials, "reference").chosen == chosen
     assert ran.count(chosen) == 1 + rounds  # the first run is not timed
@@ -894,23 +906,24 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
 def test_what_serves_later_calls_is_timed(is_planned, gradient):
     ran = []
 
-    def prepare(x, weight, bias=None, *, approximate="none"):
-        def serve(x, bias):
+    def prepare(call):
+        def serve(x, bias, _):
             ran.append("planned")
-            assert bias is None
-            return reference.gelu(x, approximate=approximate)
+            return reference.bias_gelu(x, bias, approximate=call.approximate)
 
         return serve if is_planned else None
 
-    @dispatch.prepared_by(prepare)
-    def function(x, weight, bias=None, *, approximate="none"):
+    @backends.prepared_by(prepare)
+    def function(call):
         ran.append("by name")
-        return reference.gelu(x, approximate=approximate)
+        return reference.bias_gelu(call.x, call.bias, approximate=call.approximate)
 
-    x = torch.randn(3, 4, requires_grad=gradient)
-    call = proofs.Call((x, x), {"approximate": "tanh"}, gradient)
+    record = backends.operators["bias_gelu"].bind(
+        torch.randn(3, 4, requires_grad=gradient), torch.randn(4), approximate="tanh"
+    )
+    call = proofs.Call(record, gradient)
     trials = dict.fromkeys(("native", "reference"), trial(None))
-    proofs.time_in_turns({"native": function, "reference": lambda x, *_, **__: x + 1}, call, trials)
+    proofs.time_in_turns({"native": function, "reference": lambda call: call.x + 1}, call, trials)
     assert set(ran) == {"planned" if is_planned and not gradient else "by name"}
 
 
@@ -945,8 +958,8 @@ def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
 
 def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
     x = torch.randn(7, 24)
-    backends.register("gelu", "native", Implementation(lambda x, **_: pytest.fail("is wrong")))
-    backends.register("gelu", "triton", Implementation(reference.gelu))
+    backends.register("gelu", "native", implementation("gelu", lambda x, **_: pytest.fail("is wrong")))
+    backends.register("gelu", "triton", implementation("gelu", reference.gelu))
     proof = dispatch.proof_of("gelu", x, approximate="none")
     wrong, busy = trial(None, flaw="wrong: all of it"), trial(9.0)._replace(is_disturbed=True)
     known = proofs.Verdict("triton", "triton", {"native": wrong, "triton": busy, "reference": trial(10.0)})

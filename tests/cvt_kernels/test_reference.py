@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from cvt_kernels import reference
-from cvt_kernels.reference import ConvBatchNorm
+from cvt_kernels.records import ConvBatchNorm
 from tests.checks import assert_accurate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -6,7 +6,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, proofs, reference
-from cvt_kernels.reference import (
+from cvt_kernels.records import (
     ConvBatchNorm,
     DepthwiseConv,
     Linear,
@@ -82,7 +82,7 @@ CALLS = {
     ),
 }
 
-every_operator = pytest.mark.parametrize("operator", backends.OPERATORS)
+every_operator = pytest.mark.parametrize("operator", backends.operators)
 
 
 class Model(nn.Module):
@@ -104,7 +104,7 @@ def _nothing_proven(monkeypatch):
 
 
 def assert_nothing_remembered():
-    assert (backends.choices, ck.fallbacks()) == ({}, {})
+    assert (backends.plans, ck.fallbacks()) == ({}, {})
 
 
 def eager(model, x):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import cvt_kernels
-from cvt_kernels import accuracy, backends, proofs, reference
+from cvt_kernels import accuracy, backends, proofs
 from cvt_kernels.proofs import Results
-from cvt_kernels.reference import LIMITS, QuantizedRows
+from cvt_kernels.records import LIMITS, QuantizedRows
 
 from .cases import Case
 from .operators import Made, make
@@ -86,30 +86,23 @@ def _able(operator: str, call: proofs.Call, triton: bool) -> list[str]:
     names = [name for name in registered if name != "reference"]
     requested = [name for name in names if triton or name != "triton"]
     with torch.set_grad_enabled(call.gradient), backends.use_backend(*requested or ["reference"]):
-        able = [
-            name
-            for name in requested
-            if backends.why_unsupported(operator, name, *call.args, **call.kwargs) is None
-        ]
+        able = [name for name in requested if backends.why_unsupported(operator, name, call.record) is None]
     # On a CPU the public functions of some operators call others without a choice.
     return [*able, "composed"] if "composed" in registered and "native" not in registered else able
 
 
-def _call_public(operator: str, *args: Any, **kwargs: Any) -> Any:
+def _call_public(operator: str, call: backends.Record) -> Any:
     """Calls the public function of an operator with the arguments of its implementations."""
-    if operator == "linear_int8" and kwargs.get("x_scales") is not None:
-        args = (QuantizedRows(args[0], kwargs["x_scales"]), *args[1:])
-    if operator == "linear_int8":
-        kwargs = {name: value for name, value in kwargs.items() if name != "x_scales"}
-    if operator == "attention" and kwargs["position"] is None:
-        kwargs = {name: value for name, value in kwargs.items() if name != "position"}
-    return getattr(cvt_kernels, operator)(*args, **kwargs)
+    arguments = call._asdict()
+    if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
+        arguments["x"] = QuantizedRows(call.x, scales)
+    return getattr(cvt_kernels, operator)(**arguments)
 
 
 def _standards(case: Case, made: Made, same: Results, douts: list[Tensor]) -> Iterator[_Standards]:
     """Yields what results may be compared with: one, or two where some backends do not round."""
     described = backends.operators[case.subject]
-    plain = getattr(reference, case.subject)
+    plain = described.reference
     yield _standard(plain, described.exact or plain, made, same, douts)
     if described.unrounded is not None:
         unrounded = proofs.run(described.unrounded, made.call.map(proofs._copied), douts)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cvt_kernels import proofs, reference
-from cvt_kernels.reference import (
+from cvt_kernels import backends, proofs, reference
+from cvt_kernels.records import (
     ConvBatchNorm,
     DepthwiseConv,
     Linear,
@@ -44,7 +44,7 @@ def make(case: Case) -> Made:
     """Makes the tensors of a case."""
     maker = _Maker(case)
     args, kwargs = _BUILDERS[case.subject](maker)
-    call = proofs.Call(tuple(args), kwargs, False)
+    call = proofs.Call(backends.operators[case.subject].bind(*args, **kwargs), False)
     call = call._replace(gradient=any(tensor.requires_grad for tensor in call.tensors()))
     return Made(call, maker.dout, maker.ignored)
 

@@ -1,5 +1,6 @@
 """The fuzzer: a slice of its cases passes, and faults that are planted are found and shrunk."""
 
+import functools
 import itertools
 import json
 import random
@@ -14,7 +15,7 @@ import torch
 from cvt.commands.process import run_command
 from cvt_kernels import backends, reference
 from cvt_kernels.ops import packing
-from tests.checks import not_built
+from tests.checks import implementation, not_built
 from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
 from tests.fuzz.__main__ import main
 from tests.fuzz.worker import Answer, Worker
@@ -34,7 +35,7 @@ def _as_in_a_run():
 # A slice of a run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", backends.OPERATORS)
+@pytest.mark.parametrize("operator", backends.operators)
 def test_cases_of_operators(operator):
     lines = [f"{operator}:{seed}" for seed in range(12)]
     answers = {line: ask(line) for line in lines}
@@ -70,7 +71,7 @@ def test_cases_that_failed_once(line):
 
 
 def test_every_operator_has_cases():
-    assert set(cases.CHOICES) == {*backends.OPERATORS, "commands", "files", "models", "raw"}
+    assert set(cases.CHOICES) == {*backends.operators, "commands", "files", "models", "raw"}
 
 
 def test_raw_operators():
@@ -130,7 +131,7 @@ def test_a_case_alone(monkeypatch, capsys):
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 0
     assert capsys.readouterr().out.startswith("gelu rows=3 seed=1\nno failure")
     backends.register(
-        "gelu", "native", backends.Implementation(lambda x, **settings: reference.gelu(x, **settings) + 1)
+        "gelu", "native", implementation("gelu", lambda x, **settings: reference.gelu(x, **settings) + 1)
     )
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 1
     assert "native outputs 0 is off by" in capsys.readouterr().out
@@ -176,7 +177,7 @@ def found(operator, fault, *, trials=60):
     """Returns what a search finds where the kernels of an operator have a fault."""
     function = getattr(reference, operator)
     backends.register(
-        operator, "native", backends.Implementation(lambda *args, **kwargs: fault(function, *args, **kwargs))
+        operator, "native", implementation(operator, lambda *args, **kwargs: fault(function, *args, **kwargs))
     )
     lines = (f"{operator}:{seed}" for seed in itertools.count())
     figures = campaign.search(operator, lines, ask, cases.simpler, cases=trials, seconds=None)
@@ -244,10 +245,8 @@ def test_other_faults_are_found():
 
     said = []
     for fault in (changes, raises, widens, varies):
-        implementation = backends.Implementation(
-            lambda *args, fault=fault, **kwargs: fault(reference.gelu, *args, **kwargs)
-        )
-        backends.register("gelu", "native", implementation)
+        faulty = functools.partial(fault, reference.gelu)
+        backends.register("gelu", "native", implementation("gelu", faulty))
         said += ask("gelu rows=3 seed=1").flaws
     assert said == [
         "native changes tensor 0 of its arguments",

@@ -110,7 +110,7 @@ def test_operators_page(capsys):
 def test_the_operators_page_names_every_backend():
     page = (DOCS / "operators.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^\|([^|]*)\|", page, flags=re.MULTILINE))
-    named = set(re.findall(r"`([a-z0-9_]+)`", rows)) - set(backends.OPERATORS)
+    named = set(re.findall(r"`([a-z0-9_]+)`", rows)) - set(backends.operators)
     assert named == set(backends.BACKENDS)
 
 

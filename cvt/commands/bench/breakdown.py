@@ -217,12 +217,12 @@ def _labeled_operators() -> Iterator[None]:
     def labeled(
         operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def serve(call: backends.Record) -> Any:
             with record_function(f"cvt_kernels::{operator} by {backend}"):
                 # What is never called may not be installed, such as Triton.
-                return implementation.load().function(*args, **kwargs)
+                return implementation.load().function(call)
 
-        return dataclasses.replace(implementation, function=call)
+        return dataclasses.replace(implementation, function=serve)
 
     with backends.replaced(labeled):
         yield

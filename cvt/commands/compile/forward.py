@@ -117,11 +117,11 @@ class _Recorder(TorchDispatchMode):
         implementation.load()
         function = implementation.function
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def serve(call: backends.Record) -> Any:
             with self._within(operator):
-                return function(*args, **kwargs)
+                return function(call)
 
-        return backends.Implementation(call, why_unsupported=implementation.why_unsupported)
+        return backends.Implementation(serve, why_unsupported=implementation.why_unsupported)
 
     @contextlib.contextmanager
     def _within(self, operator: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 
 from ...config import PRESETS, default_image_size
 
@@ -225,7 +225,7 @@ def attention_launches(
 ) -> list[machine.Launch]:
     """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
     from cvt_kernels.ops.attention.triton import backward, forward
-    from cvt_kernels.reference import PositionBias
+    from cvt_kernels.records import PositionBias
 
     grid, channels, class_tokens, _ = stage
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
@@ -273,10 +273,11 @@ def conv_embedding_launches(
     weight = meta(stage.channels, in_channels, kernel_size, kernel_size)
     vector = meta(stage.channels)
     with machine.recorded_launches(chip) as launches:
-        triton.conv_embedding(
-            image, weight, vector, vector, vector, stride=stride, padding=padding, eps=1e-5,
+        call = backends.operators["conv_embedding"].bind(
+            image, weight, vector, vector, vector, stride=stride, padding=padding,
             class_token=vector if stage.class_tokens else None,
         )  # fmt: skip
+        triton.conv_embedding(call)
     return launches
 
 
@@ -297,11 +298,12 @@ def layer_norm_mlp_launches(
     x = meta(batch, height * width + class_tokens, channels)
     vector, hidden = meta(channels), 4 * channels
     layers = meta(hidden, channels), meta(hidden), meta(channels, hidden), vector
-    settings: dict[str, Any] = {"eps": 1e-5, "approximate": "quick", "shift": None}
-    if training or forward.why_unsupported(x, vector, vector, *layers, **settings) is not None:
+    bind = backends.operators["layer_norm_mlp"].bind
+    call = bind(x, vector, vector, *layers, approximate="quick")
+    if training or forward.why_unsupported(call) is not None:
         return []
     with machine.recorded_launches(chip) as launches:
-        forward.layer_norm_mlp(x, vector, vector, *layers, **settings)
+        forward.layer_norm_mlp(call)
     return launches
 
 

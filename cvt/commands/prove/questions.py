@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import LinearInt8, accelerate, backends, dispatch, reference, restore
+from cvt_kernels import LinearInt8, accelerate, backends, dispatch, restore
 from cvt_kernels.ops.linear_int8.modules import replace
 from cvt_kernels.quantization.layers import find_layers
 
@@ -84,23 +84,19 @@ class Question(NamedTuple):
     Attributes:
         text: The question as the files of verdicts have it.
         operator: Name of the operator.
-        args: Positional arguments, with a :class:`TensorLike` for every tensor.
-        kwargs: Arguments by name.
+        arguments: The arguments by name, with a :class:`TensorLike` for every tensor.
         autocast: The dtype of autocast around the call; None without it.
     """
 
     text: str
     operator: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
     autocast: torch.dtype | None
 
-    def make_arguments(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def make_arguments(self, device: torch.device) -> dict[str, Any]:
         """Makes the arguments, with the same numbers every time."""
         generator = torch.Generator(device).manual_seed(0)
-        return pytree.tree_map_only(
-            TensorLike, lambda like: like.make(device, generator), (self.args, self.kwargs)
-        )
+        return pytree.tree_map_only(TensorLike, lambda like: like.make(device, generator), self.arguments)
 
 
 def collect(workload: Workload, device: torch.device) -> list[Question]:
@@ -126,7 +122,7 @@ def collect(workload: Workload, device: torch.device) -> list[Question]:
 def _rank(question: Question) -> tuple[bool, int]:
     """Returns what parts have less of than what is composed of them."""
     composed = "composed" in backends.implementations[question.operator]
-    return composed, backends.OPERATORS.index(question.operator)
+    return composed, list(backends.operators).index(question.operator)
 
 
 def _without_entropy(workload: Workload) -> list[Workload]:
@@ -217,25 +213,27 @@ class _Collector:
 
         A composition calls other operators, whose questions are asked too.
         """
-        function = implementation.function if backend == "composed" else getattr(reference, operator)
+        plain: Any = backends.operators[operator]
+        function = implementation.function if backend == "composed" else plain.reference
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._record(operator, args, kwargs)
+        def serve(call: backends.Record) -> Any:
+            arguments = call._asdict()
+            self._record(operator, **arguments)
             for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
-                if kwargs.get("approximate") is not None:
-                    self._record(operator, args, {**kwargs, "approximate": approximate})
+                if arguments.get("approximate") is not None:
+                    self._record(operator, **arguments | {"approximate": approximate})
                 elif operator == "transformer_block":
-                    x, grid, block = args
-                    self._record(operator, (x, grid, block._replace(approximate=approximate)), kwargs)
-            return function(*args, **kwargs)
+                    block = call.block._replace(approximate=approximate)
+                    self._record(operator, **arguments | {"block": block})
+            return function(call)
 
-        return dataclasses.replace(implementation, function=call, why_unsupported=None)
+        return dataclasses.replace(implementation, function=serve, why_unsupported=None)
 
     def _record_layer_norms(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the calls of a LayerNorm for tokens as they lie and for ones that lie channel by channel."""
         norm = cast(nn.LayerNorm, module)
         for x in (args[0], args[0].transpose(1, 2).contiguous().transpose(1, 2)):
-            self._record("layer_norm", (x, norm.weight, norm.bias), {"eps": norm.eps})
+            self._record("layer_norm", x, norm.weight, norm.bias, eps=norm.eps)
 
     def _record_first_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of the first linear layer of an MLP."""
@@ -245,10 +243,11 @@ class _Collector:
         """Notes the call of a linear layer; on tensors without memory the layer does not ask the registry."""
         x, weight, bias = args[0], module.weight, module.bias
         if x.dtype == weight.dtype:
-            self._record("linear", (x, weight, bias), {})
+            self._record("linear", x, weight, bias)
 
-    def _record(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, operator: str, *args: Any, **kwargs: Any) -> None:
         text = dispatch.question(operator, *args, **kwargs)
         if text not in self.questions:
-            args, kwargs = pytree.tree_map_only(Tensor, TensorLike.of, (args, kwargs))
-            self.questions[text] = Question(text, operator, args, kwargs, self._autocast)
+            arguments = backends.operators[operator].bind(*args, **kwargs)._asdict()
+            like = pytree.tree_map_only(Tensor, TensorLike.of, arguments)
+            self.questions[text] = Question(text, operator, like, self._autocast)

@@ -291,9 +291,9 @@ class _Server:
 
     def _proof_of(self, question: Question) -> proofs.Proof:
         self._autocast = question.autocast
-        args, kwargs = question.make_arguments(self._device)
+        arguments = question.make_arguments(self._device)
         with self._undisturbed():
-            return dispatch.proof_of(question.operator, *args, **kwargs)
+            return dispatch.proof_of(question.operator, **arguments)
 
     def check(self, name: str) -> Trial:
         with self._undisturbed():

@@ -5,35 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, reference
-from ...declaration import operator
-from ...reference import PositionBias, position_bias
-from ..registration import images_within, register_native, register_triton, size_class
+from ... import checks, reference
+from ...backends import Implementation, Record
+from ...declaration import native_kernels, operator, triton_kernels
+from ...records import PositionBias
+from ...reference import position_bias
+from ..kinds import first_images, images_within, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
 
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> Tensor:
+def sdpa(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``.
 
     A bias becomes a mask; one by position has (1, h, Nq, Nkv), or (B, h, Nq, Nkv) with rows.
     """
+    q, k, v, scale, bias, _, position = call
     mask = bias
     if position is not None:
         places = position_bias(position, q.shape[1], k.shape[1])
@@ -49,16 +42,8 @@ def sdpa(
 _SAMPLE = 2**20  # scores
 
 
-def _why_sdpa_unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> str | None:
+def _why_sdpa_unsupported(call: Record) -> str | None:
+    q, _, _, _, bias, dropout_p, _ = call
     if bias is not None and q.device.type != "cpu":
         return "may give no zeros where the bias excludes every key"
     if checks.forward_mode_enabled():
@@ -66,71 +51,6 @@ def _why_sdpa_unsupported(
     if q.device.type == "cpu" and checks.is_transformed():
         return "computes one call of a vmap after the other on a CPU"
     return "draws other random numbers than the reference" if dropout_p > 0 else None
-
-
-def _signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> tuple[Any, ...]:
-    table = None if position is None else position.table
-    gradient = checks.wants_gradient(q, k, v, bias, table)
-    form = None if bias is None else (tuple(n == 1 for n in bias.shape), bias.requires_grad)
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    places = None
-    if position is not None:
-        # A scale that is all but 0 is refused by kernels.
-        too_small = why_scale_too_small(scale) is not None
-        places = position.table.requires_grad, position.rows is not None, *position[1:4], too_small
-    return gradient, q.shape, k.shape[1], contiguous, form, dropout_p > 0, places
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    keys: int,
-    contiguous: bool,
-    bias: Any,
-    drops: bool,
-    places: Any = None,
-) -> str:
-    batch, queries, heads, channels = shape
-    words = f"{size_class(batch * heads)} images × heads of {channels} channels"
-    words += f", {size_class(queries)} queries, {size_class(keys)} keys"
-    if bias is not None:
-        ones, has_gradient = bias
-        form = "×".join("1" if one else "n" for one in ones)
-        words += f", {'learned' if has_gradient else 'fixed'} bias of {form}"
-    if places is not None:
-        has_gradient, has_rows, *_ = places
-        words += f", {'learned' if has_gradient else 'fixed'} bias by position"
-        words += " of chosen queries" if has_rows else ""
-    return words + ("" if contiguous else ", strided") + (", dropout" if drops else "")
-
-
-def _sample(
-    factor: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    bias: Tensor | None,
-    position: PositionBias | None = None,
-    **settings: Any,
-) -> tuple[Any, dict[str, Any]]:
-    batch, queries, heads, _ = q.shape
-    images = images_within(_SAMPLE * factor, batch, batch * heads * queries * k.shape[1])
-    if bias is not None and bias.ndim == 4 and bias.shape[0] == batch:
-        bias = bias[:images]
-    if position is not None:
-        rows = None if position.rows is None else position.rows[:images]
-        settings["position"] = position._replace(rows=rows)
-    return (q[:images], k[:images], v[:images]), {"bias": bias, **settings}
 
 
 #: The least magnitude of a scale that a bias by position is divided by.
@@ -160,15 +80,43 @@ def _check_rows(call: Any) -> None:
         checks.check_row_values("position.rows", position.rows, _tokens_of(position, call.k.shape[1]))
 
 
-register_triton("attention", __name__)
-register_native("attention", __name__, forward_only=True)
-backends.register("attention", "sdpa", backends.Implementation(sdpa, why_unsupported=_why_sdpa_unsupported))
-backends.describe(
-    "attention", backends.Operator(_signature, _shape_class, _sample, defaults=("sdpa", "reference"))
+def _kind(call: Record) -> str:
+    batch, queries, heads, channels = call.q.shape
+    words = f"{size_class(batch * heads)} images × heads of {channels} channels"
+    words += f", {size_class(queries)} queries, {size_class(call.k.shape[1])} keys"
+    if call.bias is not None:
+        form = "×".join("1" if size == 1 else "n" for size in call.bias.shape)
+        words += f", {'learned' if call.bias.requires_grad else 'fixed'} bias of {form}"
+    if call.position is not None:
+        learned = call.position.table.requires_grad
+        words += f", {'learned' if learned else 'fixed'} bias by position"
+        words += "" if call.position.rows is None else " of chosen queries"
+    contiguous = call.q.is_contiguous() and call.k.is_contiguous() and call.v.is_contiguous()
+    return words + ("" if contiguous else ", strided") + (", dropout" if call.dropout_p > 0 else "")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    batch, queries, heads, _ = call.q.shape
+    images = images_within(_SAMPLE * factor, batch, batch * heads * queries * call.k.shape[1])
+    if call.bias is not None and call.bias.ndim == 4 and call.bias.shape[0] == batch:
+        call = call._replace(bias=call.bias[:images])
+    if call.position is not None and call.position.rows is not None:
+        call = call._replace(position=call.position._replace(rows=call.position.rows[:images]))
+    return first_images(call, images, "q", "k", "v")
+
+
+@operator(
+    backends={
+        "triton": triton_kernels(),
+        "native": native_kernels(forward_only=True),
+        "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
+    },
+    kind=_kind,
+    sample=_sample,
+    check=_check,
+    defaults=("sdpa", "reference"),
+    values=("position", _check_rows),
 )
-
-
-@operator(check=_check, values=("position", _check_rows))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -205,7 +153,20 @@ def attention(
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
     time. They serve heads of up to 128 channels, without dropout.
     """
-    return reference.attention(q, k, v, scale=scale, bias=bias, dropout_p=dropout_p, position=position)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)  # scaling q first keeps float16 in range
+    if position is not None:
+        scores = scores + reference.position_bias(position, q.shape[1], k.shape[1])
+    if bias is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        scores = scores + bias
+        excluded = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        probabilities = scores.masked_fill(excluded, 0.0).softmax(dim=-1).masked_fill(excluded, 0.0)
+    if dropout_p > 0:
+        probabilities = F.dropout(probabilities, dropout_p)
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
 
 
 def check_attention_map(

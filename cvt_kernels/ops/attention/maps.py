@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...reference import PositionBias, position_bias
+from ...records import PositionBias
+from ...reference import position_bias
 from . import check_attention_map
 
 

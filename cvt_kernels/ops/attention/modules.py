@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...reference import PositionBias, position_bias
+from ...records import PositionBias
+from ...reference import position_bias
 from ..conv_projection.modules import project
 from . import attention
 

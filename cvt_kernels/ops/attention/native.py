@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch, machine
-from ...reference import PositionBias
+from ... import checks, machine
+from ...backends import Record, prepared_by
 from . import why_scale_too_small
 
 machine.load_extension()
@@ -30,36 +30,14 @@ _MAX_HEAD_DIM = 256
 
 
 @torch.library.register_fake("cvt_kernels::attention_inference")
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @torch.library.register_fake("cvt_kernels::attention_by_position")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    table: Tensor,
-    rows: Tensor | None,
-    key_height: int,
-    key_width: int,
-    stride: int,
-) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def why_unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    q, k, v, scale, bias, dropout_p, position = call
     if checks.wants_gradient(q, k, v, None if position is None else position.table):
         return "has no gradients on a CPU"
     if bias is not None:
@@ -71,27 +49,18 @@ def why_unsupported(
     return None if position is None else why_scale_too_small(scale)
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, position: PositionBias | None = None, **_: Any
-) -> Callable[..., Tensor] | None:
+def _prepare(call: Record) -> Callable[..., Tensor] | None:
+    q, scale, position = call.q, call.scale, call.position
     if position is not None or checks.autocast_dtype(q) is not None:
         return None
     factor = q.shape[3] ** -0.5 if scale is None else scale
     return lambda q, k, v, *_: _op(q, k, v, factor)
 
 
-@dispatch.prepared_by(_prepare)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> Tensor:
+@prepared_by(_prepare)
+def attention(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
+    q, k, v, scale, _, _, position = call
     if scale is None:
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:

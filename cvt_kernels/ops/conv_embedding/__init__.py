@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import operator
+from ... import checks, dispatch, reference
+from ...backends import Implementation, Record
+from ...declaration import native_kernels, operator, triton_kernels
+from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import layer_norm
-from ..registration import (
-    images_within,
-    register_composed,
-    register_native,
-    register_triton,
-    size_class,
-)
 
 _SAMPLE = 2**18  # elements
+
+
+def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:
+    checks.check_float_tensor("image", image, "(batch, channels, height, width)")
+    checks.check_rank("image", image, 4, "(batch, channels, height, width)")
+    checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
+    checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
+    if image.shape[1] != weight.shape[1]:
+        raise ValueError(f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as weight")
+    kernel_size = weight.shape[3]
+    expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
+    checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")
+    checks.check_like("weight", weight, "image", image)
+    if weight.numel() == 0:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
+    checks.check_positive("eps", eps)
+    if min(checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)) < 1:
+        raise ValueError(
+            f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
+        )
 
 
 def _check_all(call: Any) -> None:
@@ -38,7 +53,45 @@ def _instead(call: Any) -> Callable[..., Tensor] | None:
     return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
 
 
-@operator(check=_check_all, instead=_instead)
+def _compose(call: Record) -> Tensor:
+    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
+    image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
+    tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
+    norm_weight, norm_bias = (
+        None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
+    )
+    tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
+    if class_token is None:
+        return tokens
+    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
+
+
+def _kind(call: Record) -> str:
+    batch, inputs, height, width = call.image.shape
+    geometry = call.weight.shape[3], call.stride, call.padding
+    words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
+    words += f"{call.weight.shape[0]} channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
+    words += "" if call.class_token is None else ", and a class token"
+    # Of channels last, torch.func.vmap knows the stride alone.
+    return words + (", channels last" if call.image.stride(1) == 1 else "")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    image = call.image
+    return first_images(call, images_within(_SAMPLE * factor, image.shape[0], image.numel()), "image")
+
+
+@operator(
+    backends={
+        "triton": triton_kernels(),
+        "native": native_kernels(forward_only=True),
+        "composed": Implementation(_compose, ("cuda",)),
+    },
+    kind=_kind,
+    sample=_sample,
+    check=_check_all,
+    instead=_instead,
+)
 def conv_embedding(
     image: Tensor,
     weight: Tensor,
@@ -76,89 +129,8 @@ def conv_embedding(
         ValueError: A wrong shape or device, an invalid setting, or an empty output.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = image, weight, bias, norm_weight, norm_bias
-    settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": eps, "class_token": class_token}
-    return reference.conv_embedding(*args, **settings)
-
-
-def _compose(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    stride: int,
-    padding: int,
-    eps: float,
-    class_token: Tensor | None,
-) -> Tensor:
-    image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
-    tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
-    norm_weight, norm_bias = (
-        None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
-    )
-    tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
+    y = F.conv2d(image, weight, bias, stride, padding)
+    tokens = reference.layer_norm(y.flatten(2).transpose(1, 2), norm_weight, norm_bias, eps=eps)
     if class_token is None:
         return tokens
     return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
-
-
-def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:
-    checks.check_float_tensor("image", image, "(batch, channels, height, width)")
-    checks.check_rank("image", image, 4, "(batch, channels, height, width)")
-    checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
-    checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
-    if image.shape[1] != weight.shape[1]:
-        raise ValueError(f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as weight")
-    kernel_size = weight.shape[3]
-    expected = (weight.shape[0], image.shape[1], kernel_size, kernel_size)
-    checks.check_shape("weight", weight, expected, "(channels, in_channels, k, k)")
-    checks.check_like("weight", weight, "image", image)
-    if weight.numel() == 0:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
-    checks.check_positive("eps", eps)
-    if min(checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)) < 1:
-        raise ValueError(
-            f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
-        )
-
-
-def _signature(
-    image: Tensor,
-    weight: Tensor,
-    *vectors: Tensor | None,
-    stride: int,
-    padding: int,
-    eps: float = 1e-5,
-    class_token: Tensor | None = None,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(image, weight, *vectors, class_token)
-    channels_last = image.stride(1) == 1  # of which alone torch.func.vmap knows
-    geometry = weight.shape[3], stride, padding
-    return gradient, image.shape, weight.shape[0], geometry, channels_last, class_token is not None
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    channels: int,
-    geometry: Sequence[int],
-    channels_last: bool,
-    has_class_token: bool,
-) -> str:
-    batch, inputs, height, width = shape
-    words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to {channels} "
-    words += f"channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
-    words += ", and a class token" if has_class_token else ""
-    return words + (", channels last" if channels_last else "")
-
-
-def _sample(factor: int, image: Tensor, *tensors: Tensor | None, **settings: Any) -> Any:
-    return (image[: images_within(_SAMPLE * factor, image.shape[0], image.numel())], *tensors), settings
-
-
-register_triton("conv_embedding", __name__)
-register_native("conv_embedding", __name__, forward_only=True)
-register_composed("conv_embedding", _compose)
-backends.describe("conv_embedding", backends.Operator(_signature, _shape_class, _sample))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
+from ...backends import Record
 from .. import packing
 
 machine.load_extension()
@@ -29,19 +30,9 @@ def _(
     return image.new_empty(image.shape[0], tokens, bias.shape[0])
 
 
-def why_unsupported(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    stride: int,
-    padding: int,
-    eps: float,
-    class_token: Tensor | None,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    image, weight, bias, norm_weight, norm_bias, _, _, _, class_token = call
     tensors = image, weight, bias, norm_weight, norm_bias, class_token
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
@@ -66,19 +57,9 @@ class _Packed(NamedTuple):
     class_token: Tensor | None
 
 
-def conv_embedding(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    stride: int,
-    padding: int,
-    eps: float,
-    class_token: Tensor | None,
-) -> Tensor:
+def conv_embedding(call: Record) -> Tensor:
     """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
     channels_last = image.stride(1) == 1 and image.shape[1] > 1
 
     def pack() -> _Packed:

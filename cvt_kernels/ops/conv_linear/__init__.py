@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import facts_of_tensor, operator
-from ...reference import Branch, flattened
-from ..conv_projection import check_arguments, conv_projection, facts_of_convs, geometry_of, shape_class
+from ... import checks, dispatch, reference
+from ...backends import Implementation, Record
+from ...declaration import facts_of_tensor, operator, triton_kernels
+from ...records import Branch
+from ..conv_projection import (
+    check_arguments,
+    conv_projection,
+    facts_of_convs,
+    kind_of_projection,
+    sample_of_projection,
+)
 from ..linear import linear
-from ..registration import images_within, register_composed, register_triton
-
-_SAMPLE = 2**18  # elements
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
 Linear = tuple[Tensor, Tensor | None]
@@ -24,6 +29,22 @@ def _with_tuples(call: Any) -> Any:
     convs = checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm")
     linears = checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
     return call._replace(convs=convs, linears=linears)
+
+
+def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
+    if len(linears) != len(convs):
+        raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
+    for i, pair in enumerate(linears):
+        name = f"linears[{i}]"
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"{name}: got {checks.shown(pair)}, expected a pair (weight, bias)")
+        weight, bias = pair
+        checks.check_float_tensor(name, weight, "(outputs, channels)")
+        checks.check_rank(name, weight, 2, "(outputs, channels)")
+        checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")
+        checks.check_like(name, weight, "x", x)
+        if bias is not None:
+            checks.check_tensor_like(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)", x)
 
 
 def _check(call: Any) -> None:
@@ -36,13 +57,27 @@ def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
 
 
-def _facts_of_linears(linears: tuple[Linear, ...], grad: bool) -> tuple[Any, ...]:
-    if type(linears) is not tuple:
+def _facts_of_linears(linears: Sequence[Linear], grad: bool) -> tuple[Any, ...]:
+    if type(linears) not in (tuple, list):
         raise TypeError
-    return tuple([(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in linears])
+    return type(linears), *[(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in linears]
+
+
+def _compose(call: Record) -> tuple[Tensor, ...]:
+    x, grid, convs, linears = call
+    projected = conv_projection(x, grid, convs, training=False)
+    return tuple(linear(y, *each) for y, each in zip(projected, linears, strict=True))
+
+
+def _kind(call: Record) -> str:
+    outputs = " ".join(str(weight.shape[0]) for weight, _ in call.linears)
+    return f"{kind_of_projection(call)}, to {outputs} channels"
 
 
 @operator(
+    backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
+    kind=_kind,
+    sample=sample_of_projection,
     arguments=_with_tuples,
     check=_check,
     instead=_instead,
@@ -71,57 +106,5 @@ def conv_linear(
         ValueError: A wrong shape or device, an invalid setting, or not as many linear layers as branches.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.conv_linear(x, grid, convs, linears)
-
-
-def _compose(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
-) -> tuple[Tensor, ...]:
-    projected = conv_projection(x, grid, convs, training=False)
-    return tuple(linear(y, *each) for y, each in zip(projected, linears, strict=True))
-
-
-def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
-    if len(linears) != len(convs):
-        raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
-    for i, pair in enumerate(linears):
-        name = f"linears[{i}]"
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"{name}: got {checks.shown(pair)}, expected a pair (weight, bias)")
-        weight, bias = pair
-        checks.check_float_tensor(name, weight, "(outputs, channels)")
-        checks.check_rank(name, weight, 2, "(outputs, channels)")
-        checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")
-        checks.check_like(name, weight, "x", x)
-        if bias is not None:
-            checks.check_tensor_like(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)", x)
-
-
-def _signature(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
-) -> tuple[Any, ...]:
-    flat = flattened(convs)[0]
-    tensors = [t for c in flat for t in (c.weight, c.bn_weight, c.bn_bias)]
-    gradient = checks.wants_gradient(x, *tensors, *(t for each in linears for t in each))
-    scale = flat[0].bn_weight
-    mixed = scale is not None and scale.dtype != x.dtype
-    statistics = flat[0].running_mean is None
-    outputs = tuple([weight.shape[0] for weight, _ in linears])
-    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs), outputs
-
-
-def _shape_class(*signature: Any) -> str:
-    *projection, outputs = signature
-    return f"{shape_class(*projection)}, to {' '.join(map(str, outputs))} channels"
-
-
-def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
-) -> Any:
-    images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
-    return (x[:images], grid, convs, linears), {}
-
-
-register_triton("conv_linear", __name__)
-register_composed("conv_linear", _compose)
-backends.describe("conv_linear", backends.Operator(_signature, _shape_class, _sample))
+    projected = reference.conv_projection(x, grid, convs, training=False)
+    return tuple(F.linear(y, *linear) for y, linear in zip(projected, linears, strict=True))

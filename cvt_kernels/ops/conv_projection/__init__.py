@@ -9,33 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import facts_of, facts_of_tensor, operator
-from ...reference import Branch, ConvBatchNorm, flattened, summands
-from ..registration import images_within, register_native, register_triton, size_class
+from ... import checks, dispatch
+from ...backends import Record
+from ...declaration import facts_of, facts_of_tensor, native_kernels, operator, triton_kernels
+from ...records import Branch, ConvBatchNorm, flattened, summands
+from ..kinds import first_images, images_within, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 
 _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SAMPLE = 2**18  # elements
-
-
-def _signature(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> tuple[Any, ...]:
-    flat = flattened(convs)[0]
-    # To list them takes longer than all else here.
-    parameters = (
-        [t for conv in flat for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
-        if torch.is_grad_enabled()
-        else ()
-    )
-    statistics = training or flat[0].running_mean is None
-    scale = flat[0].bn_weight
-    mixed = scale is not None and scale.dtype != x.dtype
-    gradient = checks.wants_gradient(x, *parameters)
-    return gradient, x.shape, grid, x.is_contiguous(), statistics, mixed, geometry_of(convs)
 
 
 def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
@@ -50,24 +35,20 @@ def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    grid: tuple[int, int],
-    contiguous: bool,
-    statistics: bool,
-    mixed: bool,
-    geometry: Sequence[tuple[int, ...]],
-) -> str:
-    """Returns the words for all calls that share a verdict, from their signature."""
-    batch, tokens, channels = shape
-    pixels = grid[0] * grid[1]
-    class_token = "" if tokens == pixels else " and a class token"
-    branches = " ".join(map(_words, geometry))
-    words = f"{size_class(batch)} images of {size_class(pixels)} pixels{class_token}, {channels} channels"
-    words += f", kernel/stride/padding/dilation {branches}"
-    words += (", batch statistics" if statistics else "") + (", BatchNorm of another dtype" if mixed else "")
-    return words + ("" if contiguous else ", strided")
+def kind_of_projection(call: Record) -> str:
+    """Returns the words for a call's kind, as far as they tell of its x, grid and convs."""
+    batch, tokens, channels = call.x.shape
+    first = flattened(call.convs)[0][0]
+    pixels = call.grid[0] * call.grid[1]
+    words = f"{size_class(batch)} images of {size_class(pixels)} pixels"
+    words += "" if tokens == pixels else " and a class token"
+    words += f", {channels} channels, kernel/stride/padding/dilation "
+    words += " ".join(map(_words, geometry_of(call.convs)))
+    takes_statistics = getattr(call, "training", False) or first.running_mean is None
+    words += ", batch statistics" if takes_statistics else ""
+    is_mixed = first.bn_weight is not None and first.bn_weight.dtype != call.x.dtype
+    words += ", BatchNorm of another dtype" if is_mixed else ""
+    return words + ("" if call.x.is_contiguous() else ", strided")
 
 
 def _words(geometry: tuple[int, ...]) -> str:
@@ -76,32 +57,26 @@ def _words(geometry: tuple[int, ...]) -> str:
     return "+".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in summed)
 
 
-def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> tuple[Any, dict[str, Any]]:
+def sample_of_projection(factor: int, call: Record) -> Record:
+    """Returns a call of fewer images, and of no other process."""
     # At least two images: one alone may have a single value per channel.
-    images = max(2, images_within(_SAMPLE * factor, x.shape[0], x.numel()))
-    alone = [tuple(conv._replace(process_group=None) for conv in summands(branch)) for branch in convs]
-    return (x[:images], grid, tuple(map(_branch, alone))), {"training": training}
+    images = max(2, images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel()))
+    alone = [tuple(conv._replace(process_group=None) for conv in summands(branch)) for branch in call.convs]
+    return first_images(call, images, "x")._replace(convs=tuple(map(_branch, alone)))
 
 
 def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
     return parts[0] if len(parts) == 1 else parts
 
 
-register_triton("conv_projection", __name__)
-register_native("conv_projection", __name__)
-backends.describe("conv_projection", backends.Operator(_signature, shape_class, _sample))
-
-
 _facts_of_conv = facts_of(ConvBatchNorm, "num_batches_tracked", "process_group")
 
 
-def facts_of_convs(convs: tuple[Branch, ...], grad: bool, training: bool = False) -> tuple[Any, ...]:
+def facts_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
     """Returns the part that branches have of a key; TypeError where nothing is remembered of them."""
-    if convs.__class__ is not tuple:
+    if convs.__class__ not in (tuple, list):
         raise TypeError
-    facts = tuple([_facts_of_branch(branch, grad) for branch in convs])
+    facts = convs.__class__, *[_facts_of_branch(branch, grad) for branch in convs]
     return (facts, _facts_of_training(convs)) if training else facts
 
 
@@ -111,7 +86,7 @@ def _facts_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
     return _facts_of_conv(branch, grad)
 
 
-def _facts_of_training(convs: tuple[Branch, ...]) -> tuple[Any, ...]:
+def _facts_of_training(convs: Sequence[Branch]) -> tuple[Any, ...]:
     """Returns what training reads besides: counts of batches, and whether branches share statistics."""
     flat = flattened(convs)[0]
     if any(conv.process_group is not None for conv in flat):  # the processes agree on what serves
@@ -124,17 +99,25 @@ def _with_tuple(call: Any) -> Any:
     return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
 
-def _instead(call: Any) -> Callable[..., Any] | None:
+def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
     """Returns what serves a call whose batch is spread over processes; None for others."""
     groups = (conv.process_group for conv in flattened(call.convs)[0])
     group = next((group for group in groups if group is not None), None)
     if not call.training or group is None:
         return None
-    shared = call.x.shape[2], geometry_of(call.convs)
-    return functools.partial(dispatch.call_in_group, group, shared, "conv_projection")
+
+    def serve(call: Record) -> tuple[Tensor, ...]:
+        shared = call.x.shape[2], geometry_of(call.convs)
+        choice = dispatch.choose_in_group(group, shared, "conv_projection", call)
+        return choice.serving(call.x).function(call)
+
+    return serve
 
 
 @operator(
+    backends={"triton": triton_kernels(), "native": native_kernels()},
+    kind=kind_of_projection,
+    sample=sample_of_projection,
     arguments=_with_tuple,
     check=lambda call: check_arguments(*call),
     instead=_instead,
@@ -168,7 +151,90 @@ def conv_projection(
             of different grids, or training with a single value per channel. Nothing has been updated then.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.conv_projection(x, grid, convs, training=training)
+    height, width = grid
+    tokens, channels = x.shape[1], checks.plain_size(x.shape[2])
+    class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
+    # In this order: for B = 1, the strides that transpose and unflatten would leave make the CPU's
+    # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).
+    image = spatial.unflatten(1, (height, width)).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
+    outputs = []
+    for branch in convs:
+        maps = []
+        for conv in summands(branch):
+            y = F.conv2d(image, conv.weight, None, conv.stride, conv.padding, conv.dilation, groups=channels)
+            maps.append(_batch_norm(y, conv, training))
+        y = functools.reduce(torch.add, maps).permute(0, 2, 3, 1).flatten(1, 2)
+        if tokens > height * width:
+            outputs.append(torch.cat([class_token.to(y.dtype), y], dim=1))  # the dtype of autocast for all
+        else:
+            outputs.append(y.contiguous())
+    return tuple(outputs)
+
+
+def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
+    """Computes ``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
+    tracked = conv.running_mean is not None
+    momentum = conv.momentum
+    if training and tracked and conv.num_batches_tracked is not None:
+        conv.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / conv.num_batches_tracked.item()
+    if training and conv.process_group is not None:
+        return _synchronized_batch_norm(y, conv, momentum)
+    return F.batch_norm(
+        y,
+        conv.running_mean,
+        conv.running_var,
+        conv.bn_weight,
+        conv.bn_bias,
+        training=training or not tracked,
+        momentum=0.0 if momentum is None else momentum,
+        eps=conv.eps,
+    )
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sums over processes. Every output depends on every input, so the gradients are summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns the sum, which is equal in every process."""
+        ctx.group = group
+        total = share.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the sum of the gradients."""
+        return _SumOverProcesses.apply(gradient.contiguous(), ctx.group), None
+
+
+def _synchronized_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | None) -> Tensor:
+    """Normalizes this process's share y (B, C, H, W) by the statistics of the whole batch of the group."""
+    dtype = y.dtype
+    y = y.to(torch.promote_types(dtype, torch.float32))
+    group, dims = conv.process_group, (0, 2, 3)
+    count = _SumOverProcesses.apply(y.new_tensor(y.numel() // y.shape[1]), group)
+    mean = _SumOverProcesses.apply(y.sum(dims), group) / count
+    deviation = y - mean[:, None, None]
+    variance = _SumOverProcesses.apply((deviation**2).sum(dims), group) / count
+    if conv.running_mean is not None and conv.running_var is not None:
+        with torch.no_grad():
+            for running, batch in (
+                (conv.running_mean, mean),
+                (conv.running_var, variance * count / (count - 1)),
+            ):
+                running.copy_(running + (momentum or 0.0) * (batch - running))
+    y = deviation * (variance + conv.eps).rsqrt()[:, None, None]
+    if conv.bn_weight is not None:
+        y = y * conv.bn_weight[:, None, None]
+    if conv.bn_bias is not None:
+        y = y + conv.bn_bias[:, None, None]
+    return y.to(dtype)
+
+
+# Checks ---------------------------------------------------------------------------------------------------
 
 
 def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...reference import ConvBatchNorm
+from ...records import ConvBatchNorm
 from . import check_settings
 
 _LARGEST = 1024  # rows of a kernel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference import Branch, ConvBatchNorm
+from ...records import Branch, ConvBatchNorm
 from . import conv_projection
 
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch, machine
-from ...reference import Branch, ConvBatchNorm, flattened, summands
+from ... import checks, machine
+from ...backends import Record, prepared_by
+from ...records import ConvBatchNorm, flattened, summands
 from ..autograd import once_differentiable
 
 machine.load_extension()
@@ -40,7 +41,7 @@ class _Settings(NamedTuple):
     geometry: list[int]
     eps: list[float]
     constant: list[int]  # whether the statistics are constants
-    summands: list[int]  # as of ``reference.flattened``
+    summands: list[int]  # as of ``records.flattened``
 
     @classmethod
     def of(
@@ -162,10 +163,9 @@ def _accumulator(x: Tensor) -> torch.dtype:
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x, _, convs, training = call
     longest = max(len(summands(branch)) for branch in convs)
     if longest > _MAX_SUMMANDS:
         return f"sums up to {_MAX_SUMMANDS} convolutions, not {longest}"
@@ -188,9 +188,8 @@ def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
     )
 
 
-def _prepare(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> Callable[[Tensor, Sequence[ConvBatchNorm]], tuple[Tensor, ...]] | None:
+def _prepare(call: Record) -> Callable[..., tuple[Tensor, ...]] | None:
+    x, grid, convs, training = call
     if checks.autocast_dtype(x) is not None or any(type(branch) is not ConvBatchNorm for branch in convs):
         return None
     height, width, geometry, eps, constant, summed = _Settings.of(grid, *flattened(convs), training)
@@ -198,7 +197,7 @@ def _prepare(
         return None
     infer = _ops.conv_projection_inference.default
 
-    def run(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[Tensor, ...]:
+    def run(x: Tensor, _grid: Any, convs: Sequence[ConvBatchNorm], _: bool) -> tuple[Tensor, ...]:
         norms: list[Tensor | None] = []
         for conv in convs:
             norms += conv[1:5]
@@ -207,15 +206,14 @@ def _prepare(
     return run
 
 
-@dispatch.prepared_by(_prepare)
-def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> tuple[Tensor, ...]:
+@prepared_by(_prepare)
+def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
     """
+    x, grid, convs, training = call
     convs, lengths = flattened(convs)
     wants_gradient = _wants_gradient(x, convs)
     settings = _Settings.of(grid, convs, lengths, training)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, reference
-from ...declaration import operator
-from ...reference import GeluVariant
+from ... import checks, reference
+from ...backends import Record
+from ...declaration import native_kernels, operator, triton_kernels
+from ...records import GeluVariant
+from ..kinds import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate
-from ..registration import images_within, register_native, register_triton, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements
@@ -28,7 +29,40 @@ def _check(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check)
+def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
+    """Raises TypeError or ValueError unless the tokens are those of the grid, without a class token."""
+    checks.check_grid("grid", grid)
+    height, width = grid
+    if height < 1 or width < 1 or x.shape[1] != height * width:
+        raise ValueError(f"grid: got {height}×{width} for {x.shape[1]} tokens, expected tokens = H·W")
+
+
+def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
+    """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` is for the message."""
+    checks.check_tensor_like(f"{prefix}weight", weight, (channels, 1, 3, 3), _WEIGHT, x)
+    if bias is not None:
+        checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
+
+
+def _kind(call: Record) -> str:
+    batch, _, channels = call.x.shape
+    pixels = call.grid[0] * call.grid[1]
+    words = gelu_words(call.approximate)
+    words += f", {size_class(batch)} images of {size_class(pixels)} pixels, {channels} channels"
+    words += ", without bias" if call.bias is None else ""
+    return words + ("" if call.x.is_contiguous() else ", strided")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    return first_images(call, images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel()), "x")
+
+
+@operator(
+    backends={"triton": triton_kernels(), "native": native_kernels(why_unsupported=None)},
+    kind=_kind,
+    sample=_sample,
+    check=_check,
+)
 def depthwise_conv_gelu(
     x: Tensor,
     grid: tuple[int, int],
@@ -58,55 +92,6 @@ def depthwise_conv_gelu(
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.depthwise_conv_gelu(x, grid, weight, bias, approximate=approximate)
-
-
-def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
-    """Raises TypeError or ValueError unless the tokens are those of the grid, without a class token."""
-    checks.check_grid("grid", grid)
-    height, width = grid
-    if height < 1 or width < 1 or x.shape[1] != height * width:
-        raise ValueError(f"grid: got {height}×{width} for {x.shape[1]} tokens, expected tokens = H·W")
-
-
-def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
-    """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` is for the message."""
-    checks.check_tensor_like(f"{prefix}weight", weight, (channels, 1, 3, 3), _WEIGHT, x)
-    if bias is not None:
-        checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
-
-
-def _signature(
-    x: Tensor,
-    grid: tuple[int, int],
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    approximate: GeluVariant = "none",
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, weight, bias)
-    return gradient, x.shape, grid, x.is_contiguous(), bias is not None, approximate
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    grid: tuple[int, int],
-    contiguous: bool,
-    has_bias: bool,
-    approximate: GeluVariant,
-) -> str:
-    batch, _, channels = shape
-    words = str("exact" if approximate == "none" else approximate)
-    words += f", {size_class(batch)} images of {size_class(grid[0] * grid[1])} pixels, {channels} channels"
-    words += "" if has_bias else ", without bias"
-    return words + ("" if contiguous else ", strided")
-
-
-def _sample(factor: int, x: Tensor, *args: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    return (x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())], *args), settings
-
-
-register_triton("depthwise_conv_gelu", __name__)
-register_native("depthwise_conv_gelu", __name__, why_unsupported=None)
-backends.describe("depthwise_conv_gelu", backends.Operator(_signature, _shape_class, _sample))
+    image = x.unflatten(1, grid).permute(0, 3, 1, 2)
+    y = F.conv2d(image, weight, bias, padding=1, groups=weight.shape[0])
+    return reference.gelu(y.permute(0, 2, 3, 1).flatten(1, 2), approximate=approximate)

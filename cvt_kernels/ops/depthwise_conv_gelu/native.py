@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch, machine
-from ...reference import GeluVariant
+from ... import checks, machine
+from ...backends import Record, prepared_by
 from ..autograd import once_differentiable
 
 machine.load_extension()
@@ -67,18 +67,12 @@ def _(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def _prepare(
-    x: Tensor,
-    grid: tuple[int, int],
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    approximate: GeluVariant = "none",
-) -> Callable[..., Tensor]:
-    dtype, operator = checks.autocast_dtype(x), _ops.depthwise_conv_gelu.default
+def _prepare(call: Record) -> Callable[..., Tensor]:
+    operator, approximate = _ops.depthwise_conv_gelu.default, call.approximate
+    dtype = checks.autocast_dtype(call.x)
     if dtype is None:
-        return lambda x, weight, bias: operator(x, *grid, weight, bias, approximate)
-    return lambda x, weight, bias: operator(*_cast(dtype, x, grid, weight, bias), approximate)
+        return lambda x, grid, weight, bias, _: operator(x, *grid, weight, bias, approximate)
+    return lambda x, grid, weight, bias, _: operator(*_cast(dtype, x, grid, weight, bias), approximate)
 
 
 def _cast(
@@ -87,20 +81,14 @@ def _cast(
     return x.to(dtype), *grid, weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-@dispatch.prepared_by(_prepare)
-def depthwise_conv_gelu(
-    x: Tensor,
-    grid: tuple[int, int],
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    approximate: GeluVariant = "none",
-) -> Tensor:
+@prepared_by(_prepare)
+def depthwise_conv_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent; otherwise it is copied first. Under autocast it is
     computed in autocast's dtype, as convolutions are.
     """
+    x, grid, weight, bias, approximate = call
     wants_gradient = checks.wants_gradient(x, weight, bias)
     dtype = checks.autocast_dtype(x)
     args = (x, *grid, weight, bias) if dtype is None else _cast(dtype, x, grid, weight, bias)

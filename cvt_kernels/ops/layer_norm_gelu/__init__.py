@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, reference
-from ...declaration import operator
-from ...reference import GeluVariant, Norm
-from ..registration import images_within, register_native, size_class
+from ... import checks, reference
+from ...backends import Record
+from ...declaration import native_kernels, operator
+from ...records import GeluVariant, Norm
+from ..kinds import first_images, gelu_words, images_within, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
@@ -23,67 +22,52 @@ _MAX_CUDA_ROWS = 2**30
 _SAMPLE = 2**18  # elements
 
 
-def _why_unsupported(operator: str, x: Tensor, *args: Any, **kwargs: Any) -> str | None:
-    if not x.is_cuda:
-        return None
-    if x.dtype == torch.float64:
-        return "has no CUDA kernels for float64"
-    if operator not in ("gelu", "bias_gelu"):
+def _why_gelu_unsupported(call: Record) -> str | None:
+    x = call[0]
+    return "has no CUDA kernels for float64" if x.is_cuda and x.dtype == torch.float64 else None
+
+
+def _why_norm_unsupported(call: Record) -> str | None:
+    x = call[0]
+    if x.is_cuda and x.dtype != torch.float64:
         if x.shape[-1] > _MAX_CUDA_CHANNELS:
             return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
         if x.numel() > _MAX_CUDA_ROWS * x.shape[-1]:
             return f"has CUDA kernels for up to {_MAX_CUDA_ROWS} rows"
-    return None
+    return _why_gelu_unsupported(call)
 
 
-def _signature(
-    x: Tensor,
-    *tensors: Tensor | None,
-    eps: float = 0.0,
-    approximate: str = "identity",
-    dtype: torch.dtype | None = None,
-    shift: Tensor | None = None,
-) -> tuple[Any, ...]:
-    bare = len(tensors) > 1 and (tensors[-1] is None or tensors[-2] is None)
-    named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
-    gradient = checks.wants_gradient(x, *tensors, shift)
-    return gradient, x.shape, x.is_contiguous(), approximate, bare, named, shift is not None
+def _kind(call: Record) -> str:
+    x, given = call[0], call._asdict()
+    words = f"{gelu_words(given['approximate'])}, " if "approximate" in given else ""
+    words += f"{size_class(x.numel())} elements, {x.shape[-1] if x.ndim else 1} channels"
+    is_bare = "weight" in given and (call.weight is None or call.bias is None)
+    words += ", without weight or bias" if is_bare else ""
+    dtype = given.get("dtype")
+    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU that of x comes by itself
+        words += f", to {checks.dtype_name(dtype)}"
+    words += "" if given.get("shift") is None else ", shifted"
+    return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    contiguous: bool,
-    approximate: str,
-    bare: bool,
-    named: torch.dtype | None,
-    shifted: bool,
-) -> str:
-    channels = shape[-1] if shape else 1
-    words = {"identity": "", "none": "exact, "}.get(approximate, f"{approximate}, ")
-    words += f"{size_class(math.prod(shape))} elements, {channels} channels"
-    words += ", without weight or bias" if bare else ""
-    words += "" if named is None else f", to {checks.dtype_name(named)}"
-    words += ", shifted" if shifted else ""
-    return words + ("" if contiguous else ", strided")
-
-
-def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> tuple[Any, dict[str, Any]]:
+def _sample(factor: int, call: Record) -> Record:
+    x = call[0]
     if x.ndim < 2:
-        return (x, *tensors), settings
-    rows = images_within(_SAMPLE * factor, x.shape[0], x.numel())
-    parts = [t[:rows] if t is not None and t.shape == x.shape else t for t in (x, *tensors)]
-    return tuple(parts), settings
+        return call
+    fields = [name for name in ("x", "residual") if name in call._fields]
+    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), *fields)
 
 
-for _operator in ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"):
-    register_native(
-        _operator,
-        __name__,
-        devices=("cpu", "cuda"),
-        why_unsupported=functools.partial(_why_unsupported, _operator),
-    )
-    backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))
+_OF_NORMS: dict[str, Any] = {
+    "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
+    "kind": _kind,
+    "sample": _sample,
+    "fused_by_compiler": True,
+}
+_OF_GELU: dict[str, Any] = {
+    **_OF_NORMS,
+    "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_gelu_unsupported)},
+}
 
 
 def _check_layer_norm(call: Any) -> None:
@@ -92,7 +76,7 @@ def _check_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_layer_norm)
+@operator(check=_check_layer_norm, **_OF_NORMS)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -126,7 +110,22 @@ def layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.layer_norm(x, weight, bias, eps=eps, dtype=dtype, shift=shift)
+    if shift is not None:
+        x = (x + shift).to(x.dtype)
+    shape = (checks.plain_size(x.shape[-1]),)
+    if _are_wider(x, weight, bias):
+        weight, bias = (None if t is None else t.float() for t in (weight, bias))
+        out = F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
+    else:
+        out = F.layer_norm(x, shape, weight, bias, eps)
+    return out if dtype is None or x.dtype == torch.float64 else out.to(dtype)
+
+
+def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Says whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or checks.autocast_enabled(x):
+        return False
+    return any(p is not None and p.dtype == torch.float32 for p in parameters)
 
 
 def _check_add_layer_norm(call: Any) -> None:
@@ -138,7 +137,7 @@ def _check_add_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_add_layer_norm)
+@operator(check=_check_add_layer_norm, **_OF_NORMS)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -166,7 +165,8 @@ def add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.add_layer_norm(x, residual, weight, bias, eps=eps, dtype=dtype)
+    h = x + residual
+    return h, reference.layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 
 def _check_gelu(call: Any) -> None:
@@ -174,7 +174,7 @@ def _check_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_gelu)
+@operator(check=_check_gelu, **_OF_GELU)
 def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
 
@@ -191,7 +191,9 @@ def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
         ValueError: Unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.gelu(x, approximate=approximate)
+    if approximate == "quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate=approximate)
 
 
 def _check_bias_gelu(call: Any) -> None:
@@ -200,7 +202,7 @@ def _check_bias_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_bias_gelu)
+@operator(check=_check_bias_gelu, **_OF_GELU)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes gelu(x + bias).
 
@@ -217,7 +219,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> 
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.bias_gelu(x, bias, approximate=approximate)
+    return reference.gelu(x + bias, approximate=approximate)
 
 
 def _check_layer_norm_gelu(call: Any) -> None:
@@ -225,7 +227,7 @@ def _check_layer_norm_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_layer_norm_gelu)
+@operator(check=_check_layer_norm_gelu, **_OF_NORMS)
 def layer_norm_gelu(
     x: Tensor,
     weight: Tensor | None = None,
@@ -251,7 +253,7 @@ def layer_norm_gelu(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.layer_norm_gelu(x, weight, bias, eps=eps, approximate=approximate)
+    return reference.gelu(reference.layer_norm(x, weight, bias, eps=eps), approximate=approximate)
 
 
 def check_layer_norm(

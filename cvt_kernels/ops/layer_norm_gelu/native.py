@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch, machine
+from ... import checks, machine
+from ...backends import Record, prepared_by
 from ..autograd import once_differentiable
 
 machine.load_extension()
@@ -210,55 +211,36 @@ def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | 
     return torch.float32 if device.type == "cuda" and torch.is_autocast_enabled("cuda") else rows
 
 
-def _prepare_layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    shift: Tensor | None = None,
-) -> Callable[..., Tensor] | None:
+def _prepare_layer_norm(call: Record) -> Callable[..., Tensor] | None:
+    x, eps, dtype = call.x, call.eps, call.dtype
     result = _result_dtype(x.device, x.dtype, dtype)
     if result != x.dtype:
         return None
     infer = _ops.layer_norm_inference.default
-    return lambda x, weight, bias, *others: infer(  # of which the last is the shift
-        x, weight, bias, eps, "identity", result, others[2]
-    )
+    return lambda x, weight, bias, _eps, _dtype, shift: infer(x, weight, bias, eps, "identity", result, shift)
 
 
-@dispatch.prepared_by(_prepare_layer_norm)
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    shift: Tensor | None = None,
-) -> Tensor:
+@prepared_by(_prepare_layer_norm)
+def layer_norm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
+    x, weight, bias, eps, dtype, shift = call
     if shift is not None and checks.wants_gradient(x, weight, bias, shift):
         x, shift = (x + shift).to(x.dtype), None
     return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
 
 
-def _prepare_layer_norm_gelu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
-) -> Callable[..., Tensor] | None:
-    dtype = x.dtype
-    if _result_dtype(x.device, dtype, None) != dtype:
+def _prepare_layer_norm_gelu(call: Record) -> Callable[..., Tensor] | None:
+    eps, approximate, dtype = call.eps, call.approximate, call.x.dtype
+    if _result_dtype(call.x.device, dtype, None) != dtype:
         return None
     infer = _ops.layer_norm_inference.default
     return lambda x, weight, bias, *_: infer(x, weight, bias, eps, approximate, dtype)
 
 
-@dispatch.prepared_by(_prepare_layer_norm_gelu)
-def layer_norm_gelu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, approximate: str
-) -> Tensor:
+@prepared_by(_prepare_layer_norm_gelu)
+def layer_norm_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_gelu``."""
+    x, weight, bias, eps, approximate = call
     x = x.to(_result_dtype(x.device, x.dtype, None))
     return _call_layer_norm(x, weight, bias, eps, approximate, x.dtype)
 
@@ -290,33 +272,19 @@ def _call_layer_norm(
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
 
-def _prepare_add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None = None,
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    result = _result_dtype(x.device, x.dtype, dtype)
-    if not x.dtype == residual.dtype == result:
+def _prepare_add_layer_norm(call: Record) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    eps, dtype = call.eps, call.x.dtype
+    result = _result_dtype(call.x.device, dtype, call.dtype)
+    if not dtype == call.residual.dtype == result:
         return None
     infer = _ops.add_layer_norm_inference.default
     return lambda x, residual, weight, bias, *_: infer(x, residual, weight, bias, eps, result)
 
 
-@dispatch.prepared_by(_prepare_add_layer_norm)
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+@prepared_by(_prepare_add_layer_norm)
+def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
+    x, residual, weight, bias, eps, dtype = call
     stream = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     result = _result_dtype(x.device, stream, dtype)
     if not _reads_as_they_are(x, residual, result):
@@ -334,27 +302,29 @@ def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool
     return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
-def _prepare_gelu(x: Tensor, *, approximate: str) -> Callable[..., Tensor]:
-    activate = _ops.gelu.default
+def _prepare_gelu(call: Record) -> Callable[..., Tensor]:
+    activate, approximate = _ops.gelu.default, call.approximate
     return lambda x, *_: activate(x, None, approximate)
 
 
-@dispatch.prepared_by(_prepare_gelu)
-def gelu(x: Tensor, *, approximate: str) -> Tensor:
+@prepared_by(_prepare_gelu)
+def gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.gelu``."""
+    x, approximate = call
     return _gelu(x, None, approximate)
 
 
-def _prepare_bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Callable[..., Tensor] | None:
-    if x.dtype != bias.dtype:
+def _prepare_bias_gelu(call: Record) -> Callable[..., Tensor] | None:
+    if call.x.dtype != call.bias.dtype:
         return None
-    activate = _ops.gelu.default
+    activate, approximate = _ops.gelu.default, call.approximate
     return lambda x, bias, *_: activate(x, bias, approximate)
 
 
-@dispatch.prepared_by(_prepare_bias_gelu)
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
+@prepared_by(_prepare_bias_gelu)
+def bias_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.bias_gelu``."""
+    x, bias, approximate = call
     return _gelu(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)
 
 

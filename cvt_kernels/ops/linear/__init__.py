@@ -14,16 +14,18 @@ Elsewhere, and where a verdict says so, they are the other operators one after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import operator
-from ...reference import GeluVariant
+from ... import checks, dispatch, reference
+from ...backends import Implementation, Record
+from ...declaration import operator, triton_kernels
+from ...records import GeluVariant
+from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import (
     add_layer_norm,
     bias_gelu,
@@ -32,7 +34,6 @@ from ..layer_norm_gelu import (
     gelu,
     layer_norm,
 )
-from ..registration import images_within, register_composed, register_triton, size_class
 from . import primitives
 
 _SAMPLE = 2**25  # products of two numbers
@@ -52,11 +53,12 @@ def _check_plain(call: Any) -> None:
 
 def _without_choice(call: Any) -> Callable[..., Tensor] | None:
     if torch.compiler.is_compiling():
-        return F.linear
+        return lambda call: F.linear(*call)
     return None if _has_choice(*call) else _plain_linear
 
 
-def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _plain_linear(call: Record) -> Tensor:
+    x, weight, bias = call
     try:
         return F.linear(x, weight, bias)
     except (RuntimeError, TypeError):
@@ -64,7 +66,47 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise
 
 
-@operator(check=_check_plain, instead=_without_choice)
+def _kind(call: Record) -> str:
+    outputs, inputs = call.weight.shape
+    return f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
+
+
+def _kind_of_fused(call: Record) -> str:
+    given = call._asdict()
+    words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
+    words += _kind(call)
+    words += ", without bias" if call.bias is None else ""
+    words += ", in place" if given.get("inplace") else ""
+    return words + ("" if call.x.is_contiguous() else ", strided")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    x = call.x
+    if x.ndim < 2:
+        return call._replace(residual=call.residual.clone()) if getattr(call, "inplace", False) else call
+    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
+    fields = [name for name in ("x", "residual") if name in call._fields]
+    copied = "residual" if getattr(call, "inplace", False) else None
+    return first_images(call, images, *fields, copied=copied)
+
+
+@operator(
+    backends={
+        "convolution": Implementation(
+            primitives.by_convolution, ("cpu",), why_unsupported=primitives.why_convolution_unsupported
+        ),
+        "float32": Implementation(
+            primitives.by_float32,
+            ("cpu",),
+            why_unsupported=primitives.why_float32_unsupported,
+            forward_only=True,
+        ),
+    },
+    kind=_kind,
+    sample=_sample,
+    check=_check_plain,
+    instead=_without_choice,
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
@@ -84,7 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: A wrong shape or device.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -108,6 +150,67 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
+# The composition of other operators -----------------------------------------------------------------------
+
+
+def _may_be_ours(operator: str, x: Tensor) -> bool:
+    return x.is_cuda or dispatch.may_be_ours(operator, x.device.type)
+
+
+def _compose_gelu(call: Record) -> Tensor:
+    x, weight, bias, _ = call
+    compose = _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
+    return compose(call)
+
+
+def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Says whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
+
+    A matrix product adds its bias for free.
+    """
+    gradient = checks.wants_gradient(x, weight, bias)
+    return bias is not None and dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
+
+
+def _gelu_of_linear(call: Record) -> Tensor:
+    x, weight, bias, approximate = call
+    return gelu(linear(x, weight, bias), approximate=approximate)
+
+
+def _bias_gelu_of_linear(call: Record) -> Tensor:
+    x, weight, bias, approximate = call
+    assert bias is not None
+    product = linear(x, weight)
+    if bias.dtype != product.dtype:  # autocast makes the product half precision and leaves the bias to us
+        bias = bias.to(product.dtype)
+    return bias_gelu(product, bias, approximate=approximate)
+
+
+def _compose_add(call: Record) -> Tensor:
+    x, weight, bias, residual, inplace = call
+    if not inplace:
+        return residual + linear(x, weight, bias)
+    differ = residual.dtype != x.dtype or weight.dtype != x.dtype
+    if bias is not None or differ or checks.autocast_enabled(x) or checks.is_counted():
+        return residual.add_(linear(x, weight, bias))
+    rows = residual.view(-1, residual.shape[-1])
+    rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product
+    return residual
+
+
+def _compose_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
+    x, weight, bias, residual, norm_weight, norm_bias, eps, shift, inplace = call
+    if inplace or shift is not None:
+        h = linear_add(x, weight, bias, residual, inplace=inplace)
+        return h, layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
+    return add_layer_norm(linear(x, weight, bias), residual, norm_weight, norm_bias, eps=eps)
+
+
+# Operators with what follows a product -------------------------------------------------------------------
+
+_OF_FUSED: dict[str, Any] = {"kind": _kind_of_fused, "sample": _sample}
+
+
 def _check_linear_gelu(call: Any) -> None:
     check_linear(call.x, call.weight, call.bias)
     check_approximate(call.approximate)
@@ -119,7 +222,12 @@ def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
     return _bias_gelu_of_linear if _takes_bias(call.x, call.weight, call.bias) else _gelu_of_linear
 
 
-@operator(check=_check_linear_gelu, instead=_instead_of_gelu)
+@operator(
+    backends={"triton": triton_kernels(), "composed": Implementation(_compose_gelu, ("cuda",))},
+    check=_check_linear_gelu,
+    instead=_instead_of_gelu,
+    **_OF_FUSED,
+)
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none"
 ) -> Tensor:
@@ -139,7 +247,7 @@ def linear_gelu(
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.linear_gelu(x, weight, bias, approximate=approximate)
+    return reference.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
 def _check_linear_add(call: Any) -> None:
@@ -151,7 +259,12 @@ def _instead_of_add(call: Any) -> Callable[..., Tensor] | None:
     return None if _may_be_ours("linear_add", call.x) else _compose_add
 
 
-@operator(check=_check_linear_add, instead=_instead_of_add)
+@operator(
+    backends={"triton": triton_kernels(), "composed": Implementation(_compose_add, ("cuda",))},
+    check=_check_linear_add,
+    instead=_instead_of_add,
+    **_OF_FUSED,
+)
 def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool = False
 ) -> Tensor:
@@ -173,7 +286,8 @@ def linear_add(
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.linear_add(x, weight, bias, residual, inplace=inplace)
+    product = F.linear(x, weight, bias)
+    return residual.add_(product) if inplace else residual + product
 
 
 def _check_linear_add_layer_norm(call: Any) -> None:
@@ -185,7 +299,12 @@ def _instead_of_add_layer_norm(call: Any) -> Callable[..., Any] | None:
     return None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
 
 
-@operator(check=_check_linear_add_layer_norm, instead=_instead_of_add_layer_norm)
+@operator(
+    backends={"triton": triton_kernels(), "composed": Implementation(_compose_add_layer_norm, ("cuda",))},
+    check=_check_linear_add_layer_norm,
+    instead=_instead_of_add_layer_norm,
+    **_OF_FUSED,
+)
 def linear_add_layer_norm(
     x: Tensor,
     weight: Tensor,
@@ -219,75 +338,8 @@ def linear_add_layer_norm(
         ValueError: As :func:`linear_add`, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.linear_add_layer_norm(
-        x, weight, bias, residual, norm_weight, norm_bias, eps=eps, shift=shift, inplace=inplace
-    )
-
-
-# The composition of other operators -----------------------------------------------------------------------
-
-
-def _may_be_ours(operator: str, x: Tensor) -> bool:
-    return x.is_cuda or dispatch.may_be_ours(operator, x.device.type)
-
-
-def _compose_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant) -> Tensor:
-    compose = _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
-    return compose(x, weight, bias, approximate=approximate)
-
-
-def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Says whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
-
-    A matrix product adds its bias for free.
-    """
-    gradient = checks.wants_gradient(x, weight, bias)
-    return bias is not None and dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
-
-
-def _gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant) -> Tensor:
-    return gelu(linear(x, weight, bias), approximate=approximate)
-
-
-def _bias_gelu_of_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: GeluVariant
-) -> Tensor:
-    assert bias is not None
-    product = linear(x, weight)
-    if bias.dtype != product.dtype:  # autocast makes the product half precision and leaves the bias to us
-        bias = bias.to(product.dtype)
-    return bias_gelu(product, bias, approximate=approximate)
-
-
-def _compose_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool
-) -> Tensor:
-    if not inplace:
-        return residual + linear(x, weight, bias)
-    differ = residual.dtype != x.dtype or weight.dtype != x.dtype
-    if bias is not None or differ or checks.autocast_enabled(x) or checks.is_counted():
-        return residual.add_(linear(x, weight, bias))
-    rows = residual.view(-1, residual.shape[-1])
-    rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product
-    return residual
-
-
-def _compose_add_layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    eps: float,
-    shift: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    if inplace or shift is not None:
-        h = linear_add(x, weight, bias, residual, inplace=inplace)
-        return h, layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
-    return add_layer_norm(linear(x, weight, bias), residual, norm_weight, norm_bias, eps=eps)
+    h = reference.linear_add(x, weight, bias, residual, inplace=inplace)
+    return h, reference.layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -317,84 +369,3 @@ def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if not residual.is_contiguous():
         raise ValueError("residual: is not contiguous, expected it to be with inplace=True")
-
-
-# Registration ---------------------------------------------------------------------------------------------
-
-
-def _signature(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    return checks.wants_gradient(x, weight, bias), x.shape, weight.shape
-
-
-def _shape_class(gradient: bool, shape: Sequence[int], weight_shape: Sequence[int]) -> str:
-    outputs, inputs = weight_shape
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return f"{size_class(rows)} rows, {inputs} to {outputs} channels"
-
-
-def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0]) if x.ndim > 1 else None
-    parts = list(others)
-    if len(parts) > 1 and parts[1] is not None:  # the residual, which has the images of x
-        # A trial in place must not change what the caller has.
-        parts[1] = parts[1][:images].clone() if settings.get("inplace") else parts[1][:images]
-    return (x[:images], weight, *parts), settings
-
-
-def _fused_signature(
-    x: Tensor,
-    weight: Tensor,
-    *others: Tensor | None,
-    approximate: str = "",
-    eps: float = 0.0,
-    shift: Tensor | None = None,
-    inplace: bool = False,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, weight, *others, shift)
-    given = tuple(tensor is not None for tensor in (*others, shift))
-    return gradient, x.shape, weight.shape, x.is_contiguous(), approximate, given, inplace
-
-
-def _fused_shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    weight_shape: Sequence[int],
-    contiguous: bool,
-    approximate: str,
-    given: Sequence[bool],
-    inplace: bool,
-) -> str:
-    words = f"{'exact' if approximate == 'none' else approximate}, " if approximate else ""
-    words += _shape_class(gradient, shape, weight_shape)
-    words += "" if given[0] else ", without bias"
-    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
-
-
-backends.register(
-    "linear",
-    "convolution",
-    backends.Implementation(
-        primitives.by_convolution, devices=("cpu",), why_unsupported=primitives.why_convolution_unsupported
-    ),
-)
-backends.register(
-    "linear",
-    "float32",
-    backends.Implementation(
-        primitives.by_float32,
-        devices=("cpu",),
-        why_unsupported=primitives.why_float32_unsupported,
-        forward_only=True,
-    ),
-)
-backends.describe("linear", backends.Operator(_signature, _shape_class, _sample))
-for _operator, _composition in (
-    ("linear_gelu", _compose_gelu),
-    ("linear_add", _compose_add),
-    ("linear_add_layer_norm", _compose_add_layer_norm),
-):
-    register_triton(_operator, __name__)
-    register_composed(_operator, _composition)
-    backends.describe(_operator, backends.Operator(_fused_signature, _fused_shape_class, _sample))

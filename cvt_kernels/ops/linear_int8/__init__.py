@@ -6,24 +6,50 @@ Serving only: rounding has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, reference
-from ...declaration import operator
-from ...reference import LIMITS, GeluVariant, QuantizedRows
+from ... import checks, reference
+from ...backends import Implementation, Record
+from ...declaration import native_kernels, operator, triton_kernels
+from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
+from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm
-from ..registration import images_within, register_native, register_triton, size_class
 from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
 
 _SAMPLE = 2**25  # products of two numbers
+
+
+def _kind_of_rows(call: Record) -> str:
+    x, given = call.x, call._asdict()
+    words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
+    words += (
+        f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels to {checks.dtype_name(call.dtype)}"
+    )
+    return words + ("" if call.scale is None else ", one scale") + ("" if x.is_contiguous() else ", strided")
+
+
+def _sample_of_rows(factor: int, call: Record) -> Record:
+    x = call.x
+    if x.ndim < 2:
+        return call
+    return first_images(call, images_within(2**18 * factor, x.shape[0], x.numel()), "x")
+
+
+_OF_ROWS: dict[str, Any] = {
+    "backends": {
+        "triton": triton_kernels("why_rows_unsupported"),
+        "native": native_kernels(why_unsupported=".native:why_rows_unsupported"),
+    },
+    "kind": _kind_of_rows,
+    "sample": _sample_of_rows,
+}
 
 
 def _check_quantize_rows(call: Any) -> None:
@@ -35,7 +61,7 @@ def _check_scale(call: Any) -> None:
     check_scale("scale", call.scale, call.x)
 
 
-@operator(check=_check_quantize_rows, values=("scale", _check_scale))
+@operator(check=_check_quantize_rows, values=("scale", _check_scale), **_OF_ROWS)
 def quantize_rows(
     x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> QuantizedRows:
@@ -56,7 +82,25 @@ def quantize_rows(
         ValueError: A wrong shape or device, or ``x`` wants a gradient, which rounding has not.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.quantize_rows(x, scale=scale, dtype=dtype)
+    limit, exact = LIMITS[dtype], x.dtype == torch.float64
+    x = x if exact else x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
+    if scale is None:
+        # What PyTorch makes of a number divided by a tensor is not rounded correctly.
+        limits = torch.full_like(largest, limit)
+        scales = (largest / limits).masked_fill(is_zero, 0.0)
+        factor = (limits / largest).masked_fill(is_zero, 0.0)
+    else:
+        scales = scale.to(x.dtype).expand(largest.shape)
+        factor = 1 / scales
+    finite = largest.isfinite()
+    values = (x * factor).masked_fill(~finite, 0.0)
+    scales = scales.masked_fill(~finite, torch.nan)
+    if dtype == torch.int8 and not exact:
+        values = values.round()
+    values = values.clamp(-limit, limit)
+    return QuantizedRows(values if exact else values.to(dtype), scales)
 
 
 def _check_layer_norm_quantize(call: Any) -> None:
@@ -65,7 +109,7 @@ def _check_layer_norm_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
 
-@operator(check=_check_layer_norm_quantize, values=("scale", _check_scale))
+@operator(check=_check_layer_norm_quantize, values=("scale", _check_scale), **_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -95,8 +139,12 @@ def layer_norm_quantize(
         ValueError: A wrong shape or device, ``eps`` not positive, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    settings: dict[str, Any] = {"eps": eps, "shift": shift, "scale": scale, "dtype": dtype}
-    return reference.layer_norm_quantize(x, weight, bias, **settings)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    shifted = x if shift is None else (x + shift).to(x.dtype)
+    return reference.quantize_rows(
+        reference.layer_norm(shifted.to(wide), weight, bias, eps=eps), scale=scale, dtype=dtype
+    )
 
 
 def _check_gelu_quantize(call: Any) -> None:
@@ -107,7 +155,7 @@ def _check_gelu_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.bias)
 
 
-@operator(check=_check_gelu_quantize, values=("scale", _check_scale))
+@operator(check=_check_gelu_quantize, values=("scale", _check_scale), **_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -133,7 +181,9 @@ def gelu_quantize(
         ValueError: A wrong shape or device, unknown ``approximate``, or a gradient is wanted.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.gelu_quantize(x, bias, approximate=approximate, scale=scale, dtype=dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide if bias is None else wide + bias
+    return reference.quantize_rows(reference.gelu(wide, approximate=approximate), scale=scale, dtype=dtype)
 
 
 def linear_int8(
@@ -197,27 +247,133 @@ def _check_linear_int8(call: Any) -> None:
     _check_no_gradient(x, call.x_scales, call.weight_scale, call.bias, call.residual)
 
 
+def _exact(call: Record) -> Tensor:
+    """Computes the call in float64, but rounds the input in float32, as every implementation has to.
+
+    Measured against an input that is not rounded, one that rounds otherwise would not look wrong.
+    """
+    x, x_scales, scale = call.x, call.x_scales, call.input_scale
+    if x_scales is None:
+        scale = None if scale is None else scale.float()
+        x, x_scales = reference.quantize_rows(x.float(), scale=scale, dtype=call.weight.dtype)
+    call = call._replace(x=x, x_scales=x_scales.double(), input_scale=None)
+    return reference.linear_int8(*call[:4], **dict(zip(call._fields[4:], call[4:], strict=True)))
+
+
+def _unrounded(call: Record) -> Tensor:
+    """Computes the call with the weight in floating point, and without rounding the input."""
+    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
+    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
+    if input_scale is not None and x_scales is None:  # larger numbers are limited all the same
+        limit = LIMITS[weight.dtype] * input_scale.to(x.dtype)
+        rows = torch.minimum(torch.maximum(rows, -limit), limit)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
+        y = y if bias is None else y + bias
+        y = y if approximate is None else reference.gelu(y, approximate=approximate)
+        y = y if residual is None else y + residual
+    return y if wide == torch.float64 else y.to(dtype)
+
+
+def _kind(call: Record) -> str:
+    outputs, inputs = call.weight.shape
+    words = "" if call.approximate is None else f"{gelu_words(call.approximate)}, "
+    words += f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
+    words += f" by {checks.dtype_name(call.weight.dtype)}"
+    words += "" if call.dtype is None else f" to {checks.dtype_name(call.dtype)}"
+    words += "" if call.input_scale is None else ", one scale"
+    words += ", without bias" if call.bias is None else ""
+    return words + ("" if call.residual is None else ", added")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    x = call.x
+    if x.ndim < 2:
+        return call
+    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
+    return first_images(call, images, "x", "x_scales", "residual")
+
+
+#: As many products of int8 are summed exactly in float32: 2^24 / 127², rounded down to a power of two.
+_EXACT = 1024
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x · weightᵀ of 8-bit numbers in float32, rounded once."""
+    with checks.without_autocast(x):
+        parts = zip(x.split(_EXACT, -1), weight.split(_EXACT, -1), strict=True)
+        sums = [F.linear(a.float(), b.float()) for a, b in parts]
+    if len(sums) == 1:
+        return sums[0]
+    exact = torch.int32 if weight.dtype == torch.int8 else torch.float32
+    return torch.stack([each.to(exact) for each in sums]).sum(0).float()
+
+
 def _check_input_scale(call: Any) -> None:
     check_scale("input_scale", call.input_scale, call.x)
 
 
-@operator(name="linear_int8", check=_check_linear_int8, values=("input_scale", _check_input_scale))
+@operator(
+    name="linear_int8",
+    backends={
+        "triton": triton_kernels("why_linear_unsupported"),
+        "native": native_kernels(),
+        "int_mm": Implementation(
+            primitives.by_int_mm,
+            ("cpu", "cuda"),
+            primitives.why_int_mm_unavailable,
+            primitives.why_int_mm_unsupported,
+        ),
+        "onednn": Implementation(
+            primitives.by_onednn,
+            ("cpu",),
+            primitives.why_onednn_unavailable,
+            primitives.why_onednn_unsupported,
+        ),
+        "scaled_mm": Implementation(
+            primitives.by_scaled_mm,
+            ("cuda",),
+            primitives.why_scaled_mm_unavailable,
+            primitives.why_scaled_mm_unsupported,
+        ),
+        "dequantized": Implementation(
+            primitives.by_dequantized, why_unsupported=primitives.why_dequantized_unsupported
+        ),
+    },
+    kind=_kind,
+    sample=_sample,
+    exact=_exact,
+    unrounded=_unrounded,
+    check=_check_linear_int8,
+    values=("input_scale", _check_input_scale),
+)
 def _linear_int8(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: GeluVariant | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    approximate: GeluVariant | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Computes :func:`linear_int8` of values and their scales, with the dtype of the result."""
-    settings: dict[str, Any] = {"x_scales": x_scales, "input_scale": input_scale, "residual": residual}
-    settings |= {"approximate": approximate, "dtype": dtype}
-    return reference.linear_int8(x, weight, weight_scale, bias, **settings)
+    dtype = dtype or (x.dtype if x_scales is None else torch.float32)
+    if x_scales is None:
+        x, x_scales = reference.quantize_rows(x, scale=input_scale, dtype=weight.dtype)
+    exact = x_scales.dtype == torch.float64
+    y = F.linear(x.double(), weight.double()) if exact else _product(x, weight)
+    y = y * x_scales * weight_scale.to(x_scales.dtype)
+    if bias is not None:
+        y = y + bias
+    if approximate is not None:
+        y = reference.gelu(y, approximate=approximate)
+    if residual is not None:
+        y = y + residual
+    return y if exact else y.to(dtype)
 
 
 def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
@@ -320,168 +476,3 @@ def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dt
 def _check_no_gradient(*tensors: Tensor | None) -> None:
     if checks.wants_gradient(*tensors):
         raise ValueError("x: wants a gradient, expected none, since rounding has no useful one")
-
-
-# Registration ---------------------------------------------------------------------------------------------
-
-
-def _rows_signature(x: Tensor, *others: Tensor | None, **settings: Any) -> tuple[Any, ...]:
-    given = tuple(tensor is not None for tensor in others)
-    static = settings["scale"] is not None
-    return (
-        checks.wants_gradient(x, *others, settings.get("shift")),
-        x.shape,
-        x.is_contiguous(),
-        given,
-        static,
-        settings["dtype"],
-        settings.get("approximate", ""),
-    )
-
-
-def _rows_class(
-    gradient: bool,
-    shape: Sequence[int],
-    contiguous: bool,
-    given: Sequence[bool],
-    static: bool,
-    dtype: torch.dtype,
-    approximate: str,
-) -> str:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    words = f"{'exact' if approximate == 'none' else approximate}, " if approximate else ""
-    words += f"{size_class(rows)} rows of {shape[-1]} channels to {checks.dtype_name(dtype)}"
-    return words + (", one scale" if static else "") + ("" if contiguous else ", strided")
-
-
-def _rows_sample(factor: int, x: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-    images = images_within(2**18 * factor, x.shape[0], x.numel()) if x.ndim > 1 else None
-    return (x[:images], *others), settings
-
-
-def _signature(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    approximate: str | None = None,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, bias, residual)
-    given = bias is not None, residual is not None
-    return gradient, x.shape, weight.shape, weight.dtype, input_scale is not None, approximate, given, dtype
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    weight_shape: Sequence[int],
-    weight_dtype: torch.dtype,
-    static: bool,
-    approximate: str | None,
-    given: tuple[bool, bool],
-    dtype: torch.dtype | None,
-) -> str:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    words = "" if approximate is None else f"{'exact' if approximate == 'none' else approximate}, "
-    words += f"{size_class(rows)} rows, {weight_shape[1]} to {weight_shape[0]} channels"
-    words += f" by {checks.dtype_name(weight_dtype)}" + (f" to {checks.dtype_name(dtype)}" if dtype else "")
-    words += ", one scale" if static else ""
-    return words + ("" if given[0] else ", without bias") + (", added" if given[1] else "")
-
-
-def _sample(factor: int, x: Tensor, weight: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * weight.shape[0]) if x.ndim > 1 else None
-    parts = {
-        name: settings[name][:images] for name in ("x_scales", "residual") if settings.get(name) is not None
-    }
-    return (x[:images], weight, *others), {**settings, **parts}
-
-
-def _exact(
-    x: Tensor,
-    weight: Tensor,
-    *others: Any,
-    x_scales: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    **settings: Any,
-) -> Tensor:
-    """Computes the call in float64, but rounds the input in float32, as every implementation has to.
-
-    Measured against an input that is not rounded, one that rounds otherwise would not look wrong.
-    """
-    if x_scales is None:
-        scale = None if input_scale is None else input_scale.float()
-        x, x_scales = reference.quantize_rows(x.float(), scale=scale, dtype=weight.dtype)
-    return reference.linear_int8(x, weight, *others, x_scales=x_scales.double(), **settings)
-
-
-def _unrounded(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    approximate: GeluVariant | None = None,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Computes the call with the weight in floating point, and without rounding the input."""
-    rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # larger numbers are limited all the same
-        limit = LIMITS[weight.dtype] * input_scale.to(x.dtype)
-        rows = torch.minimum(torch.maximum(rows, -limit), limit)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
-        y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
-        y = y if bias is None else y + bias
-        y = y if approximate is None else reference.gelu(y, approximate=approximate)
-        y = y if residual is None else y + residual
-    return y if wide == torch.float64 else y.to(dtype)
-
-
-for _operator in ("quantize_rows", "layer_norm_quantize", "gelu_quantize"):
-    register_triton(_operator, __name__, "why_rows_unsupported")
-    register_native(_operator, __name__, why_unsupported="why_rows_unsupported")
-    backends.describe(_operator, backends.Operator(_rows_signature, _rows_class, _rows_sample))
-register_triton("linear_int8", __name__, "why_linear_unsupported")
-register_native("linear_int8", __name__)
-for _backend, _function, _devices, _why_unavailable, _why_unsupported in (
-    (
-        "int_mm",
-        primitives.by_int_mm,
-        ("cpu", "cuda"),
-        primitives.why_int_mm_unavailable,
-        primitives.why_int_mm_unsupported,
-    ),
-    (
-        "onednn",
-        primitives.by_onednn,
-        ("cpu",),
-        primitives.why_onednn_unavailable,
-        primitives.why_onednn_unsupported,
-    ),
-    (
-        "scaled_mm",
-        primitives.by_scaled_mm,
-        ("cuda",),
-        primitives.why_scaled_mm_unavailable,
-        primitives.why_scaled_mm_unsupported,
-    ),
-    ("dequantized", primitives.by_dequantized, None, None, primitives.why_dequantized_unsupported),
-):
-    _implementation = backends.Implementation(_function, _devices, _why_unavailable, _why_unsupported)
-    backends.register("linear_int8", _backend, _implementation)
-backends.describe(
-    "linear_int8", backends.Operator(_signature, _shape_class, _sample, exact=_exact, unrounded=_unrounded)
-)

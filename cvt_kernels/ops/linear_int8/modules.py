@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...reference import GeluVariant, QuantizedLinear, QuantizedRows
+from ...records import GeluVariant, QuantizedLinear, QuantizedRows
 from . import MOST_INPUTS, check_format, linear_int8
 
 _MOST_OUTPUTS = 2**24  # each with a scale and a bias, even without inputs

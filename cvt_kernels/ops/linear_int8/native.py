@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
-from ...reference import GeluVariant, QuantizedRows
+from ...backends import Record
+from ...records import QuantizedRows
 from .. import packing
 
 machine.load_extension()
@@ -26,40 +27,31 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rounding -------------------------------------------------------------------------------------------------
 
 
-def why_rows_unsupported(
-    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: object
-) -> str | None:
+def why_rows_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot round rows; None if they can."""
+    x, dtype = call.x, call.dtype
     if dtype != torch.int8:
         return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"
     return None if x.dtype in _DTYPES else "serves float32, bfloat16 and float16"
 
 
-def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> QuantizedRows:
+def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    x, scale = call.x, call.scale
     return QuantizedRows(*_ops.quantize_rows.default(x, scale))
 
 
-def layer_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-) -> QuantizedRows:
+def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    x, weight, bias, eps, shift, scale, _ = call
     return QuantizedRows(
         *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
     )
 
 
-def gelu_quantize(
-    x: Tensor, bias: Tensor | None, *, approximate: GeluVariant, scale: Tensor | None, dtype: torch.dtype
-) -> QuantizedRows:
+def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    x, bias, approximate, scale, _ = call
     return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate, scale))
 
 
@@ -70,19 +62,9 @@ def _vector(given: Tensor | None) -> Tensor | None:
 # Products -------------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: GeluVariant | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot compute a linear layer; None if they can."""
+    x, weight, weight_scale, _, x_scales, _, _, residual, dtype = call
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight, weight_scale)):
         return "packs plain tensors only"
     if weight.dtype != torch.int8:
@@ -180,19 +162,9 @@ _library.impl("linear_int8", _run, "CPU")
 torch.library.register_fake("cvt_kernels::linear_int8", _shape_of, lib=_library)
 
 
-def linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: GeluVariant | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     run = _ops.linear_int8.default if torch.compiler.is_compiling() else _run
     activation = "identity" if approximate is None else approximate
     return run(x, x_scales, weight, weight_scale, bias, input_scale, residual, activation, dtype)

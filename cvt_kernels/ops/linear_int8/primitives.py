@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...reference import LIMITS, GeluVariant
+from ... import backends, checks, reference
+from ...backends import Record
+from ...records import LIMITS
 from ..packing import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
@@ -42,9 +43,10 @@ def _why_no_exact_products() -> str | None:
     return None
 
 
-def why_int_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+def why_int_mm_unsupported(call: Record) -> str | None:
     """Says why :func:`by_int_mm` cannot serve a call; None if it can."""
-    reason = _why_not_rounded(x, weight, torch.int8, **settings)
+    x, weight = call.x, call.weight
+    reason = _why_not_rounded(call, torch.int8)
     if reason is not None or not x.is_cuda:
         # On a CPU, torch 2.13 returns wrong products of rows of one number.
         return reason or ("serves two inputs or more" if weight.shape[1] == 1 else None)
@@ -53,12 +55,11 @@ def why_int_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: 
     return _why_no_multiple(weight, _MULTIPLE["int_mm"])
 
 
-def _why_not_rounded(
-    x: Tensor, weight: Tensor, factors: torch.dtype, *, dtype: torch.dtype, **_: Any
-) -> str | None:
+def _why_not_rounded(call: Record, factors: torch.dtype) -> str | None:
+    x, weight = call.x, call.weight
     if weight.dtype != factors:
         return f"multiplies {checks.dtype_name(factors)} only, not {checks.dtype_name(weight.dtype)}"
-    if torch.float64 in (x.dtype, dtype):
+    if torch.float64 in (x.dtype, call.dtype):
         return "rounds, which is not for float64"
     return None if x.numel() and weight.numel() else "serves no empty tensors"
 
@@ -69,28 +70,18 @@ def _why_no_multiple(weight: Tensor, factor: int) -> str | None:
     return None
 
 
-def by_int_mm(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    **settings: Any,
-) -> Tensor:
+def by_int_mm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` by ``torch._int_mm``."""
-    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
-    product = torch._int_mm(values, weight.t()).float().mul_(scales).mul_(weight_scale)
-    return _finished(product, x, bias, **settings)
+    values, scales = _rows(call)
+    product = torch._int_mm(values, call.weight.t()).float().mul_(scales).mul_(call.weight_scale)
+    return _finished(product, call, call.bias)
 
 
-def _rows(
-    x: Tensor, x_scales: Tensor | None, input_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _rows(call: Record) -> tuple[Tensor, Tensor]:
     """Returns rows (rows, inputs) of 8-bit numbers, and their scales (rows, 1)."""
+    x, x_scales = call.x, call.x_scales
     if x_scales is None:
-        x, x_scales = _by_another("quantize_rows", x, scale=input_scale, dtype=dtype)
+        x, x_scales = _by_another("quantize_rows", x, scale=call.input_scale, dtype=call.weight.dtype)
     return x.reshape(-1, x.shape[-1]), x_scales.reshape(-1, 1)
 
 
@@ -98,24 +89,17 @@ def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
     """Computes another operator, by the reference where none of its backends is among the requested ones."""
     known = backends.implementations[operator]
     if backends.is_auto() or any(name in known for name in backends.requested_backends()):
-        return dispatch.call(operator, x, **settings)
+        public: Any = backends.operators[operator]
+        return public.public(x, **settings)
     return getattr(reference, operator)(x, **settings)
 
 
-def _finished(
-    product: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    *,
-    approximate: GeluVariant | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _finished(product: Tensor, call: Record, bias: Tensor | None) -> Tensor:
     """Returns what follows a product, which is no longer needed."""
     y = product if bias is None else product.add_(bias)
-    y = y if approximate is None else _by_another("gelu", y, approximate=approximate)
-    y = y.view(*x.shape[:-1], product.shape[-1])
-    return (y if residual is None else y.add_(residual)).to(dtype)
+    y = y if call.approximate is None else _by_another("gelu", y, approximate=call.approximate)
+    y = y.view(*call.x.shape[:-1], product.shape[-1])
+    return (y if call.residual is None else y.add_(call.residual)).to(call.dtype)
 
 
 # onednn ---------------------------------------------------------------------------------------------------
@@ -141,42 +125,33 @@ def why_onednn_unavailable(device_type: str) -> str | None:
     return reason
 
 
-def why_onednn_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+def why_onednn_unsupported(call: Record) -> str | None:
     """Says why :func:`by_onednn` cannot serve a call; None if it can."""
-    return _why_not_packable(x, weight) or _why_not_rounded(x, weight, torch.int8, **settings)
+    return _why_not_packable(call) or _why_not_rounded(call, torch.int8)
 
 
-def _why_not_packable(x: Tensor, weight: Tensor) -> str | None:
+def _why_not_packable(call: Record) -> str | None:
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight)):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (call.x, call.weight)):
         return "packs plain tensors only"
     return None
 
 
-def by_onednn(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    **settings: Any,
-) -> Tensor:
+def by_onednn(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which applies the weight's scales."""
     library = _library()
     assert library is not None
     pack, linear = library
-    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
+    weight, (values, scales) = call.weight, _rows(call)
     ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight.contiguous(), None))
     # Packed weights are for rows without a sign; others take 1000 times as long.
     unsigned = values.view(torch.uint8) ^ _ZERO
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     product = linear(
-        unsigned, 1.0, _ZERO, ready, weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        unsigned, 1.0, _ZERO, ready, call.weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
-    return _finished(product.mul_(scales), x, bias, **settings)
+    return _finished(product.mul_(scales), call, call.bias)
 
 
 # scaled_mm ------------------------------------------------------------------------------------------------
@@ -194,56 +169,38 @@ def why_scaled_mm_unavailable(device_type: str) -> str | None:
     return None
 
 
-def why_scaled_mm_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+def why_scaled_mm_unsupported(call: Record) -> str | None:
     """Says why :func:`by_scaled_mm` cannot serve a call; None if it can."""
-    reason = _why_not_rounded(x, weight, torch.float8_e4m3fn, **settings)
-    if reason is None and settings["dtype"] != torch.bfloat16:
+    reason = _why_not_rounded(call, torch.float8_e4m3fn)
+    if reason is None and call.dtype != torch.bfloat16:
         reason = "has results of bfloat16 only"
-    return reason or _why_no_multiple(weight, _MULTIPLE["scaled_mm"])
+    return reason or _why_no_multiple(call.weight, _MULTIPLE["scaled_mm"])
 
 
-def by_scaled_mm(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    **settings: Any,
-) -> Tensor:
+def by_scaled_mm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` by ``torch._scaled_mm`` with a scale per row and per output."""
-    values, scales = _rows(x, x_scales, input_scale, weight.dtype)
-    added = None if bias is None else bias.to(torch.bfloat16)
+    values, scales = _rows(call)
+    added = None if call.bias is None else call.bias.to(torch.bfloat16)
     product = torch._scaled_mm(
-        values, weight.t(), scales, weight_scale[None], bias=added, out_dtype=torch.bfloat16
+        values, call.weight.t(), scales, call.weight_scale[None], bias=added, out_dtype=torch.bfloat16
     )
-    return _finished(product, x, None, **settings)
+    return _finished(product, call, None)
 
 
 # dequantized ----------------------------------------------------------------------------------------------
 
 
-def why_dequantized_unsupported(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> str | None:
+def why_dequantized_unsupported(call: Record) -> str | None:
     """Says why :func:`by_dequantized` cannot serve a call; None if it can."""
-    reason = _why_not_packable(x, weight)
-    if reason is None and torch.float64 in (x.dtype, settings["dtype"]):
+    reason = _why_not_packable(call)
+    if reason is None and torch.float64 in (call.x.dtype, call.dtype):
         reason = "has no advantage in float64"
     return reason
 
 
-def by_dequantized(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    dtype: torch.dtype,
-    **settings: Any,
-) -> Tensor:
+def by_dequantized(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` in the dtype of the result, without rounding x to 8 bits."""
+    x, weight, weight_scale, bias, x_scales, input_scale, _, _, dtype = call
 
     def dequantize() -> Tensor:
         with torch.inference_mode(False):  # in which the copy could not be used elsewhere
@@ -257,4 +214,4 @@ def by_dequantized(
         rows = torch.minimum(torch.maximum(rows, -limit), limit)
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
-    return _finished(product, x, None, dtype=dtype, **settings)
+    return _finished(product, call, None)

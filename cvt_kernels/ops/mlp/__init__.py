@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import operator
-from ...reference import GeluVariant
+from ... import checks, dispatch, reference
+from ...backends import Implementation, Record
+from ...declaration import operator, triton_kernels
+from ...records import GeluVariant
+from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_gelu
-from ..registration import images_within, register_composed, register_triton, size_class
 
 _SAMPLE = 2**18  # elements
 
@@ -24,12 +25,45 @@ def _check(call: Any) -> None:
     check_approximate(call.approximate)
 
 
+def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    channels, hidden = x.shape[-1], fc1_weight.shape[0]
+    checks.check_tensor_like("fc2_weight", weight, (channels, hidden), "(channels, hidden)", x)
+    if bias is not None:
+        checks.check_tensor_like("fc2_bias", bias, (channels,), "(channels,)", x)
+
+
 def _instead(call: Any) -> Callable[..., Tensor] | None:
     x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type) else _compose
 
 
-@operator(check=_check, instead=_instead)
+def _compose(call: Record) -> Tensor:
+    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, eps, approximate, shift = call
+    y = layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
+    return linear_add(linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate), fc2_weight, fc2_bias, x)
+
+
+def _kind(call: Record) -> str:
+    x, hidden = call.x, call.fc1_weight.shape[0]
+    words = gelu_words(call.approximate)
+    words += f", {size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels, {hidden} hidden"
+    return words + ("" if x.is_contiguous() else ", strided")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    x = call.x
+    if x.ndim < 2:
+        return call
+    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), "x")
+
+
+@operator(
+    backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
+    kind=_kind,
+    sample=_sample,
+    check=_check,
+    instead=_instead,
+)
 def layer_norm_mlp(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -65,63 +99,6 @@ def layer_norm_mlp(
         ValueError: A wrong shape or device, ``eps`` not positive, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    args = x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    return reference.layer_norm_mlp(*args, eps=eps, approximate=approximate, shift=shift)
-
-
-def _compose(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float,
-    approximate: GeluVariant,
-    shift: Tensor | None,
-) -> Tensor:
-    y = layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
-    return linear_add(linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate), fc2_weight, fc2_bias, x)
-
-
-def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    channels, hidden = x.shape[-1], fc1_weight.shape[0]
-    checks.check_tensor_like("fc2_weight", weight, (channels, hidden), "(channels, hidden)", x)
-    if bias is not None:
-        checks.check_tensor_like("fc2_bias", bias, (channels,), "(channels,)", x)
-
-
-def _signature(
-    x: Tensor,
-    *tensors: Tensor | None,
-    eps: float = 1e-5,
-    approximate: GeluVariant = "none",
-    shift: Tensor | None = None,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, *tensors, shift)
-    hidden = tensors[2].shape[0] if tensors[2] is not None else 0
-    return gradient, x.shape, hidden, x.is_contiguous(), approximate
-
-
-def _shape_class(
-    gradient: bool, shape: Sequence[int], hidden: int, contiguous: bool, approximate: str
-) -> str:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    words = "exact" if approximate == "none" else approximate
-    words += f", {size_class(rows)} rows of {shape[-1]} channels, {hidden} hidden"
-    return words + ("" if contiguous else ", strided")
-
-
-def _sample(factor: int, x: Tensor, *tensors: Tensor | None, **settings: Any) -> Any:
-    if x.ndim < 2:
-        return (x, *tensors), settings
-    return (x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())], *tensors), settings
-
-
-register_triton("layer_norm_mlp", __name__)
-register_composed("layer_norm_mlp", _compose)
-backends.describe("layer_norm_mlp", backends.Operator(_signature, _shape_class, _sample))
+    y = reference.layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
+    hidden = reference.linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate)
+    return reference.linear_add(hidden, fc2_weight, fc2_bias, x)

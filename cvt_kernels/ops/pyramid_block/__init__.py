@@ -6,20 +6,21 @@ package one after the other, each by its own verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import facts_of_tensor, operator
-from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
+from ... import checks, reference
+from ...backends import Implementation, Record
+from ...declaration import facts_of_tensor, native_kernels, operator
+from ...records import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
 from ..attention import attention, check_scale
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid, depthwise_conv_gelu
+from ..kinds import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..packed_linear import why_unavailable
-from ..registration import images_within, register_composed, register_native, size_class
 from . import onednn
 from .squares import matrix_of, squares_of
 
@@ -27,56 +28,12 @@ _SHAPE, _WEIGHT, _REDUCING = "(batch, tokens, channels)", "(outputs, inputs)", "
 _SAMPLE = 2**17  # elements
 
 
-def _facts_of_block(block: PyramidBlock, grad: bool) -> tuple[Any, ...]:
-    if type(block) is not PyramidBlock:
-        raise TypeError
-    reduction = block.reduction
-    numbers = block.norm1.eps, block.norm2.eps, reduction and reduction.norm.eps, block.num_heads, block.scale
-    kinds = map(type, numbers)
-    # Weights of inference mode are not packed: their changes are not counted.
-    unpacked = (layer.weight.is_inference() for layer in (*block.linears, block.proj, block.fc1, block.fc2))
-    facts = [facts_of_tensor(t, grad) for t in block.tensors()]
-    return *numbers, *kinds, *unpacked, block.approximate, block.conv is None, *facts
-
-
-@operator(check=lambda call: _check(*call), facts={"block": (_facts_of_block,)})
-def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
-    """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
-
-    It is the block of SegFormer (Xie et al. 2021, section 3.1) and PVT v2 (Wang et al. 2022), and with no
-    convolution that of PVT (Wang et al. 2021), in evaluation.
-
-    Args:
-        x: Tokens ``(B, H·W, C)`` in row-major order; float16, bfloat16, float32 or float64. Where the block
-            has neither a reduction nor a convolution, there may be any number of them.
-        grid: ``(H, W)``.
-        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
-            not changed.
-        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
-
-    Returns:
-        The shape and dtype of ``x``; ``x`` itself if ``inplace``.
-
-    Raises:
-        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, an invalid setting, or ``inplace`` where a gradient is wanted or
-            ``x`` is not contiguous.
-        BackendUnavailable: The requested backend cannot serve the call.
-    """
-    return reference.pyramid_block(x, grid, block, inplace=inplace)
-
-
 # The composition ------------------------------------------------------------------------------------------
 
 
-def _prepare_composition(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> Callable[..., Any]:
-    return lambda x, block: _compose(x, grid, block, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare_composition)
-def _compose(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+def _compose(call: Record) -> Tensor:
+    x, grid, inplace = call.x, call.grid, call.inplace
+    block: PyramidBlock = call.block
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
     kept = y if block.reduction is None else reduce_tokens(y, grid, block.reduction)
@@ -193,61 +150,94 @@ def _check_linear(name: str, layer: Linear, shape: tuple[int, int], x: Tensor) -
         checks.check_tensor_like(f"{name}.bias", layer.bias, shape[:1], "(outputs,)", x)
 
 
-# Registration ---------------------------------------------------------------------------------------------
+# The operator ---------------------------------------------------------------------------------------------
 
 
-def _signature(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, *block.tensors())
-    ratio = 0 if block.reduction is None else block.reduction.weight.shape[3]
-    widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
-    settings = block.num_heads, block.approximate, block.conv is not None, inplace
-    return gradient, x.shape, grid, x.is_contiguous(), ratio, widths, settings
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    grid: tuple[int, int],
-    contiguous: bool,
-    ratio: int,
-    widths: tuple[int, int],
-    settings: tuple[Any, ...],
-) -> str:
-    batch, tokens, channels = shape
-    attended, hidden = widths
-    heads, approximate, convolves, inplace = settings
-    words = "exact" if approximate == "none" else approximate
+def _kind(call: Record) -> str:
+    x, block = call.x, call.block
+    batch, tokens, channels = x.shape
+    words = gelu_words(block.approximate)
     words += f", {size_class(batch)} images, {channels} channels, {size_class(tokens)} tokens"
-    words += f", {heads} heads of {attended // heads}, {hidden} hidden"
-    words += f", keys of {ratio}×{ratio} tokens" if ratio else ""
-    words += ", with a convolution" if convolves else ""
-    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
+    words += f", {block.num_heads} heads of {block.linears[0].weight.shape[0] // block.num_heads}"
+    words += f", {block.fc1.weight.shape[0]} hidden"
+    if block.reduction is not None:
+        ratio = block.reduction.weight.shape[3]
+        words += f", keys of {ratio}×{ratio} tokens"
+    words += "" if block.conv is None else ", with a convolution"
+    return words + (", in place" if call.inplace else "") + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(
-    factor: int, x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> tuple[Any, dict[str, Any]]:
-    images = x[: images_within(_SAMPLE * factor, x.shape[0], x.numel())]
-    # A trial in place must not change what the caller has.
-    return (images.clone() if inplace else images, grid, block), {"inplace": inplace}
+def _sample(factor: int, call: Record) -> Record:
+    images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
+    return first_images(call, images, "x", copied="x" if call.inplace else None)
 
 
-register_native("pyramid_block", __name__, forward_only=True)
-register_composed("pyramid_block", _compose, devices=("cpu", "cuda"))
-backends.register(
-    "pyramid_block",
-    "onednn",
-    backends.Implementation(
-        onednn.pyramid_block,
-        devices=("cpu",),
-        why_unavailable=why_unavailable,
-        why_unsupported=onednn.why_unsupported,
-        forward_only=True,
-    ),
+def _reduce(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C), in plain PyTorch."""
+    ratio = reduction.weight.shape[-1]
+    y = F.conv2d(x.unflatten(1, grid).permute(0, 3, 1, 2), reduction.weight, reduction.bias, ratio)
+    norm = reduction.norm
+    return reference.layer_norm(y.flatten(2).transpose(1, 2), *norm[:2], eps=norm.eps)
+
+
+def _facts_of_block(block: PyramidBlock, grad: bool) -> tuple[Any, ...]:
+    if type(block) is not PyramidBlock:
+        raise TypeError
+    reduction = block.reduction
+    numbers = block.norm1.eps, block.norm2.eps, reduction and reduction.norm.eps, block.num_heads, block.scale
+    kinds = map(type, numbers)
+    # Weights of inference mode are not packed: their changes are not counted.
+    unpacked = (layer.weight.is_inference() for layer in (*block.linears, block.proj, block.fc1, block.fc2))
+    facts = [facts_of_tensor(t, grad) for t in block.tensors()]
+    return *numbers, *kinds, *unpacked, block.approximate, block.conv is None, *facts
+
+
+@operator(
+    backends={
+        "native": native_kernels(forward_only=True),
+        "composed": Implementation(_compose, ("cpu", "cuda")),
+        "onednn": Implementation(
+            onednn.pyramid_block, ("cpu",), why_unavailable, onednn.why_unsupported, forward_only=True
+        ),
+    },
+    kind=_kind,
+    sample=_sample,
+    defaults=("composed", "reference"),
+    check=lambda call: _check(*call),
+    facts={"block": (_facts_of_block,)},
 )
-backends.describe(
-    "pyramid_block",
-    backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),
-)
+def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+    """Computes a block of SegFormer or PVT: x + attention and x + Mix-FFN, each of a LayerNorm.
+
+    It is the block of SegFormer (Xie et al. 2021, section 3.1) and PVT v2 (Wang et al. 2022), and with no
+    convolution that of PVT (Wang et al. 2021), in evaluation.
+
+    Args:
+        x: Tokens ``(B, H·W, C)`` in row-major order; float16, bfloat16, float32 or float64. Where the block
+            has neither a reduction nor a convolution, there may be any number of them.
+        grid: ``(H, W)``.
+        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
+            not changed.
+        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+
+    Returns:
+        The shape and dtype of ``x``; ``x`` itself if ``inplace``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, an invalid setting, or ``inplace`` where a gradient is wanted or
+            ``x`` is not contiguous.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    y = reference.layer_norm(x, *block.norm1[:2], eps=block.norm1.eps)
+    kept = y if block.reduction is None else _reduce(y, grid, block.reduction)
+    tokens = zip((y, kept, kept), block.linears, strict=True)
+    q, k, v = (F.linear(each, *layer).unflatten(2, (block.num_heads, -1)) for each, layer in tokens)
+    y = x + F.linear(reference.attention(q, k, v, scale=block.scale).flatten(2), *block.proj)
+    hidden = F.linear(reference.layer_norm(y, *block.norm2[:2], eps=block.norm2.eps), *block.fc1)
+    if block.conv is None:
+        hidden = reference.gelu(hidden, approximate=block.approximate)
+    else:
+        hidden = reference.depthwise_conv_gelu(hidden, grid, *block.conv, approximate=block.approximate)
+    out = y + F.linear(hidden, *block.fc2)
+    return x.copy_(out) if inplace else out

@@ -10,14 +10,14 @@ whatever the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ... import checks, dispatch, machine
-from ...reference import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
+from ... import checks, machine
+from ...backends import Record
+from ...records import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
 from .. import packing
 
 machine.load_extension()
@@ -26,10 +26,9 @@ _ops = torch.ops.cvt_kernels
 _MAX_HEAD_DIM = 256  # kMaxHeadDim in csrc/attention/cpu_loops.h
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x, block = call.x, call.block
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     tensors = (x, *block.tensors())
@@ -98,15 +97,9 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
-def _prepare(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> Callable[..., Any]:
-    return lambda x, block: pyramid_block(x, grid, block, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare)
-def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+def pyramid_block(call: Record) -> Tensor:
     """Computes ``cvt_kernels.pyramid_block``, whose checks it relies on."""
+    x, grid, block, inplace = call
     if not x.numel():
         return x if inplace else x.clone(memory_format=torch.contiguous_format)
     scale = block.scale

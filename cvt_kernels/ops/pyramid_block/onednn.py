@@ -7,13 +7,10 @@ package's operators, each by its own verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from ... import dispatch
-from ...reference import Linear, PyramidBlock, Reduction
+from ...backends import Record
+from ...records import Linear, PyramidBlock, Reduction
 from .. import packed_linear as packed
 from ..attention import attention
 from ..depthwise_conv_gelu import depthwise_conv_gelu
@@ -22,10 +19,9 @@ from ..packed_linear import ACTIVATIONS, packed_linear, packed_linear_add
 from .squares import matrix_of, squares_of
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these linear layers cannot serve a call; None if they can."""
+    x, block = call.x, call.block
     layers = (*block.linears, block.proj, block.fc1, block.fc2)
     weights = [layer.weight for layer in layers]
     if block.reduction is not None:
@@ -33,15 +29,9 @@ def why_unsupported(
     return packed.why_unsupported(x, weights, block.tensors())
 
 
-def _prepare(
-    x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False
-) -> Callable[..., Any]:
-    return lambda x, block: pyramid_block(x, grid, block, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare)
-def pyramid_block(x: Tensor, grid: tuple[int, int], block: PyramidBlock, *, inplace: bool = False) -> Tensor:
+def pyramid_block(call: Record) -> Tensor:
     """Computes ``cvt_kernels.pyramid_block``, whose checks it relies on."""
+    x, grid, block, inplace = call
     y = layer_norm(x, *block.norm1[:2], eps=block.norm1.eps)
     q, k, v = (part.unflatten(2, (block.num_heads, -1)) for part in _project(y, grid, block))
     y = attention(q, k, v, scale=block.scale).flatten(2)

@@ -6,19 +6,63 @@ fills up an image that has fewer than others of its batch: zeros are gathered fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, reference
-from ...declaration import operator
+from ... import checks, reference
+from ...backends import Record
+from ...declaration import native_kernels, operator, triton_kernels
+from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
-from ..registration import images_within, register_native, register_triton, size_class
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
 _SAMPLE = 2**18  # elements
+
+
+def _kind(call: Record) -> str:
+    x, given = call.x, call._asdict()
+    batch, tokens, channels = x.shape
+    words = (
+        f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements, "
+    )
+    words += f"{channels} channels"
+    if "weight" in given and (call.weight is None or call.bias is None):
+        words += ", without weight or bias"
+    if "values" in given and call.branch is None:
+        words += ", without a branch"
+    others = given.get("values"), given.get("branch")
+    words += ", mixed dtypes" if any(t is not None and t.dtype != x.dtype for t in others) else ""
+    dtype = given.get("dtype")
+    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU that of x comes by itself
+        words += f", to {checks.dtype_name(dtype)}"
+    words += ", in place" if given.get("inplace") else ""
+    return words + ("" if x.stride(2) == 1 else ", strided")
+
+
+def _sample(factor: int, call: Record) -> Record:
+    _check_unique(call.rows, call.x.shape[1])
+    images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
+    fields = [name for name in ("x", "rows", "values", "branch") if name in call._fields]
+    return first_images(call, images, *fields, copied="x" if getattr(call, "inplace", False) else None)
+
+
+def _check_unique(rows: Tensor, tokens: int) -> None:
+    """Raises for rows of which backends may make different things, so that no verdict comes from them."""
+    rows = rows.cpu()
+    checks.check_row_values("rows", rows, tokens)
+    ordered = rows.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        raise ValueError("rows: name a token twice, expected each token of an image once")
+
+
+_OF_ROWS: dict[str, Any] = {
+    "backends": {"triton": triton_kernels(), "native": native_kernels(why_unsupported=None)},
+    "kind": _kind,
+    "sample": _sample,
+}
 
 
 def _check_values(call: Any) -> None:
@@ -29,7 +73,7 @@ def _check_gather_rows(call: Any) -> None:
     _check_index(call.x, call.rows)
 
 
-@operator(check=_check_gather_rows, values=("rows", _check_values))
+@operator(check=_check_gather_rows, values=("rows", _check_values), **_OF_ROWS)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the tokens of x at ``rows``; zeros where a row is -1.
 
@@ -46,7 +90,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
         ValueError: A wrong shape or device.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.gather_rows(x, rows)
+    index = rows.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])
+    return x.gather(1, index).masked_fill((rows < 0)[..., None], 0.0)
 
 
 def _check_gather_add_layer_norm(call: Any) -> None:
@@ -57,7 +102,7 @@ def _check_gather_add_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_gather_add_layer_norm, values=("rows", _check_values))
+@operator(check=_check_gather_add_layer_norm, values=("rows", _check_values), **_OF_ROWS)
 def gather_add_layer_norm(
     x: Tensor,
     rows: Tensor,
@@ -87,7 +132,8 @@ def gather_add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.gather_add_layer_norm(x, rows, branch, weight, bias, eps=eps, dtype=dtype)
+    h = reference.gather_rows(x, rows) + branch
+    return h, reference.layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 
 def _check_scatter_rows(call: Any) -> None:
@@ -107,7 +153,7 @@ def _check_places(call: Any) -> None:
         _check_inplace(call.x, call.values, call.branch)
 
 
-@operator(check=_check_scatter_rows, values=("rows", _check_places))
+@operator(check=_check_scatter_rows, values=("rows", _check_places), **_OF_ROWS)
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
@@ -129,7 +175,12 @@ def scatter_rows(
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.scatter_rows(x, rows, values, branch, inplace=inplace)
+    values = values if branch is None else values + branch
+    tokens = x.shape[1]
+    # One place more takes what goes nowhere, and tokens that x does not have lie beyond it.
+    index = torch.where(rows < 0, tokens, rows + (rows >= tokens))[..., None].expand_as(values)
+    out = F.pad(x, (0, 0, 0, 1)).scatter(1, index, values.to(x.dtype))[:, :tokens]
+    return x.copy_(out) if inplace else out
 
 
 # Checks ---------------------------------------------------------------------------------------------------
@@ -163,66 +214,3 @@ def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:
     for name, tensor in (("values", values), ("branch", branch)):
         if tensor is not None and torch._C._overlaps(x, tensor):
             raise ValueError(f"{name}: shares memory with x, expected its own with inplace=True")
-
-
-# Registration ---------------------------------------------------------------------------------------------
-
-
-def _signature(
-    x: Tensor,
-    rows: Tensor,
-    *tensors: Tensor | None,
-    eps: float = 0.0,
-    dtype: torch.dtype | None = None,
-    inplace: bool = False,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, *tensors)
-    given = tuple(tensor is not None for tensor in tensors)
-    named = dtype if x.is_cuda or dtype != x.dtype else None  # a CPU's operators give that of x by themselves
-    mixed = any(tensor is not None and tensor.ndim == 3 and tensor.dtype != x.dtype for tensor in tensors)
-    return gradient, x.shape, rows.shape[1], x.stride(2) == 1, given, mixed, named, inplace
-
-
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    count: int,
-    adjacent: bool,
-    given: Sequence[bool],
-    mixed: bool,
-    named: torch.dtype | None,
-    inplace: bool,
-) -> str:
-    batch, tokens, channels = shape
-    words = f"{size_class(batch * count * channels)} of {size_class(batch * tokens * channels)} elements, "
-    words += f"{channels} channels"
-    if not all(given):
-        words += ", without a branch" if len(given) == 2 else ", without weight or bias"
-    words += ", mixed dtypes" if mixed else ""
-    words += "" if named is None else f", to {checks.dtype_name(named)}"
-    return words + (", in place" if inplace else "") + ("" if adjacent else ", strided")
-
-
-def _sample(factor: int, x: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel())
-    _check_unique(others[0], x.shape[1])
-    parts = [t[:images] if t is not None and t.ndim > 1 else t for t in (x, *others)]
-    if settings.get("inplace"):
-        parts[0] = x[:images].clone()  # a trial in place must not change what the caller has
-    return tuple(parts), settings
-
-
-def _check_unique(rows: Tensor | None, tokens: int) -> None:
-    """Raises for rows of which backends may make different things, so that no verdict comes from them."""
-    assert rows is not None
-    rows = rows.cpu()
-    checks.check_row_values("rows", rows, tokens)
-    ordered = rows.sort(1).values
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        raise ValueError("rows: name a token twice, expected each token of an image once")
-
-
-for _operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows"):
-    register_triton(_operator, __name__)
-    register_native(_operator, __name__, why_unsupported=None)
-    backends.describe(_operator, backends.Operator(_signature, _shape_class, _sample))

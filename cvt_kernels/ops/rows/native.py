@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import machine
+from ...backends import Record
 from ..layer_norm_gelu import native as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
 from . import autograd
 
@@ -131,27 +132,21 @@ autograd.KERNELS["native"] = autograd.Kernels(
 # The backend: the public functions of the same names, whose checks it relies on ----------------------------
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(call: Record) -> Tensor:
     """Computes ``cvt_kernels.gather_rows``."""
+    x, rows = call
     return autograd.gather_rows("native", x, rows)
 
 
-def gather_add_layer_norm(
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+def gather_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.gather_add_layer_norm``."""
+    x, rows, branch, weight, bias, eps, dtype = call
     result = autograd.result_dtype(x, branch, dtype)
     args = x, rows, branch, weight, bias
     return autograd.gather_add_layer_norm("native", *args, eps=eps, dtype=result)
 
 
-def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+def scatter_rows(call: Record) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows``."""
+    x, rows, values, branch, inplace = call
     return autograd.scatter_rows("native", x, rows, values, branch, inplace=inplace)

@@ -6,33 +6,26 @@ package one after the other, each by its own verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
-from ...declaration import facts_of_tensor, operator
-from ...reference import (
-    LIMITS,
-    AnyLinear,
-    ConvBatchNorm,
-    Linear,
-    Norm,
-    Pool,
-    QuantizedLinear,
-    TransformerBlock,
-    attended_keys,
-)
+from ... import checks, reference
+from ...backends import Implementation, Record
+from ...declaration import facts_of_tensor, native_kernels, operator
+from ...records import LIMITS, AnyLinear, ConvBatchNorm, Linear, Norm, Pool, QuantizedLinear, TransformerBlock
+from ...reference import attended_keys
 from ..attention import attention, check_scale
 from ..conv_linear import conv_linear
 from ..conv_projection import check_arguments, conv_projection, geometry_of
+from ..kinds import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate, check_norm, layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
 from ..packed_linear import why_unavailable
-from ..registration import images_within, register_composed, register_native, size_class
 from ..rows import gather_rows, scatter_rows
 from . import onednn
 
@@ -40,120 +33,11 @@ _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
 
 
-def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
-    if type(block) is not TransformerBlock:
-        raise TypeError
-    numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps]
-    for conv in block.convs:
-        numbers += conv[6:11]
-    kinds = map(type, (*numbers, *block.layers()))
-    # Weights of inference mode are not packed: their changes are not counted.
-    numbers += [layer.weight.is_inference() for layer in block.layers()]
-    return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
+# The composition of other operators -----------------------------------------------------------------------
 
 
-def _check_all(call: Any) -> None:
-    _check_row_values(call)
-    _check(*call)
-
-
-def _check_row_values(call: Any) -> None:
-    x, rows, scores = call.x, call.rows, call.scores
-    if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
-        is_cls = isinstance(scores, str) and scores == "cls"
-        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
-
-
-@overload
-def transformer_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: None = None,
-    inplace: bool = False,
-) -> Tensor: ...
-
-
-@overload
-def transformer_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@operator(
-    check=_check_all,
-    values=("rows", _check_row_values),
-    facts={"block": (_facts_of_block,)},
-)
-def transformer_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Any:
-    """Computes a block of CvT: x + attention and x + MLP, each of a LayerNorm (Wu et al. 2021, section 3).
-
-    BatchNorm normalizes by the running statistics. Quantized layers, any of the six, serve only: there is no
-    gradient.
-
-    Args:
-        x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`.
-        grid: ``(H, W)`` of the spatial tokens.
-        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
-            not changed.
-        rows: ``(B, K)`` int64, the tokens of each image that are computed, ascending, then -1 to fill up; the
-            others stay as they are, but all have keys and values. None for all tokens.
-        scores: ``"cls"`` to return how much the class token attends to each key too, which must be among the
-            rows, ``"avg"`` for the mean query of the other tokens that are computed; None for neither.
-        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
-
-    Returns:
-        The shape and dtype of ``x``; ``x`` itself if ``inplace``. With ``scores`` a second tensor
-        ``(B, Nkv)``, float32 (float64 for float64), the probabilities summed over the heads, without a
-        gradient.
-
-    Raises:
-        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, an invalid setting, ``inplace`` or quantized layers where a
-            gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
-        BackendUnavailable: The requested backend cannot serve the call.
-    """
-    return reference.transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
-
-
-def _prepare_composition(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Callable[..., Any]:
-    return lambda x, block, rows: _compose(x, grid, block, rows=rows, scores=scores, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare_composition)
-def _compose(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Any:
+def _compose(call: Record) -> Any:
+    x, grid, block, rows, scores, inplace = call
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
     q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))
     y = attention(q, k, v, scale=block.scale).flatten(2)
@@ -360,37 +244,7 @@ def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: st
     checks.check_device(name, tensor, "x", x)
 
 
-# Registration ---------------------------------------------------------------------------------------------
-
-
-def _signature(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> tuple[Any, ...]:
-    gradient = checks.wants_gradient(x, *block.tensors())
-    mean = block.convs[0].running_mean
-    mixed = mean is not None and mean.dtype != x.dtype
-    widths = block.linears[0].weight.shape[0], block.fc1.weight.shape[0]
-    settings = block.num_heads, block.approximate, inplace
-    kinds = tuple(map(_kind_of, block.layers()))
-    return (
-        gradient,
-        x.shape,
-        grid,
-        x.is_contiguous(),
-        mixed,
-        geometry_of(block.convs),
-        widths,
-        settings,
-        kinds,
-        None if rows is None else rows.shape[1],
-        scores,
-    )
+# The operator ---------------------------------------------------------------------------------------------
 
 
 def _kind_of(layer: AnyLinear) -> str:
@@ -400,40 +254,108 @@ def _kind_of(layer: AnyLinear) -> str:
     return checks.dtype_name(layer.weight.dtype) + ("" if layer.input_scale is None else " with one scale")
 
 
-def _shape_class(
-    gradient: bool,
-    shape: Sequence[int],
-    grid: tuple[int, int],
-    contiguous: bool,
-    mixed: bool,
-    geometry: Sequence[tuple[int, ...]],
-    widths: tuple[int, int],
-    settings: tuple[Any, ...],
-    kinds: Sequence[str],
-    kept: int | None,
-    scores: Pool | None,
-) -> str:
-    batch, tokens, channels = shape
-    attended, hidden = widths
-    heads, approximate, inplace = settings
-    pixels = grid[0] * grid[1]
-    branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry)
-    words = "exact" if approximate == "none" else approximate
+def _kind(call: Record) -> str:
+    x, block = call.x, call.block
+    batch, tokens, channels = x.shape
+    pixels, mean = call.grid[0] * call.grid[1], block.convs[0].running_mean
+    branches = " ".join(f"{k}x{k}/{s}/{p}/{d}" for k, s, p, d in geometry_of(block.convs))
+    words = gelu_words(block.approximate)
     words += f", {size_class(batch)} images, {channels} channels, kernel/stride/padding/dilation {branches}"
     words += f", {size_class(pixels)} pixels" + (" and a class token" if tokens > pixels else "")
-    words += f", {heads} heads of {attended // heads}, {hidden} hidden"
-    words += ", BatchNorm of another dtype" if mixed else ""
+    words += f", {block.num_heads} heads of {block.linears[0].weight.shape[0] // block.num_heads}"
+    words += f", {block.fc1.weight.shape[0]} hidden"
+    words += ", BatchNorm of another dtype" if mean is not None and mean.dtype != x.dtype else ""
+    kinds = [_kind_of(layer) for layer in block.layers()]
     for kind in dict.fromkeys(filter(None, kinds)):
         words += f", {kind} in " + " ".join(
             name for name, each in zip(_NAMES, kinds, strict=True) if each == kind
         )
-    words += "" if kept is None else f", {size_class(kept, 2)} tokens computed"
-    words += "" if scores is None else f", with scores of {scores}"
-    return words + (", in place" if inplace else "") + ("" if contiguous else ", strided")
+    words += "" if call.rows is None else f", {size_class(call.rows.shape[1], 2)} tokens computed"
+    words += "" if call.scores is None else f", with scores of {call.scores}"
+    return words + (", in place" if call.inplace else "") + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(
-    factor: int,
+def _sample(factor: int, call: Record) -> Record:
+    images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
+    # The scores of bfloat16 are made of a single query that is rounded: chance would decide which is better.
+    scores = None if call.x.dtype == torch.bfloat16 else call.scores
+    copied = "x" if call.inplace else None
+    return first_images(call._replace(scores=scores), images, "x", "rows", copied=copied)
+
+
+def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
+    """Computes a linear layer, quantized or not, in plain PyTorch."""
+    if isinstance(layer, Linear):
+        return F.linear(x, *layer)
+    return reference.linear_int8(
+        x, layer.weight, layer.weight_scale, layer.bias, input_scale=layer.input_scale
+    )
+
+
+def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
+    if type(block) is not TransformerBlock:
+        raise TypeError
+    numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps]
+    for conv in block.convs:
+        numbers += conv[6:11]
+    kinds = map(type, (*numbers, *block.layers()))
+    # Weights of inference mode are not packed: their changes are not counted.
+    numbers += [layer.weight.is_inference() for layer in block.layers()]
+    return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
+
+
+def _check_all(call: Any) -> None:
+    _check_row_values(call)
+    _check(*call)
+
+
+def _check_row_values(call: Any) -> None:
+    x, rows, scores = call.x, call.rows, call.scores
+    if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
+        is_cls = isinstance(scores, str) and scores == "cls"
+        checks.check_row_values("rows", rows, x.shape[1], ascending=True, class_token=is_cls)
+
+
+@overload
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: None = None,
+    inplace: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def transformer_block(
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    *,
+    rows: Tensor | None = None,
+    scores: Pool,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@operator(
+    backends={
+        "native": native_kernels(forward_only=True),
+        "composed": Implementation(_compose, ("cpu", "cuda")),
+        "onednn": Implementation(
+            onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported, forward_only=True
+        ),
+    },
+    kind=_kind,
+    sample=_sample,
+    defaults=("composed", "reference"),
+    check=_check_all,
+    values=("rows", _check_row_values),
+    facts={"block": (_facts_of_block,)},
+)
+def transformer_block(
     x: Tensor,
     grid: tuple[int, int],
     block: TransformerBlock,
@@ -441,30 +363,52 @@ def _sample(
     rows: Tensor | None = None,
     scores: Pool | None = None,
     inplace: bool = False,
-) -> tuple[Any, dict[str, Any]]:
-    count = images_within(_SAMPLE * factor, x.shape[0], x.numel())
-    # A trial in place must not change what the caller has.
-    images = x[:count].clone() if inplace else x[:count]
-    given = None if rows is None else rows[:count]
-    # The scores of bfloat16 are made of a single query that is rounded: chance would decide which is better.
-    proven = None if x.dtype == torch.bfloat16 else scores
-    return (images, grid, block), {"rows": given, "scores": proven, "inplace": inplace}
+) -> Any:
+    """Computes a block of CvT: x + attention and x + MLP, each of a LayerNorm (Wu et al. 2021, section 3).
 
+    BatchNorm normalizes by the running statistics. Quantized layers, any of the six, serve only: there is no
+    gradient.
 
-register_native("transformer_block", __name__, forward_only=True)
-register_composed("transformer_block", _compose, devices=("cpu", "cuda"))
-backends.register(
-    "transformer_block",
-    "onednn",
-    backends.Implementation(
-        onednn.transformer_block,
-        devices=("cpu",),
-        why_unavailable=why_unavailable,
-        why_unsupported=onednn.why_unsupported,
-        forward_only=True,
-    ),
-)
-backends.describe(
-    "transformer_block",
-    backends.Operator(_signature, _shape_class, _sample, defaults=("composed", "reference")),
-)
+    Args:
+        x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`.
+        grid: ``(H, W)`` of the spatial tokens.
+        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
+            not changed.
+        rows: ``(B, K)`` int64, the tokens of each image that are computed, ascending, then -1 to fill up; the
+            others stay as they are, but all have keys and values. None for all tokens.
+        scores: ``"cls"`` to return how much the class token attends to each key too, which must be among the
+            rows, ``"avg"`` for the mean query of the other tokens that are computed; None for neither.
+        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+
+    Returns:
+        The shape and dtype of ``x``; ``x`` itself if ``inplace``. With ``scores`` a second tensor
+        ``(B, Nkv)``, float32 (float64 for float64), the probabilities summed over the heads, without a
+        gradient.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, an invalid setting, ``inplace`` or quantized layers where a
+            gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    y = reference.layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
+    projected = list(reference.conv_projection(y, grid, block.convs, training=False))
+    if rows is not None:
+        projected[0] = reference.gather_rows(projected[0], rows)
+    layers = zip(projected, block.linears, strict=True)
+    q, k, v = (_apply(t, layer).unflatten(2, (block.num_heads, -1)) for t, layer in layers)
+    y = reference.attention(q, k, v, scale=block.scale).flatten(2)
+    y = (x if rows is None else reference.gather_rows(x, rows)) + _apply(y, block.proj)
+    hidden = reference.layer_norm(y, block.norm2.weight, block.norm2.bias, eps=block.norm2.eps)
+    hidden = reference.gelu(_apply(hidden, block.fc1), approximate=block.approximate)
+    hidden = _apply(hidden, block.fc2)
+    if rows is not None:
+        out = reference.scatter_rows(x, rows, y, hidden, inplace=inplace)
+    else:
+        out = x.copy_(y + hidden) if inplace else y + hidden
+    if scores is None:
+        return out
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return out, reference.attended_keys(
+        q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows
+    )

@@ -12,14 +12,14 @@ products are of 8-bit integers. The same bits every time, whatever the number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ... import checks, dispatch, machine
-from ...reference import AnyLinear, ConvBatchNorm, Linear, Norm, Pool, TransformerBlock
+from ... import checks, machine
+from ...backends import Record
+from ...records import AnyLinear, ConvBatchNorm, Linear, Norm, TransformerBlock
 from .. import packing
 
 machine.load_extension()
@@ -30,16 +30,9 @@ _MAX_HEAD_DIM = 256  # kMaxHeadDim in csrc/attention/cpu_loops.h
 _MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 
 
-def why_unsupported(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x, _, block, rows, _, _ = call
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     tensors = (x, *block.tensors(), rows)
@@ -141,29 +134,9 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
-def _prepare(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Callable[..., Any]:
-    return lambda x, block, rows: transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare)
-def transformer_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Any:
+def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    x, grid, block, rows, scores, inplace = call
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     scale = block.scale
     if scale is None:

@@ -5,13 +5,10 @@ See ``packed_linear``. Everything else is done by this package's operators, each
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from ... import dispatch
-from ...reference import Pool, TransformerBlock, attended_keys
+from ...backends import Record
+from ...reference import attended_keys
 from .. import packed_linear as packed
 from ..attention import attention
 from ..conv_projection import conv_projection
@@ -20,44 +17,17 @@ from ..packed_linear import ACTIVATIONS, packed_linear, packed_linear_add
 from ..rows import gather_rows, scatter_rows
 
 
-def why_unsupported(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these linear layers cannot serve a call; None if they can."""
+    x, block = call.x, call.block
     if block.quantized_layers():
         return "has no quantized layers"
     return packed.why_unsupported(x, [layer.weight for layer in block.layers()], block.tensors())
 
 
-def _prepare(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Callable[..., Any]:
-    return lambda x, block, rows: transformer_block(x, grid, block, rows=rows, scores=scores, inplace=inplace)
-
-
-@dispatch.prepared_by(_prepare)
-def transformer_block(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    *,
-    rows: Tensor | None = None,
-    scores: Pool | None = None,
-    inplace: bool = False,
-) -> Any:
+def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    x, grid, block, rows, scores, inplace = call
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     activation = ACTIVATIONS[block.approximate]
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)

@@ -34,7 +34,7 @@ def test_help_waits_for_no_package_that_only_some_commands_need():
 def test_doctor_command_and_a_reader_that_leaves_early(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n{operator} " in out for operator in backends.OPERATORS)
+    assert all(f"\n{operator} " in out for operator in backends.operators)
     script = Path(sys.executable).parent / "cvt"
     wrong = subprocess.run(
         [script, "doctor"],

@@ -17,7 +17,14 @@ from cvt.factory import randomize
 from cvt_kernels import backends, dispatch, proofs
 from cvt_kernels.acceleration.coverage import BlockCoverage, Coverage
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, not_built, record_all_calls, record_calls, remember_verdict
+from tests.checks import (
+    assert_accurate,
+    implementation,
+    not_built,
+    record_all_calls,
+    record_calls,
+    remember_verdict,
+)
 from tests.conftest import DATA
 from tests.upstream import (
     PYRAMIDS,
@@ -188,7 +195,7 @@ def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
     backends.register(
         "gelu",
         "native",
-        backends.Implementation(lambda x, **kw: called.append(1) or ck.reference.gelu(x, **kw)),
+        implementation("gelu", lambda x, **kw: called.append(1) or ck.reference.gelu(x, **kw)),
     )
     absent = backends.Implementation(ck.reference.bias_gelu, why_unavailable=lambda device_type: "not here")
     backends.register("bias_gelu", "native", absent)
@@ -524,7 +531,7 @@ def test_coverage_tells_backends_and_reasons():
         (False, "accelerate() has not been called")
     }
     record_calls("attention")
-    backends.register("bias_gelu", "native", backends.Implementation(ck.reference.bias_gelu))
+    backends.register("bias_gelu", "native", implementation("bias_gelu", ck.reference.bias_gelu))
     rows = ck.coverage(ck.accelerate(model))
     assert [row.path for row in rows][:4] == [
         "stage0.patch_embed",

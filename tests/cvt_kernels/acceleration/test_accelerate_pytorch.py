@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cvt_kernels as ck
 from cvt_kernels import backends, proofs
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate, implementation, not_built
 from tests.processes import run_ranks
 from tests.upstream import (
     KERNELS_FIRST,
@@ -48,7 +48,7 @@ def count_attention():
         called.append("attention")
         return ck.reference.attention(*args, **kwargs)
 
-    backends.register("attention", "native", backends.Implementation(function))
+    backends.register("attention", "native", implementation("attention", function))
     return called
 
 

@@ -99,11 +99,11 @@ def test_tritons_kernels_serve_whole_stages(monkeypatch):
     asked = set()
 
     def noting(operator, backend, implementation):
-        def call(*args, **kwargs):
+        def serve(call):
             asked.add((operator, backend))
-            return implementation.load().function(*args, **kwargs)
+            return implementation.load().function(call)
 
-        return dataclasses.replace(implementation, function=call)
+        return dataclasses.replace(implementation, function=serve)
 
     with backends.replaced(noting), ck.use_backend("triton", "native", "reference"):
         out, count = served(fused, x)
@@ -124,11 +124,11 @@ def test_a_block_is_one_operator_on_a_cpu(make, backend):
     asked = []
 
     def noting(operator, backend, implementation):
-        def call(*args, **kwargs):
+        def serve(call):
             asked.append((operator, backend))
-            return implementation.load().function(*args, **kwargs)
+            return implementation.load().function(call)
 
-        return dataclasses.replace(implementation, function=call)
+        return dataclasses.replace(implementation, function=serve)
 
     with backends.replaced(noting), ck.use_backend(backend, "native", "sdpa"):
         out, count = served(fused, x)
@@ -595,7 +595,7 @@ def test_coverage_names_the_operators():
         "linear_add",
         "layer_norm_mlp",
     )
-    assert set(on_gpu) <= set(backends.OPERATORS)
+    assert set(on_gpu) <= set(backends.operators)
 
 
 def test_verify_compares_frozen_stages():

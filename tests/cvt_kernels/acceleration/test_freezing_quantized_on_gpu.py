@@ -58,7 +58,7 @@ def noting(name, function, called):
 def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
     called = set()
-    for name in set(backends.OPERATORS) & set(vars(stages)):
+    for name in set(backends.operators) & set(vars(stages)):
         monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
     own = quantized(small_model(layer_scale=0.3), SCALE if len(kept) % 2 else None, kept).double()
     fused = ck.accelerate(copy.deepcopy(own), freeze=True)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import backends, measure, proofs, verdicts
-from tests.checks import Terminal, remember_verdict
+from tests.checks import Terminal, implementation, remember_verdict
 from tests.upstream import (
     KERNELS_FIRST,
     RANDOM,
@@ -31,7 +31,7 @@ def spoil(operator, change):
     """Lets an operator compute something else."""
     function = getattr(ck.reference, operator)
     backends.register(
-        operator, "native", backends.Implementation(lambda *a, **kw: change(function(*a, **kw)))
+        operator, "native", implementation(operator, lambda *a, **kw: change(function(*a, **kw)))
     )
 
 

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import cvt_kernels as ck
 from cvt.commands.compile import work
 from cvt_kernels import machine, ops
-from cvt_kernels.reference import PositionBias
+from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, Traffic, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 

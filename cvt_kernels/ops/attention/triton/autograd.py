@@ -6,20 +6,22 @@ call. Under torch.compile the same launchers run behind opaque operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks, dispatch
-from ....reference import PositionBias
+from .... import checks
+from ....backends import Record
+from ....records import PositionBias
+from ...planned_launches import planned
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small
 from .backward import attention_backward
 from .common import MAX_HEAD_DIM
-from .forward import attention_forward, planned_forward
+from .forward import attention_forward
 
 # Autograd and torch.compile -------------------------------------------------------------------------------
 
@@ -130,17 +132,9 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    q, k, _, scale, bias, dropout_p, position = call
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
     if dropout_p > 0:
@@ -162,55 +156,15 @@ def why_unsupported(
 _LARGEST_SCALE = 2.0**64
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Returns what serves calls like one without a bias, whose tensors the kernel reads as they lie."""
-    if (
-        bias is not None
-        or position is not None
-        or {q.dtype, k.dtype, v.dtype} != {checks.autocast_dtype(q) or q.dtype}
-    ):
-        return None
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    launch = planned_forward(q, k, v, scale) if abs(scale) <= _LARGEST_SCALE else None
-    if launch is None:
-        return None
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if launch.start(q, q, k, v, (out, out, out), out, out):
-            return out
-        return attention(q, k, v, scale=scale, bias=None, dropout_p=0.0)
-
-    return run
-
-
-@dispatch.prepared_by(_prepare)
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    position: PositionBias | None = None,
-) -> Tensor:
+@planned
+def attention(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention``, whose checks it relies on.
 
     q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
     they are copied first. Under autocast it computes in autocast's dtype, as
     ``F.scaled_dot_product_attention`` does; biases keep their own.
     """
+    q, k, v, scale, bias, _, position = call
     if scale is None:
         scale = q.shape[3] ** -0.5
     if (dtype := checks.autocast_dtype(q)) is not None:

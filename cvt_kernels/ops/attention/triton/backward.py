@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .... import machine
-from ....reference import PositionBias
+from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import backends, machine
-from ....reference import PositionBias
+from .... import machine
+from ....records import PositionBias
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a head; there is no configuration for more.
@@ -156,8 +155,7 @@ def configuration(
     return special.get(kernel) or CONFIGS[key][kernel]
 
 
-@contextlib.contextmanager
-def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
+def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
@@ -167,12 +165,7 @@ def overridden(kernel: str, config: LaunchConfig) -> Iterator[None]:
     Raises:
         ValueError: There is no such kernel.
     """
-    try:
-        with _overrides.replaced(kernel, config):
-            backends.forget()  # the launches that are planned
-            yield
-    finally:
-        backends.forget()
+    return _overrides.replaced(kernel, config)
 
 
 def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
@@ -202,7 +195,7 @@ def tail_width(keys: int, block_kv: int, element_size: int) -> int:
 
 
 class PositionSpec(NamedTuple):
-    """The places of queries and keys for a bias by position, see :class:`cvt_kernels.reference.PositionBias`.
+    """The places of queries and keys for a bias by position, see :class:`cvt_kernels.PositionBias`.
 
     Attributes:
         height, width: Of the grid of the tokens.

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
-from ....reference import PositionBias
+from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
@@ -276,18 +276,3 @@ def attention_forward(
         stats_ptr=out if stats is None else stats, **plan.settings,
     )  # fmt: skip
     return out, stats
-
-
-def planned_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> machine.PlannedLaunch | None:
-    """Returns the launch of a forward without bias and ``stats`` for tensors like these.
-
-    It takes q, k, v, and the output for a triple of biases, which are not there, as the output and for
-    ``stats``.
-    None where the kernel does not read the tensors as they lie.
-    """
-    arguments = LaunchArguments.of(q, k, v, None, scale)._asdict()
-    tensors = [arguments.pop(name) for name in ("q_ptr", "k_ptr", "v_ptr", "bias_ptrs")]
-    if any(given is not read for given, read in zip((q, k, v), tensors, strict=False)):
-        return None
-    plan = _Plan.of(LaunchArguments.of(q, k, v, None, scale), q, False)
-    return machine.PlannedLaunch(plan.kernel, plan.grid, plan.options, arguments | plan.settings)

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .... import checks
+from ....backends import Record
+from ...planned_launches import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
 from .normalize import normalize
@@ -49,11 +51,9 @@ def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_t
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None, *, stride: int, padding: int, eps: float, class_token: Tensor | None,
-) -> str | None:  # fmt: skip
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token = call
     batch, _, height, width = image.shape
     channels, kernel_size = weight.shape[0], weight.shape[3]
     if checks.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
@@ -70,15 +70,14 @@ def why_unsupported(
     return None
 
 
-def conv_embedding(
-    image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None, *, stride: int, padding: int, eps: float, class_token: Tensor | None,
-) -> Tensor:  # fmt: skip
+@planned
+def conv_embedding(call: Record) -> Tensor:
     """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on.
 
     Under autocast it convolves in autocast's dtype, as a convolution does, and the tokens have the dtype of
     ``F.layer_norm``, which is float32 on a GPU.
     """
+    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
     dtype = image.dtype
     if (lower := checks.autocast_dtype(image)) is not None:
         image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)

@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import checks, machine
-from ....reference import ConvBatchNorm
+from ....backends import Record
+from ....records import ConvBatchNorm
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.walk import is_walk, load_vector, load_weights, units, widen
+from ...planned_launches import planned
 from .common import MAX_CHANNELS, Plan
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
@@ -418,10 +420,9 @@ def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why this kernel cannot serve a call; None if it can."""
+    x, grid, convs, linears = call
     if any(type(branch) is not ConvBatchNorm for branch in convs):
         return "a branch is a sum of convolutions"
     batch, tokens, channels = x.shape
@@ -444,14 +445,14 @@ def why_unsupported(
     return None
 
 
-def conv_linear(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
-) -> tuple[Tensor, ...]:
+@planned
+def conv_linear(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as its parts do.
     """
+    x, grid, convs, linears = call
     dtype = checks.autocast_dtype(x) or x.dtype
     x = x.to(dtype)
     weights = [conv.weight.to(dtype).contiguous() for conv in convs]

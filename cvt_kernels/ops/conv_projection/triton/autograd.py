@@ -7,7 +7,7 @@ of a group stands here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks, dispatch
-from ....reference import Branch, ConvBatchNorm, flattened
+from .... import checks
+from ....backends import Record
+from ....records import ConvBatchNorm, flattened
+from ...planned_launches import planned
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums
 from .common import Geometry
 from .forward import (
     batch_statistics,
     output_shapes,
-    planned_forward,
     projection_forward,
     update_running_statistics,
 )
@@ -204,10 +205,9 @@ _update_op = torch.library.custom_op(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x, _, convs, training = call
     convs, _ = flattened(convs)
     if x.numel() == 0:
         return "the batch is empty"
@@ -229,47 +229,14 @@ def why_unsupported(
     return None
 
 
-def _prepare(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> Callable[[Tensor, Sequence[ConvBatchNorm]], tuple[Tensor, ...]] | None:
-    """Returns what serves calls like one in evaluation, whose tensors the kernel reads as they lie.
-
-    None for sums, whose kernel reads weights that are packed at each call.
-    """
-    if training or any(type(branch) is not ConvBatchNorm for branch in convs):
-        return None
-    convs, _ = flattened(convs)
-    if any(tensor is None or not tensor.is_contiguous() for conv in convs for tensor in conv[:5]):
-        return None
-    dtype = checks.autocast_dtype(x) or x.dtype
-    x, casts = x.to(dtype), any(tensor.dtype != dtype for tensor in (x, *(conv.weight for conv in convs)))
-    geometry = Geometry.of(grid, convs)
-    launch = planned_forward(x, geometry, [conv.weight.to(dtype) for conv in convs])
-    if launch is None:
-        return None
-    shapes = output_shapes(x, geometry)
-
-    def run(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[Tensor, ...]:
-        weights, gammas, betas, means, variances, *_ = zip(*convs, strict=True)
-        if casts:
-            x, weights = x.to(dtype), tuple([weight.to(dtype) for weight in weights])
-        outs = tuple([x.new_empty(*shape) for shape in shapes])
-        if launch.start(x, x, weights, gammas, betas, means, variances, outs):
-            return outs
-        return conv_projection(x, grid, convs, training=False)
-
-    return run
-
-
-@dispatch.prepared_by(_prepare)
-def conv_projection(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool
-) -> tuple[Tensor, ...]:
+@planned
+def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
     """
+    x, grid, convs, training = call
     geometry = Geometry.of(grid, convs)
     convs, _ = flattened(convs)
     weights = [conv.weight for conv in convs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import backends, machine, reference
+from .... import machine, records
 from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -130,8 +130,7 @@ def configuration(kernel: str, capability: int) -> Config:
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-@contextlib.contextmanager
-def overridden(kernel: str, config: Config) -> Iterator[None]:
+def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
@@ -141,12 +140,7 @@ def overridden(kernel: str, config: Config) -> Iterator[None]:
     Raises:
         ValueError: There is no such kernel.
     """
-    try:
-        with _overrides.replaced(kernel, config):
-            backends.forget()  # the launches that are planned
-            yield
-    finally:
-        backends.forget()
+    return _overrides.replaced(kernel, config)
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------
@@ -159,7 +153,7 @@ class Geometry(NamedTuple):
         grid: (H, W) of the input.
         kernel_sizes, strides, paddings, dilations, epss: One per convolution.
         summands: For each convolution how many are summed to its output, 0 if it is not the first of them, as
-            of ``reference.flattened``. Without them each is an output.
+            of ``records.flattened``. Without them each is an output.
     """
 
     grid: tuple[int, int]
@@ -171,9 +165,9 @@ class Geometry(NamedTuple):
     summands: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, grid: tuple[int, int], branches: Sequence[reference.Branch]) -> Geometry:
+    def of(cls, grid: tuple[int, int], branches: Sequence[records.Branch]) -> Geometry:
         """Returns the geometry of a public call."""
-        convs, summands = reference.flattened(branches)
+        convs, summands = records.flattened(branches)
         kernel_sizes, strides, paddings, dilations, epss = zip(
             *((c.weight.shape[3], c.stride, c.padding, c.dilation, c.eps) for c in convs), strict=True
         )

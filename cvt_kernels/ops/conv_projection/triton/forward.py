@@ -31,7 +31,7 @@ from .common import (
     tile_positions,
 )
 from .walk import is_walk
-from .walk_forward import planned_walk_forward, walk_forward, walk_statistics
+from .walk_forward import walk_forward, walk_statistics
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -156,22 +156,6 @@ def projection_forward(
         y_ptrs=tuple(geometry.of_each(outs)), **_others(x, geometry, plan),
     )  # fmt: skip
     return outs
-
-
-def planned_forward(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> machine.PlannedLaunch | None:
-    """Returns the launch of :func:`projection_forward` for tensors like these, which it takes in its order.
-
-    None where the kernel does not read them as they lie.
-    """
-    if maybe_contiguous(x) is not x:
-        return None
-    if is_walk(geometry):
-        return planned_walk_forward(x, geometry, weights)
-    if max(geometry.kernel_sizes) > 3:
-        return None
-    plan = LaunchPlan.of("fwd", x, geometry)
-    others = _others(x, geometry, plan)
-    return machine.PlannedLaunch(_conv_projection_fwd_kernel, (plan.programs,), plan.config.options, others)
 
 
 def _others(x: Tensor, geometry: Geometry, plan: LaunchPlan) -> dict[str, Any]:

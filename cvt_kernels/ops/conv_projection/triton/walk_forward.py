@@ -106,13 +106,6 @@ def walk_forward(
     )  # fmt: skip
 
 
-def planned_walk_forward(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> machine.PlannedLaunch:
-    """Returns the launch of :func:`walk_forward` for tensors like these, which it takes in its order."""
-    plan = WalkPlan.of("walk_fwd", x, geometry, weights)
-    others = _others(x, geometry, plan)
-    return machine.PlannedLaunch(_conv_projection_walk_fwd_kernel, (plan.programs,), plan.options, others)
-
-
 def _others(x: Tensor, geometry: Geometry, plan: WalkPlan) -> dict[str, Any]:
     """Returns what the forward kernel takes besides tensors."""
     return {"epss": geometry.epss, "stride_b": x.stride(0), "STEP": x.stride(1), **plan.arguments}

@@ -6,17 +6,18 @@ call. Under torch.compile the same launchers run behind opaque operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .... import checks, dispatch
+from .... import checks
+from ....backends import Record
 from ...autograd import once_differentiable
 from ...conv_projection.triton.common import maybe_contiguous
+from ...planned_launches import planned
 from .backward import conv_gelu_backward
-from .forward import conv_gelu_forward, planned_forward
+from .forward import conv_gelu_forward
 
 # Autograd -------------------------------------------------------------------------------------------------
 
@@ -99,10 +100,9 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x = call.x
     if x.numel() == 0:
         return "the batch is empty"
     if x.is_cuda and x.dtype == torch.float64:
@@ -112,39 +112,14 @@ def why_unsupported(
     return None
 
 
-def _prepare(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """Returns what serves calls like one without a gradient, whose tensors the kernel reads as they lie."""
-    if x.stride(2) != 1 or maybe_contiguous(x) is not x or not weight.is_contiguous():
-        return None
-    if bias is not None and not bias.is_contiguous():
-        return None
-    dtype = checks.autocast_dtype(x) or x.dtype
-    casts = x.dtype != dtype or weight.dtype != dtype or (bias is not None and bias.dtype != dtype)
-    x, like = x.to(dtype), weight.to(dtype)
-    launch, shape = planned_forward(x, grid, like, bias, approximate), x.shape
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if casts:
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y = x.new_empty(shape)
-        if launch.start(x, x, weight, weight if bias is None else bias, y):
-            return y
-        return conv_gelu_forward(x, grid, weight, bias, approximate)
-
-    return run
-
-
-@dispatch.prepared_by(_prepare)
-def depthwise_conv_gelu(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
-) -> Tensor:
+@planned
+def depthwise_conv_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
 
     ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
     """
+    x, grid, weight, bias, approximate = call
     dtype = checks.autocast_dtype(x) or x.dtype
     x, weight = x.to(dtype), weight.to(dtype).contiguous()
     bias = None if bias is None else bias.to(dtype).contiguous()

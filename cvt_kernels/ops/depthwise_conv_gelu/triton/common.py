@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .... import backends, machine
+from .... import machine
 from ...conv_projection.triton.common import Geometry, WalkConfig
 from ...conv_projection.triton.walk import WalkPlan, alignment_of
 from ...triton_launch import Budget, Overrides
@@ -34,8 +34,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
 _overrides: Overrides[WalkConfig] = Overrides(CONFIGS)
 
 
-@contextlib.contextmanager
-def overridden(kernel: str, config: WalkConfig) -> Iterator[None]:
+def overridden(kernel: str, config: WalkConfig) -> contextlib.AbstractContextManager[None]:
     """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
 
     Args:
@@ -45,12 +44,7 @@ def overridden(kernel: str, config: WalkConfig) -> Iterator[None]:
     Raises:
         ValueError: There is no such kernel.
     """
-    try:
-        with _overrides.replaced(kernel, config):
-            backends.forget()  # the launches that are planned
-            yield
-    finally:
-        backends.forget()
+    return _overrides.replaced(kernel, config)
 
 
 # Plans ----------------------------------------------------------------------------------------------------

@@ -99,13 +99,3 @@ def conv_gelu_forward(
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **plan.others,
     )  # fmt: skip
     return y
-
-
-def planned_forward(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
-) -> machine.PlannedLaunch:
-    """Returns the launch of :func:`conv_gelu_forward` for tensors like these; it takes x, w, bias and y."""
-    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
-    return machine.PlannedLaunch(
-        _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), plan.walk.options, plan.others
-    )

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .... import checks, machine
+from ....backends import Record
+from ...planned_launches import planned
 from ...triton_launch import accumulator_dtype
 from .common import MAX_NORMALIZED
 from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_gelu_forward
@@ -171,33 +173,21 @@ def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype)
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    approximate: str | None = None,
-    eps: float | None = None,
-    shift: Tensor | None = None,
-    inplace: bool = False,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call of one of the three operators; None if they can."""
+    x, weight, given = call.x, call.weight, call._asdict()
+    residual = given.get("residual")
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
     if x.is_cuda and x.dtype == torch.float64:
         return "float64 is computed in Triton's interpreter only"
     if x.numel() // x.shape[-1] >= 2**31 - 2**10 or weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
-    if eps is not None and weight.shape[0] > MAX_NORMALIZED:
+    if "eps" in given and weight.shape[0] > MAX_NORMALIZED:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
-    if residual is not None and checks.wants_gradient(
-        x, weight, bias, residual, norm_weight, norm_bias, shift
-    ):
+    if residual is not None and checks.wants_gradient(*call):
         return "has no gradients"
-    if inplace and residual is not None and _sum_dtype(x, residual) != residual.dtype:
+    if residual is not None and call.inplace and _sum_dtype(x, residual) != residual.dtype:
         return "autocast would round the sum before it is written in place"
     return None
 
@@ -209,8 +199,10 @@ def _matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return x, weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype).contiguous()
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+@planned
+def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu``, whose checks it relies on; under autocast, in its dtype."""
+    x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
     x, weight, bias = _matrices(x, weight, bias)
     needs_gradient = checks.wants_gradient(x, weight, bias)
@@ -228,8 +220,10 @@ def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return torch.promote_types(checks.autocast_dtype(x) or x.dtype, residual.dtype)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool) -> Tensor:
+@planned
+def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add``, whose checks it relies on; the product, in autocast's dtype."""
+    x, weight, bias, residual, inplace = call
     dtype = _sum_dtype(x, residual)
     x, weight, bias = _matrices(x, weight, bias)
     if not inplace:
@@ -253,22 +247,13 @@ def _tell_autograd(written: Tensor) -> None:
         torch.autograd.graph.increment_version(written)
 
 
-def linear_add_layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    *,
-    eps: float,
-    shift: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
+@planned
+def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.linear_add_layer_norm``, whose checks it relies on.
 
     Under autocast the product is in its dtype, and LayerNorm gives float32 on a GPU, as PyTorch's own does.
     """
+    x, weight, bias, residual, norm_weight, norm_bias, eps, shift, inplace = call
     dtype = _sum_dtype(x, residual)
     norm_dtype = torch.float32 if x.is_cuda and checks.autocast_dtype(x) is not None else dtype
     x, weight, bias = _matrices(x, weight, bias)

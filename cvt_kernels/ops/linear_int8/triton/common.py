@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from .... import machine
-from ....reference import LIMITS
+from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
 from ...linear.triton.common import LaunchConfig, generation_of
 from ...triton_launch import Budget, Overrides

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .... import machine
-from ....reference import QuantizedRows
+from ....backends import Record
+from ....records import QuantizedRows
+from ...planned_launches import planned
 from .common import MAX_CHANNELS, MAX_INPUTS
 from .forward import linear_int8_forward
 from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_rows_forward
@@ -50,10 +52,12 @@ def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_rows_unsupported(
-    x: Tensor, *others: Tensor | None, dtype: torch.dtype, **settings: Any
-) -> str | None:
+def why_rows_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot round the rows of a call; None if they can."""
+    return _why_not_rounded(call.x, call.dtype)
+
+
+def _why_not_rounded(x: Tensor, dtype: torch.dtype) -> str | None:
     if x.numel() == 0:
         return "the batch is empty"
     if x.dtype == torch.float64:
@@ -71,19 +75,9 @@ def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def why_linear_unsupported(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: str | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> str | None:
+def why_linear_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call of ``linear_int8``; None if they can."""
+    x, weight, _, _, x_scales, _, _, _, dtype = call
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
     if torch.float64 in (x.dtype, dtype):
@@ -93,34 +87,29 @@ def why_linear_unsupported(
     if weight.numel() >= 2**31 or x.numel() // x.shape[-1] >= 2**31 - 2**10:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     if x_scales is None:
-        return why_rows_unsupported(x, dtype=weight.dtype)
+        return _why_not_rounded(x, weight.dtype)
     return _why_dtype_unsupported(x, weight.dtype)
 
 
-def quantize_rows(x: Tensor, *, scale: Tensor | None, dtype: torch.dtype) -> QuantizedRows:
+@planned
+def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    x, scale, dtype = call
     return _served(_rows_op, quantize_rows_forward, x, scale, dtype)
 
 
-def layer_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-) -> QuantizedRows:
+@planned
+def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    x, weight, bias, eps, shift, scale, dtype = call
     weight, bias, shift = map(_contiguous, (weight, bias, shift))
     return _served(_layer_norm_op, layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
 
 
-def gelu_quantize(
-    x: Tensor, bias: Tensor | None, *, approximate: str, scale: Tensor | None, dtype: torch.dtype
-) -> QuantizedRows:
+@planned
+def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    x, bias, approximate, scale, dtype = call
     return _served(_gelu_op, gelu_quantize_forward, x, _contiguous(bias), approximate, scale, dtype)
 
 
@@ -131,21 +120,12 @@ def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRo
     return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))
 
 
-def linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scales: Tensor | None,
-    input_scale: Tensor | None,
-    approximate: str | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+@planned
+def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     if x_scales is None:
-        x, x_scales = quantize_rows(x, scale=input_scale, dtype=weight.dtype)
+        x, x_scales = _served(_rows_op, quantize_rows_forward, x, input_scale, weight.dtype)
     shape = (*x.shape[:-1], weight.shape[0])
     args = (
         x.reshape(-1, x.shape[-1]).contiguous(),

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
-from ....reference import LEAST
+from ....records import LEAST
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from ...triton_gelu import activate
 from .common import RowSpec

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import checks, machine
+from ....backends import Record
+from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 
@@ -251,20 +253,9 @@ def _(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float,
-    approximate: str,
-    shift: Tensor | None,
-) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why the kernel cannot serve a call; None if it can."""
+    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, _, shift = call
     tensors = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
     if checks.wants_gradient(x, *tensors):
@@ -282,23 +273,13 @@ def why_unsupported(
     return None
 
 
-def layer_norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float,
-    approximate: str,
-    shift: Tensor | None,
-) -> Tensor:
+@planned
+def layer_norm_mlp(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_mlp``, whose checks it relies on.
 
     Under autocast the products are in autocast's dtype; x is read and the result written in that of x.
     """
+    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, eps, approximate, shift = call
     dtype = checks.autocast_dtype(x) or x.dtype
     launch = _forward_op if torch.compiler.is_compiling() else layer_norm_mlp_forward
     return launch(

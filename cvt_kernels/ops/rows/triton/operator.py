@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....backends import Record
+from ...planned_launches import planned
 from .. import autograd
 from .backward import layer_norm_backward
 from .common import MAX_CHANNELS
@@ -43,8 +45,9 @@ _scatter_inplace_op = torch.library.custom_op(
 def _layer_norm_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> list[Tensor]:
-    gradients = layer_norm_backward(dy, dh, h, weight, bias, eps)
-    return [gradient for gradient in gradients if gradient is not None]
+    out, *gradients = layer_norm_backward(dy, dh, h, weight, bias, eps)
+    # Of float32 they are halves of one tensor, which an operator must not return.
+    return [out, *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 @_gather_op.register_fake
@@ -149,8 +152,9 @@ autograd.KERNELS["triton"] = autograd.Kernels(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings: object) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
+    x, rows = call.x, call.rows
     if rows.numel() == 0:
         return "the batch is empty"
     if x.is_cuda and x.dtype == torch.float64:
@@ -162,27 +166,24 @@ def why_unsupported(x: Tensor, rows: Tensor, *tensors: Tensor | None, **settings
     return None
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+@planned
+def gather_rows(call: Record) -> Tensor:
     """Computes ``cvt_kernels.gather_rows``, whose checks it relies on."""
+    x, rows = call
     return autograd.gather_rows("triton", x, rows)
 
 
-def gather_add_layer_norm(
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+@planned
+def gather_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.gather_add_layer_norm``, whose checks it relies on."""
+    x, rows, branch, weight, bias, eps, dtype = call
     result = autograd.result_dtype(x, branch, dtype)
     args = x, rows, branch, weight, bias
     return autograd.gather_add_layer_norm("triton", *args, eps=eps, dtype=result)
 
 
-def scatter_rows(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool) -> Tensor:
+@planned
+def scatter_rows(call: Record) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows``, whose checks it relies on."""
+    x, rows, values, branch, inplace = call
     return autograd.scatter_rows("triton", x, rows, values, branch, inplace=inplace)

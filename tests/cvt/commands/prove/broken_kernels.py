@@ -8,6 +8,7 @@ import time
 import torch
 
 from cvt_kernels import backends, reference
+from tests.checks import implementation
 
 
 def wrong_element(x):
@@ -115,32 +116,32 @@ def gelu(x, *, approximate):
 
 def register():
     """Registers the kernels, and a form of PyTorch's that kills the process."""
-    backends.register("gelu", "triton", backends.Implementation(gelu))
-    backends.register("attention", "sdpa", backends.Implementation(lambda *args, **kwargs: os._exit(4)))
+    backends.register("gelu", "triton", implementation("gelu", gelu))
+    backends.register("attention", "sdpa", implementation("attention", lambda *args, **kwargs: os._exit(4)))
 
 
 def register_reference_that_hangs():
-    backends.register("gelu", "reference", backends.Implementation(lambda *args, **kwargs: time.sleep(1000)))
+    backends.register("gelu", "reference", implementation("gelu", lambda *args, **kwargs: time.sleep(1000)))
 
 
 def register_kernel_without_memory():
     def function(x, *, approximate):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    backends.register("gelu", "triton", backends.Implementation(function))
+    backends.register("gelu", "triton", implementation("gelu", function))
 
 
 def register_kernel_without_host_memory():
     def function(x, *, approximate):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
 
-    backends.register("gelu", "triton", backends.Implementation(function))
+    backends.register("gelu", "triton", implementation("gelu", function))
 
 
 def register_wrong_gelu():
     """Registers a GELU with its bias that is wrong in any shape."""
     backends.register(
-        "bias_gelu", "triton", backends.Implementation(lambda x, bias, **_: wrong_element(x + bias))
+        "bias_gelu", "triton", implementation("bias_gelu", lambda x, bias, **_: wrong_element(x + bias))
     )
 
 

@@ -19,14 +19,15 @@ SPAWN = multiprocessing.get_context("spawn")
 def gelu_question(channels, *, gradient=False):
     x = torch.empty(2, 4, channels, requires_grad=gradient)
     text = dispatch.question("gelu", x, approximate="none")
-    return Question(text, "gelu", (TensorLike.of(x),), {"approximate": "none"}, None)
+    return Question(text, "gelu", {"x": TensorLike.of(x), "approximate": "none"}, None)
 
 
 def attention_question():
     q, k = torch.empty(1, 8, 1, 4), torch.empty(1, 4, 1, 4)
     settings = {"scale": None, "bias": None, "dropout_p": 0.0}
     text = dispatch.question("attention", q, k, k, **settings)
-    return Question(text, "attention", tuple(map(TensorLike.of, (q, k, k))), settings, None)
+    tensors = {name: TensorLike.of(tensor) for name, tensor in {"q": q, "k": k, "v": k}.items()}
+    return Question(text, "attention", tensors | settings, None)
 
 
 SECONDS = 3
@@ -167,7 +168,9 @@ def test_a_process_that_does_not_start():
 
 def test_a_single_candidate_needs_no_verdict(worker):
     x = TensorLike((4, 8), (8, 1), torch.float64, requires_grad=False)
-    assert proving.prove(Question("linear", "linear", (x, x, None), {}, None), worker) is None
+    assert (
+        proving.prove(Question("linear", "linear", {"x": x, "weight": x, "bias": None}, None), worker) is None
+    )
 
 
 def test_the_process_proves_all_candidates_on_as_many_threads(monkeypatch):

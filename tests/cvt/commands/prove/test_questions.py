@@ -8,7 +8,7 @@ import torch
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.commands.prove.questions import COMPOSED, TensorLike, Workload, collect
-from cvt_kernels import backends, dispatch, reference
+from cvt_kernels import backends, dispatch
 from tests.checks import operators_asked_on_a_cpu
 from tests.upstream import huggingface, microsoft
 
@@ -20,13 +20,13 @@ def asked_by(model, images):
     asked = set()
 
     def recording(operator, backend, implementation):
-        def call(*args, **kwargs):
-            asked.add(dispatch.question(operator, *args, **kwargs))
-            if backend == "composed":
-                return implementation.function(*args, **kwargs)
-            return getattr(reference, operator)(*args, **kwargs)
+        plain = backends.operators[operator].reference
 
-        return dataclasses.replace(implementation, function=call, why_unsupported=None)
+        def serve(call):
+            asked.add(dispatch.question(operator, **call._asdict()))
+            return (implementation.function if backend == "composed" else plain)(call)
+
+        return dataclasses.replace(implementation, function=serve, why_unsupported=None)
 
     with backends.replaced(recording), backends.use_backend(*COMPOSED):
         model(images)
@@ -81,9 +81,9 @@ def test_questions_of_a_quantized_model_are_asked_too():
     assert more <= asked | others
     for question in both:
         if question.operator == "linear_int8":
-            args, _ = question.make_arguments(CPU)
-            assert args[1].dtype == torch.int8
-            assert args[1].unique().numel() > 100
+            weight = question.make_arguments(CPU)["weight"]
+            assert weight.dtype == torch.int8
+            assert weight.unique().numel() > 100
 
 
 def test_each_question_is_asked_once_for_all_sizes_of_its_class():
@@ -129,10 +129,10 @@ def test_questions_are_those_of_the_model_on_a_gpu():
 
 def test_arguments_are_made_as_they_were():
     for question in collect(Workload("cvt_13", 32, [2], ["float32"], train=True), CPU):
-        args, kwargs = question.make_arguments(CPU)
-        assert dispatch.question(question.operator, *args, **kwargs) == question.text
-        again, _ = question.make_arguments(CPU)
-        assert torch.equal(args[0], again[0])
+        made, again = (question.make_arguments(CPU) for _ in range(2))
+        assert dispatch.question(question.operator, **made) == question.text
+        first = next(iter(made))
+        assert torch.equal(made[first], again[first])
 
 
 def test_tensors_are_made_with_strides_and_gradients():

@@ -18,8 +18,8 @@ def test_a_model_that_drops_tokens_asks_for_rows():
         (operator, direction) for operator in ON_ROWS for direction in ("forward", "forward+backward")
     }
     for each in asked:
-        args, _ = each.make_arguments(torch.device("cpu"))
-        x, rows = args[:2]
+        made = each.make_arguments(torch.device("cpu"))
+        x, rows = made["x"], made["rows"]
         assert rows.dtype == torch.int64
         assert all(len(set(image)) == len(image) for image in rows.tolist())  # none twice
         assert 0 <= int(rows.min()) <= int(rows.max()) < x.shape[1]

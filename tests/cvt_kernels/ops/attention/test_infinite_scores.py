@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from cvt_kernels.reference import PositionBias
+from cvt_kernels.records import PositionBias
 from tests.checks import not_built, run_on_instruction_set
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

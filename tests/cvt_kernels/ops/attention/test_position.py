@@ -8,7 +8,8 @@ from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import verdicts
-from cvt_kernels.reference import PositionBias, gather_rows
+from cvt_kernels.records import PositionBias
+from cvt_kernels.reference import gather_rows
 from tests.checks import (
     assert_accurate,
     not_built,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
 from tests.checks import WIDEST, assert_accurate
 
@@ -254,7 +254,8 @@ def test_images_beyond_32_bits():
     with machine.recorded_launches(machine.Chip(90, 132)):
         reason = embed.why_not_embedded(image, weight, 4, 2)
     assert reason == "the image is too large for 32-bit offsets"
-    refused = operator.why_unsupported(image, weight, None, stride=4, padding=2, eps=1e-5, class_token=None)
+    bind = backends.operators["conv_embedding"].bind
+    refused = operator.why_unsupported(bind(image, weight, None, stride=4, padding=2))
     assert refused == "the tokens of one image have 2³¹ elements or more"
 
 

@@ -5,7 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_linear.triton import common, forward
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.checks import WIDEST, assert_accurate
@@ -315,7 +315,7 @@ def test_one_launch_reads_its_arguments_as_they_lie():
     """The linear weights are the model's own, and nothing is computed before the launch."""
     x, grid, convs, linears = make(2, (4, 4), 16, 1)
     with machine.recorded_launches(machine.Chip(90, 132)) as recorded:
-        forward.conv_linear(x, grid, convs, linears)
+        forward.conv_linear(backends.operators["conv_linear"].bind(x, grid, convs, linears))
     (launch,) = recorded
     assert launch.arguments["x_ptr"] is x
     for name, tensors in {

@@ -13,7 +13,7 @@ from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
 from cvt.commands.compile.launches import conv_projection_launches, stages
 from cvt_kernels import backends, machine, reference
-from cvt_kernels.ops.conv_projection import geometry_of, modules, shape_class
+from cvt_kernels.ops.conv_projection import geometry_of, modules
 from tests.checks import assert_accurate, not_built, recorded_operators
 from tests.cvt.models import small
 
@@ -269,10 +269,10 @@ def test_a_sum_of_one_is_a_branch():
 
 def test_kinds_of_call_tell_sums_from_branches():
     one, other = make_conv(6, 3, 1, 1), make_conv(6, 3, 1, 1)
-    signature = backends.operators["conv_projection"].signature
-    x = make_x((4, 5), 6)
+    declared, x = backends.operators["conv_projection"], make_x((4, 5), 6)
     words = [
-        shape_class(*signature(x, (4, 5), convs, training=False)) for convs in ([one, other], [(one, other)])
+        declared.kind(declared.bind(x, (4, 5), convs, training=False))
+        for convs in ([one, other], [(one, other)])
     ]
     assert "3x3/1/1/1 3x3/1/1/1" in words[0]
     assert "3x3/1/1/1+3x3/1/1/1" in words[1]
@@ -316,8 +316,8 @@ def test_native_refuses(branch, message):
 def test_summands_share_a_process_group_and_the_sample_has_none():
     group = dist.ProcessGroup(0, 2)
     branch = tuple(conv._replace(process_group=group) for conv in make_branches(4, strides=(1,))[0])
-    sample = backends.operators["conv_projection"].sample
-    (_, _, (alone,)), _ = sample(1, make_x((2, 3), 4), (2, 3), [branch], training=True)
+    declared = backends.operators["conv_projection"]
+    (alone,) = declared.sample(1, declared.bind(make_x((2, 3), 4), (2, 3), [branch], training=True)).convs
     assert [conv.process_group for conv in alone] == [None, None]
     with pytest.raises(ValueError, match="x: got an empty batch, expected at least one image"):
         ck.conv_projection(make_x((2, 3), 4)[:0], (2, 3), [branch], training=True)

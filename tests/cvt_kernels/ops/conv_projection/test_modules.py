@@ -20,19 +20,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRID, CHANNELS = (2, 3), 16
 
 
-@pytest.fixture
-def starts(monkeypatch):
-    """Lists what the starts of planned launches return."""
-    results, start = [], machine.PlannedLaunch.start
-
-    def noted(self, *tensors):
-        results.append(start(self, *tensors))
-        return results[-1]
-
-    monkeypatch.setattr(machine.PlannedLaunch, "start", noted)
-    return results
-
-
 def make(class_tokens=1, dtype=torch.float32, strides=(1,)):
     """Returns tokens, and the convolution and BatchNorm of every branch in evaluation."""
     torch.manual_seed(1)
@@ -286,9 +273,9 @@ def test_backends_are_noticed(starts):
     assert starts == [True] * 2
 
     def counted(operator, backend, implementation):
-        def function(*args, **kwargs):
+        def function(call):
             calls.append(operator)
-            return implementation.load().function(*args, **kwargs)
+            return implementation.load().function(call)
 
         return backends.Implementation(function)
 
@@ -341,4 +328,4 @@ def test_nothing_is_kept_of_the_modules(starts):
     del x, branches, model, tensors
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-    assert any(callable(plan) for plan in backends.choices.values())
+    assert any(callable(plan) for plan in backends.plans.values())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad, gradcheck
 
 import cvt_kernels as ck
-from cvt_kernels import machine, reference
+from cvt_kernels import backends, machine, reference
 from tests.checks import (
     assert_accurate,
     compiler,
@@ -441,8 +441,9 @@ def test_refusals():
 
     shared = [branch._replace(process_group=object())]
     processes = "does not take the statistics of a batch over processes"
-    assert native.why_unsupported(x, (20, 20), shared, training=True) == processes
-    assert native.why_unsupported(x, (20, 20), shared, training=False) is None
+    bind = backends.operators["conv_projection"].bind
+    assert native.why_unsupported(bind(x, (20, 20), shared, training=True)) == processes
+    assert native.why_unsupported(bind(x, (20, 20), shared, training=False)) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual

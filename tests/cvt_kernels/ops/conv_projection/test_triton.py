@@ -18,7 +18,7 @@ import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_projection.triton import autograd, backward, common, forward, walk
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, implementation
 from tests.cvt_kernels.test_reference import clone_buffers, modules, random_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -495,8 +495,8 @@ def test_compiles_without_graph_breaks_as_a_block(training):
     twin.load_state_dict(eager.state_dict())
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 7, 8, dtype=torch.float64, device=DEVICE)
-    for operator in set(backends.OPERATORS) - {"conv_projection"}:
-        backends.register(operator, "triton", backends.Implementation(getattr(ck.reference, operator)))
+    for operator in set(backends.operators) - {"conv_projection"}:
+        backends.register(operator, "triton", implementation(operator, getattr(ck.reference, operator)))
     with ck.use_backend("triton"):
         out = compiled(x, (2, 3))
         out.sin().sum().backward()

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_projection.triton import walk
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
 from cvt_kernels.reference import depthwise_conv_gelu as reference
@@ -242,10 +242,11 @@ def test_torch_compile():
 
 def test_calls_that_the_kernels_do_not_serve():
     x, weight, bias = make(1, (2, 2), 4, torch.float32)
-    assert why_unsupported(x, (2, 2), weight, bias) is None
-    assert why_unsupported(x[:0], (2, 2), weight, bias) == "the batch is empty"
+    call = backends.operators["depthwise_conv_gelu"].bind(x, (2, 2), weight, bias)
+    assert why_unsupported(call) is None
+    assert why_unsupported(call._replace(x=x[:0])) == "the batch is empty"
     huge = torch.empty(1, 1, 1).expand(1, 2**16, 2**15)
-    assert why_unsupported(huge, (2**8, 2**8), weight, bias) == "one image has 2³¹ elements or more"
+    assert why_unsupported(call._replace(x=huge, grid=(2**8, 2**8))) == "one image has 2³¹ elements or more"
 
 
 # Launches -------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.ops import linear
 from tests.checks import assert_accurate, record_calls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -65,7 +64,7 @@ def test_the_composition_takes_the_backends_of_its_parts():
     with ck.use_backend("native", "reference"):
         composed = backends.implementations["linear_gelu"]["composed"].function
         torch.testing.assert_close(
-            composed(x, weight, bias, approximate="tanh"),
+            composed(backends.operators["linear_gelu"].bind(x, weight, bias, approximate="tanh")),
             F.gelu(F.linear(x, weight, bias), approximate="tanh"),
         )
         ck.linear_add_layer_norm(x, weight, bias, residual)
@@ -106,11 +105,11 @@ def test_kinds_of_calls():
     """Their words name what changes the kernel, and a sample keeps x and the residual together."""
     x, weight, bias, residual = make()
     described = backends.operators["linear_add"]
-    signature = described.signature(x, weight, bias, residual, inplace=True)
-    assert described.shape_class(*signature) == "4+ rows, 8 to 6 channels, in place"
-    signature = backends.operators["linear_gelu"].signature(x, weight, None, approximate="none")
-    words = backends.operators["linear_gelu"].shape_class(*signature)
+    words = described.kind(described.bind(x, weight, bias, residual, inplace=True))
+    assert words == "4+ rows, 8 to 6 channels, in place"
+    fused = backends.operators["linear_gelu"]
+    words = fused.kind(fused.bind(x, weight, None, approximate="none"))
     assert words == "exact, 4+ rows, 8 to 6 channels, without bias"
     many = [t.repeat(2**22, 1, 1).to("meta") if t.ndim == 3 else t for t in (x[:1, :1], weight, bias)]
-    (sample, _, _, other), _ = linear._sample(1, *many, many[0][..., :6])
-    assert sample.shape[0] == other.shape[0] < 2**22
+    sample = described.sample(1, described.bind(*many, many[0][..., :6]))
+    assert sample.x.shape[0] == sample.residual.shape[0] < 2**22

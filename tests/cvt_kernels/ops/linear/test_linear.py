@@ -31,11 +31,11 @@ def counted_calls():
     def counted(operator, backend, implementation):
         implementation.load()
 
-        def call(*given, **named):
+        def serve(call):
             calls.append(backend)
-            return implementation.function(*given, **named)
+            return implementation.function(call)
 
-        return dataclasses.replace(implementation, function=call) if operator == "linear" else implementation
+        return dataclasses.replace(implementation, function=serve) if operator == "linear" else implementation
 
     with backends.replaced(counted):
         yield calls
@@ -267,12 +267,12 @@ def test_accelerated_linear_layers():
 @pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])
 def test_trials_in_place_do_not_change_what_the_caller_has(operator):
     x, weight, residual = torch.randn(4, 3, 8), torch.randn(5, 8), torch.randn(4, 3, 5)
-    sample = backends.operators[operator].sample
+    declared = backends.operators[operator]
     for tensors in ((x, weight, None, residual), (x[0, 0], weight, None, residual[0, 0])):
         for factor in (1, 2**40):
-            (some, _, _, copied), settings = sample(factor, *tensors, inplace=True)
-            assert settings == {"inplace": True}
-            assert torch.equal(copied, tensors[3][: len(some)])
-            assert copied.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
-            (_, _, _, same), _ = sample(factor, *tensors, inplace=False)
+            some = declared.sample(factor, declared.bind(*tensors, inplace=True))
+            assert some.inplace
+            assert torch.equal(some.residual, tensors[3][: len(some.x)])
+            assert some.residual.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
+            same = declared.sample(factor, declared.bind(*tensors, inplace=False)).residual
             assert same.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()

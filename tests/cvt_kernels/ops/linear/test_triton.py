@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt_kernels import machine
+from cvt_kernels import backends, machine
 from tests.checks import WIDEST, assert_accurate, needs_float64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,8 +206,8 @@ def test_float32_parameters_of_the_norm_beside_16_bits():
 
     tensors = make_layer(20, 24, 48, torch.bfloat16)
     norm = [torch.randn(48, device=DEVICE) for _ in range(3)]
-    named = {"eps": 1e-5, "inplace": False}
-    h, y = triton_backend.linear_add_layer_norm(*tensors, *norm[:2], shift=norm[2], **named)
+    bind = backends.operators["linear_add_layer_norm"].bind
+    h, y = triton_backend.linear_add_layer_norm(bind(*tensors, *norm[:2], shift=norm[2]))
     narrow = [t.bfloat16() for t in norm]
     with ck.use_backend("reference"):
         _, same = ck.linear_add_layer_norm(*tensors, *narrow[:2], shift=narrow[2])

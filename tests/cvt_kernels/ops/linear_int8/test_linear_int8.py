@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from cvt_kernels.reference import LEAST, LIMITS, QuantizedRows
+from cvt_kernels.records import LEAST, LIMITS, QuantizedRows
 
 every_dtype = pytest.mark.parametrize("dtype", list(LIMITS))
 

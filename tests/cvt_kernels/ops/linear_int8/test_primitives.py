@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import reference
+from cvt_kernels import backends, reference
 from cvt_kernels.ops.linear_int8 import primitives
 from tests.checks import assert_accurate
 
@@ -14,6 +14,8 @@ exact = pytest.mark.skipif(
     primitives.why_int_mm_unavailable("cpu") is not None, reason="PyTorch has no exact products of int8 here"
 )
 BACKENDS = [pytest.param("int_mm", marks=exact), pytest.param("onednn", marks=exact), "dequantized"]
+
+bind = backends.operators["linear_int8"].bind
 
 
 @pytest.fixture(autouse=True)
@@ -145,14 +147,12 @@ def test_scaled_mm_scales_rows_and_outputs(monkeypatch):
     weight, scales = reference.quantize_rows(torch.randn(48, 32), dtype=torch.float8_e4m3fn)
     args = x, weight, scales.flatten(), torch.randn(48).bfloat16()
     others = {"approximate": "quick", "residual": residual, "dtype": torch.bfloat16}
-    got = primitives.by_scaled_mm(*args, x_scales=None, input_scale=None, **others)
+    got = primitives.by_scaled_mm(bind(*args, **others))
     expected = reference.linear_int8(*args, **others)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
 # Calls that they do not serve -----------------------------------------------------------------------------
-
-SETTINGS = {"x_scales": None, "input_scale": None, "approximate": None, "residual": None}
 
 
 def tensors(rows=4, outputs=16, inputs=32, dtype=torch.int8, device="meta"):
@@ -182,7 +182,7 @@ def test_reasons_of_calls():
         (primitives.why_dequantized_unsupported, tensors(), torch.half, None),
         (primitives.why_dequantized_unsupported, tensors(), torch.float64, "no advantage in float64"),
     ):
-        reason = ask(*args, **SETTINGS, dtype=dtype)
+        reason = ask(bind(*args, dtype=dtype))
         assert reason is None if expected is None else expected in reason
 
 
@@ -200,9 +200,8 @@ def test_int_mm_on_a_gpu_wants_rows_and_multiples_of_eight():
         (17, 16, 36, "multiples of 8"),
     ):
         x, *others = tensors(rows, outputs, inputs, device="cpu")
-        reason = primitives.why_int_mm_unsupported(
-            x.as_subclass(OnGpu), *others, **SETTINGS, dtype=torch.half
-        )
+        call = bind(x.as_subclass(OnGpu), *others, dtype=torch.half)
+        reason = primitives.why_int_mm_unsupported(call)
         assert reason is None if expected is None else expected in reason
 
 

@@ -272,9 +272,8 @@ def test_the_same_call_gives_the_same_bits():
 
 def standard_of(operator, *args, **settings):
     description = backends.operators[operator]
-    return proofs.Standard.of(
-        getattr(reference, operator), proofs.Call(args, settings, gradient=False), description.exact
-    )
+    call = proofs.Call(description.bind(*args, **settings), gradient=False)
+    return proofs.Standard.of(description.reference, call, description.exact)
 
 
 def product_call(rows=20, inputs=32):
@@ -305,10 +304,9 @@ def test_the_kernels_pass_their_proof():
 def test_a_wrong_axis_of_scales_is_found():
     from cvt_kernels.ops.linear_int8 import triton as kernels
 
-    def wrong(x, weight, weight_scale, bias, *, x_scales, **settings):
-        return kernels.linear_int8(
-            x, weight, x_scales.flatten(), bias, x_scales=weight_scale[:, None], **settings
-        )
+    def wrong(call):
+        swapped = {"weight_scale": call.x_scales.flatten(), "x_scales": call.weight_scale[:, None]}
+        return kernels.linear_int8(call._replace(**swapped))
 
     args, options = product_call()
     assert "is off by" in proofs.check(wrong, standard_of("linear_int8", *args, **options)).flaw
@@ -392,9 +390,10 @@ def test_float8_needs_a_chip_that_has_it():
     from cvt_kernels.ops.linear_int8 import triton as kernels
 
     with machine.recorded_launches(machine.Chip(80, 108)):
-        reason = kernels.why_rows_unsupported(randn(2, 4), scale=None, dtype=torch.float8_e4m3fn)
+        call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
+        reason = kernels.why_rows_unsupported(call)
         assert reason == "float8_e4m3fn needs compute capability 8.9, got 8.0"
-        assert kernels.why_rows_unsupported(randn(2, 4), scale=None, dtype=torch.int8) is None
+        assert kernels.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
 
 
 # Configurations -------------------------------------------------------------------------------------------

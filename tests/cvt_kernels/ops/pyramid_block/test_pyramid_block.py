@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, proofs, reference
 from cvt_kernels.ops import packing
-from cvt_kernels.reference import DepthwiseConv, PyramidBlock, Reduction
+from cvt_kernels.records import DepthwiseConv, PyramidBlock, Reduction
 from tests.checks import assert_accurate
 
 #: The backends under test, each with those that serve its parts.

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, checks, machine, proofs, reference
+from cvt_kernels import accuracy, backends, checks, machine, proofs, reference
 from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,16 +141,17 @@ def test_kernels_stay_within_their_tensors(gradient):
         calls["in place"] = ((x, rows, values, values), {"inplace": True})
     for name, (args, kwargs) in calls.items():
         operator = "scatter_rows" if name == "in place" else name
-        function = getattr(ck, operator)
+        declared = backends.operators[operator]
 
-        def run(*args, function=function, **kwargs):
+        public = declared.passing_on(declared.public)
+
+        def run(call, public=public):
             with ck.use_backend("triton"):
-                return function(*args, **kwargs)
+                return public(call)
 
-        sample = proofs.Call(args, kwargs, gradient)
+        sample = proofs.Call(declared.bind(*args, **kwargs), gradient)
         with proofs.undisturbed(x.device):
-            standard = proofs.Standard.of(getattr(reference, operator), sample)
-            trial = proofs.check(run, standard)
+            trial = proofs.check(run, proofs.Standard.of(declared.reference, sample))
         assert trial.flaw is None, (name, trial)
 
 

@@ -272,8 +272,8 @@ def trials_of(arguments, change=lambda out, x, block: out, inplace=False):
     proof = dispatch.proof_of("transformer_block", *arguments, inplace=inplace)
     standard = proof.standard()
 
-    def changed(x, grid, block, *, inplace, **_):
-        return change(proof.candidates["composed"](x, grid, block, inplace=inplace), x, block)
+    def changed(call):
+        return change(proof.candidates["composed"](call), call.x, call.block)
 
     candidates = {**proof.candidates, "changed": changed}
     return {name: proofs.check(function, standard) for name, function in candidates.items()}

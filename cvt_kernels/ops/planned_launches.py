@@ -1,0 +1,250 @@
+"""Launches of Triton kernels that are planned once for a key, and then start without Triton's binding.
+
+Triton binds the arguments of a launch by looking at each of them, at every launch, which takes the host about
+three times as long as a plan. For calls of one key everything is the same but where the tensors lie. So a
+function of a backend runs once on tensors of its own, and starts nothing: its launches are noted, and which
+tensors of the call, casts of them and new tensors they take. The plan makes the new tensors and starts the
+compiled kernels directly.
+"""
+
+from __future__ import annotations
+
+import linecache
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import machine
+from ..backends import Record, prepared_by
+
+_Function = TypeVar("_Function", bound=Callable[[Record], Any])
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+def planned(function: _Function) -> _Function:
+    """Marks the function of a backend as one whose launches are planned after the first call of a key."""
+    return prepared_by(lambda call: _plan(function, call))(function)
+
+
+class _Noted(TorchDispatchMode):
+    """A record of all that a function does besides launching: it may allocate, look at tensors and cast them.
+
+    Attributes:
+        casts: The storage of a cast → the tensor.
+        computes: Whether it does anything else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: dict[int, Tensor] = {}
+        self.computes = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is _aten._to_copy.default and set(kwargs) == {"dtype"}:
+            self.casts[_storage(out)] = args[0]
+        elif function not in _ALLOCATIONS and not function.is_view and isinstance(out, Tensor | tuple | list):
+            self.computes = True  # and does not only look, as at the promotion of dtypes
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Says whether a tensor begins where its storage does."""
+    return tensor.data_ptr() == _storage(tensor)
+
+
+def _plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] | None:
+    leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
+        return None
+    launches: list[machine.Launch] = []
+    # Tensors of its own tell apart what in this call may be one and the same.
+    alone = pytree.tree_map_only(Tensor, _like, call)
+    with machine.planned_launches(launches.append), _Noted() as noted:
+        out = function(alone)
+    if noted.computes or not launches:
+        return None
+    try:
+        return _Writer(function, alone, noted).plan(launches, out)
+    except _CannotBePlannedError:
+        return None
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+class _CannotBePlannedError(Exception):
+    pass
+
+
+class _Source(NamedTuple):
+    """A tensor of a plan, as the expression that has it."""
+
+    expression: str
+    like: Tensor
+
+
+class _Writer:
+    """Writes the function that a plan is."""
+
+    def __init__(self, function: Callable[[Record], Any], call: Record, noted: _Noted) -> None:
+        self._record, self._casts = type(call), noted.casts
+        self._scope: dict[str, Any] = {
+            "_function": function, "_record": type(call), "_on": machine.current_device_of,
+            "_empty": torch.empty,
+            "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
+        }  # fmt: skip
+        self._lines: list[str] = []
+        self._pointers: dict[str, str] = {}
+        self._sources: dict[int, _Source] = {}
+        for name, value in zip(call._fields, call, strict=True):
+            self._add_leaves(name, value)
+        self._of_call = {source.expression for source in self._sources.values()}
+
+    def plan(self, launches: list[machine.Launch], out: Any) -> Callable[..., Any]:
+        """Returns the function, which takes the values of the record of a call."""
+        results = self._results(out)  # first, since what is returned has its own shape
+        starts = [self._start(i, launch) for i, launch in enumerate(launches)]
+        names = ", ".join(self._record._fields)
+        pointers = [f"{pointer} = {each}.data_ptr()" for each, pointer in self._pointers.items()]
+        lines = [
+            *self._lines,
+            *pointers,
+            f"if ({' | '.join(self._pointers.values())}) % 16:",
+            f"    return _function(_record({names}))",
+            f"with _on({next(iter(self._of_call))}):",
+            *(f"    {line}" for line in starts),
+            *results,
+        ]
+        source = f"def plan({names}):\n" + "".join(f"    {line}\n" for line in lines)
+        filename = f"<cvt_kernels {self._record.__name__} launch>"
+        linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+        exec(compile(source, filename, "exec"), self._scope)
+        function = self._scope["plan"]
+        assert isinstance(function, types.FunctionType)
+        return function
+
+    def _add_leaves(self, expression: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._sources[_storage(value)] = _Source(expression, value)
+        elif isinstance(value, tuple | list):
+            for i, each in enumerate(value):
+                self._add_leaves(f"{expression}[{i}]", each)
+
+    def _source(self, tensor: Tensor) -> str:
+        """Returns the expression of a tensor, which a line makes if it is a new one."""
+        if not _is_whole(tensor):
+            raise _CannotBePlannedError
+        known = self._sources.get(_storage(tensor))
+        if known is None:
+            known = _Source(f"new{len(self._sources)}", tensor)
+            self._lines.append(f"{known.expression} = {self._made(tensor)}")
+            self._sources[_storage(tensor)] = known
+        if known.like.numel() != tensor.numel():
+            raise _CannotBePlannedError
+        return known.expression
+
+    def _made(self, tensor: Tensor) -> str:
+        cast = self._casts.get(_storage(tensor))
+        name = f"_dtype{len(self._sources)}"
+        self._scope[name] = tensor.dtype
+        if cast is not None:
+            return f"{self._cast_source(cast)}.to({name})"
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            raise _CannotBePlannedError
+        self._scope["_device"] = tensor.device
+        return f"_empty({tuple(tensor.shape)}, dtype={name}, device=_device)"
+
+    def _cast_source(self, tensor: Tensor) -> str:
+        """Returns the expression of a tensor whose cast lies as that of the one in the call would."""
+        expression = self._source(tensor)
+        like = self._sources[_storage(tensor)].like
+        same = (like.shape, like.stride()) == (tensor.shape, tensor.stride())
+        if expression in self._of_call and (same or (like.is_contiguous() and tensor.is_contiguous())):
+            return expression
+        raise _CannotBePlannedError
+
+    def _argument(self, name: str, value: Any, *, as_tensor: bool) -> str:
+        """Returns the expression of an argument of a kernel: its tensors, or where they lie."""
+        if isinstance(value, Tensor):
+            source = self._source(value)
+            pointer = self._pointers.setdefault(source, f"p{len(self._pointers)}")
+            return source if as_tensor else pointer
+        if isinstance(value, TensorDescriptor):
+            self._scope[name] = _without_base(value)
+            source = self._source(value.base)
+            self._pointers.setdefault(source, f"p{len(self._pointers)}")
+            return f"_descriptor({name}, {source})"
+        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
+            parts = [self._argument(f"{name}_{i}", v, as_tensor=as_tensor) for i, v in enumerate(value)]
+            return f"({', '.join(parts)},)"
+        self._scope[name] = value
+        return name
+
+    def _start(self, number: int, launch: machine.Launch) -> str:
+        """Returns the line that starts a launch: by Triton until it is compiled, then directly."""
+        kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
+        runs: list[Any] = [None]
+
+        def compile_and_start(*arguments: Any) -> None:
+            compiled = kernel[grid](*arguments, **options)
+            if compiled is not None:  # as in Triton's interpreter, which compiles nothing
+                runs[0] = compiled[grid]
+
+        self._scope |= {f"_runs{number}": runs, f"_start{number}": compile_and_start}
+        given = [(f"_a{number}_{name}", launch.arguments[name]) for name in kernel.arg_names]
+        tensors, pointers = (
+            ", ".join(self._argument(name, value, as_tensor=as_tensor) for name, value in given)
+            for as_tensor in (True, False)
+        )
+        run = f"_runs{number}[0]"
+        return f"{run}({pointers}) if {run} else _start{number}({tensors})"
+
+    def _results(self, out: Any) -> list[str]:
+        """Returns the lines that end the function."""
+        if not isinstance(out, tuple):
+            return [*self._changes(out), f"return {self._source(out)}"]
+        sources = ", ".join(map(self._source, out))
+        changes = [line for each in out for line in self._changes(each)]
+        if hasattr(out, "_fields"):
+            self._scope["_results"] = type(out)
+            return [*changes, f"return _results({sources})"]
+        return [*changes, f"return {sources},"]
+
+    def _changes(self, result: Tensor) -> list[str]:
+        """Returns the lines that count a change of an argument that is the result."""
+        source = self._source(result)
+        if source not in self._of_call:
+            return []
+        return [f"if not {source}.is_inference():", f"    _changed({source})"]
+
+
+def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
+    """Returns what describes tensors; plans keep none."""
+    return _descriptor(descriptor, None)
+
+
+def _descriptor(like: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
+    """Returns a descriptor like one that has been checked."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__.update(like.__dict__)
+    made.base = base
+    return made

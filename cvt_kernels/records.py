@@ -1,0 +1,336 @@
+"""The records that operators take and return: parameters of layers and blocks, rows of 8-bit numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import checks
+
+#: Names of the GELU variants; see :func:`gelu`.
+GeluVariant = Literal["none", "tanh", "quick"]
+
+
+#: What the head of a model reads: the class token, or the mean of the others.
+Pool = Literal["cls", "avg"]
+
+
+class ConvBatchNorm(NamedTuple):
+    """A depthwise convolution without bias followed by BatchNorm: one branch of ``conv_projection``.
+
+    Attributes:
+        weight: Convolution weight, ``(C, 1, k, k)``.
+        bn_weight: BatchNorm scale γ, ``(C,)``, or None for 1.
+        bn_bias: BatchNorm shift β, ``(C,)``, or None for 0.
+        running_mean: Buffer ``(C,)``, updated in place in training; None normalizes by the batch always.
+        running_var: Buffer ``(C,)``, likewise. It takes the unbiased variance.
+        num_batches_tracked: Integer scalar buffer, incremented in training; needed if ``momentum`` is None.
+        stride: Convolution stride, the same in both directions.
+        padding: Zero padding on each side.
+        dilation: Spacing of the taps.
+        momentum: Weight of the new batch in the running statistics; None averages over all batches.
+        eps: Added to the variance.
+        process_group: If given, training takes the statistics of the batch over all its processes, as
+            ``nn.SyncBatchNorm`` does; no process may have an empty share.
+    """
+
+    weight: Tensor
+    bn_weight: Tensor | None
+    bn_bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None = None
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> ConvBatchNorm:
+        """Collects the tensors and settings of two live modules; nothing is copied.
+
+        Raises:
+            TypeError: If they are other modules.
+            ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
+                in the two directions.
+        """
+        checks.check_kind("conv", conv, nn.Conv2d)
+        checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
+        bias, *tensors = _tensors_of(conv, bn)
+        weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked = tensors
+        if bias is not None:
+            raise ValueError("conv: has a bias; expected bias=False, since BatchNorm subtracts it again")
+        if conv.padding_mode != "zeros":
+            raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
+        stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+        for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
+            if isinstance(value, str) or value[0] != value[-1]:
+                raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
+        # By position, since this is called for every branch of every forward.
+        return cls(
+            weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked,
+            stride[0], int(padding[0]), dilation[0], bn.momentum, bn.eps, _process_group(bn),
+        )  # fmt: skip
+
+    def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Returns the (H, W) of the output for an input of ``grid``; below 1 means that it is empty."""
+        reach = self.dilation * (self.weight.shape[-1] - 1) + 1
+        height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
+        return height, width
+
+
+#: A branch of ``conv_projection``: one convolution with its BatchNorm, or several whose results are summed.
+Branch = ConvBatchNorm | tuple[ConvBatchNorm, ...]
+
+
+def summands(branch: Branch) -> tuple[ConvBatchNorm, ...]:
+    """Returns the convolutions of a branch, one or several."""
+    return (branch,) if isinstance(branch, ConvBatchNorm) else branch
+
+
+def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tuple[int, ...]]:
+    """Returns the convolutions of all branches, one after the other, and for each the length of its sum.
+
+    That is how many convolutions the branch has that begins with it; 0 for the others of a branch.
+    """
+    if all(type(branch) is ConvBatchNorm for branch in branches):
+        return cast(tuple[ConvBatchNorm, ...], tuple(branches)), (1,) * len(branches)
+    convs: list[ConvBatchNorm] = []
+    lengths: list[int] = []
+    for branch in branches:
+        parts = summands(branch)
+        convs += parts
+        lengths += [len(parts), *[0] * (len(parts) - 1)]
+    return tuple(convs), tuple(lengths)
+
+
+class PositionBias(NamedTuple):
+    """A learned bias of attention for each head and each offset from key to query (CvT-v2).
+
+    Key (a, b) of the key grid lies at token (s·a, s·b) of the query grid, where the convolution that makes
+    it is centered. An offset is counted in tokens, so in units of 1/s of the key grid: the query at (i, j)
+    has the offset (i − s·a, j − s·b), at index (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A
+    class token, token and key 0, has no place: its scores get no bias.
+
+    Attributes:
+        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite; of the dtype of q, but under autocast it
+            may have another.
+        query_grid: ``(H, W)`` of the tokens.
+        key_grid: ``(Hk, Wk)``.
+        stride: s.
+        rows: ``(B, Nq)`` int64, the tokens that the queries are, as of :func:`gather_rows`, each at most
+            once; None where there is a query for each token. The result of a row of −1 means nothing.
+    """
+
+    table: Tensor
+    query_grid: tuple[int, int]
+    key_grid: tuple[int, int]
+    stride: int
+    rows: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """A LayerNorm over the last dimension.
+
+    Attributes:
+        weight: ``(C,)``, or None for 1.
+        bias: ``(C,)``, or None for 0.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float = 1e-5
+
+
+class Linear(NamedTuple):
+    """A linear layer: weight ``(outputs, inputs)`` and bias ``(outputs,)``, or None for 0."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of 8-bit numbers, each row with a scale: ``values · scales`` is what they stand for.
+
+    Attributes:
+        values: ``(..., C)``; int8 between -127 and 127, or float8_e4m3fn.
+        scales: ``(..., 1)``, float32, not negative; NaN for a row that had NaN or an infinity.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+class QuantizedLinear(NamedTuple):
+    """A linear layer whose weight is of 8-bit numbers.
+
+    Attributes:
+        weight: ``(outputs, inputs)``; int8 between -127 and 127, or float8_e4m3fn.
+        weight_scale: ``(outputs,)``, float32: the weight stands for ``weight · weight_scale[:, None]``.
+        bias: ``(outputs,)``, or None for 0.
+        input_scale: The scale of all rows of the input, a float32 scalar; None for one per row.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+
+
+AnyLinear = Linear | QuantizedLinear
+
+
+class TransformerBlock(NamedTuple):
+    """The parameters of a convolutional transformer block (Wu et al. 2021, section 3).
+
+    Attributes:
+        norm1: The LayerNorm before attention.
+        convs: The convolutional projections of Q, of K and of V, normalized by running statistics.
+        linears: The linear layers behind them.
+        num_heads: Heads of attention.
+        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
+        proj: The linear layer after attention.
+        norm2: The LayerNorm before the MLP.
+        fc1: The first linear layer of the MLP.
+        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
+        fc2: The second linear layer.
+    """
+
+    norm1: Norm
+    convs: tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm]
+    linears: tuple[AnyLinear, AnyLinear, AnyLinear]
+    num_heads: int
+    scale: float | None
+    proj: AnyLinear
+    norm2: Norm
+    fc1: AnyLinear
+    approximate: GeluVariant
+    fc2: AnyLinear
+
+    def layers(self) -> tuple[AnyLinear, ...]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return (*self.linears, self.proj, self.fc1, self.fc2)
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        """Returns the quantized layers among them."""
+        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors that the block reads, in one order; None for those that it does without."""
+        q, k, v = self.linears
+        norm1, norm2, (of_q, of_k, of_v) = self.norm1, self.norm2, self.convs
+        return (
+            norm1[0], norm1[1], *of_q[:5], *of_k[:5], *of_v[:5], *q, *k, *v,
+            *self.proj, norm2[0], norm2[1], *self.fc1, *self.fc2,
+        )  # fmt: skip
+
+
+class DepthwiseConv(NamedTuple):
+    """A depthwise 3×3 convolution of stride 1, padded by zeros.
+
+    Attributes:
+        weight: ``(C, 1, 3, 3)``.
+        bias: ``(C,)``, or None for 0.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Reduction(NamedTuple):
+    """A convolution whose stride is its kernel size, and a LayerNorm: fewer tokens for keys and values (PVT).
+
+    Attributes:
+        weight: ``(C, C, r, r)``. Rows and columns of tokens that make no whole square of r×r are left out.
+        bias: ``(C,)``, or None for 0.
+        norm: The LayerNorm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm
+
+    def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Returns the (H, W) of the output for an input of ``grid``."""
+        ratio = self.weight.shape[-1]
+        return grid[0] // ratio, grid[1] // ratio
+
+
+class PyramidBlock(NamedTuple):
+    """The parameters of a block of SegFormer (Xie et al. 2021), PVT or PVT v2 (Wang et al. 2021, 2022).
+
+    Attributes:
+        norm1: The LayerNorm before attention.
+        linears: The linear layers of Q, of K and of V.
+        reduction: Makes the tokens of keys and values; None where these are all tokens.
+        num_heads: Heads of attention.
+        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
+        proj: The linear layer after attention.
+        norm2: The LayerNorm before the feed-forward layers.
+        fc1: The first of these.
+        conv: The convolution of its result; None where there is none, as in PVT.
+        approximate: The GELU after it, as :func:`cvt_kernels.gelu` names it.
+        fc2: The last layer.
+    """
+
+    norm1: Norm
+    linears: tuple[Linear, Linear, Linear]
+    reduction: Reduction | None
+    num_heads: int
+    scale: float | None
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    conv: DepthwiseConv | None
+    approximate: GeluVariant
+    fc2: Linear
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors that the block reads, in one order; None for those that it does without."""
+        reduction = (None,) * 4 if self.reduction is None else (*self.reduction[:2], *self.reduction.norm[:2])
+        conv = (None, None) if self.conv is None else self.conv
+        layers = (*self.linears, self.proj, self.fc1, self.fc2)
+        norms = (*self.norm1[:2], *self.norm2[:2])
+        return (*norms, *(tensor for layer in layers for tensor in layer), *reduction, *conv)
+
+
+def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
+    """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""
+    if not torch.compiler.is_compiling():
+        of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
+        try:  # as attributes of the modules they would take ten times as long to find
+            return (
+                of_conv["bias"], of_conv["weight"], of_bn["weight"], of_bn["bias"],
+                buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
+            )  # fmt: skip
+        except KeyError:  # one is computed from others, as by nn.utils.parametrize
+            pass
+    return (
+        conv.bias, conv.weight, bn.weight, bn.bias,
+        bn.running_mean, bn.running_var, bn.num_batches_tracked,
+    )  # fmt: skip
+
+
+def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
+    """Returns the processes that ``bn`` synchronizes over now, as SyncBatchNorm does in training."""
+    if not (
+        isinstance(bn, nn.SyncBatchNorm) and bn.training and dist.is_available() and dist.is_initialized()
+    ):
+        return None
+    group = bn.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
+#: The largest 8-bit numbers.
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+#: A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
+LEAST = 2.0**-117

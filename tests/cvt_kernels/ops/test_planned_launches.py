@@ -1,0 +1,214 @@
+"""Planned launches: what plans take from a call, what they make, and which functions have none."""
+
+import collections
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from cvt_kernels import machine
+
+pytest.importorskip("triton")
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cvt_kernels.ops.planned_launches import planned
+
+Call = collections.namedtuple("Call", ["x", "parts", "scale"])
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+class Kernel:
+    """A kernel as Triton compiles it, and what becomes of it; both note how they are launched."""
+
+    arg_names = ("x_ptr", "y_ptrs", "absent_ptr", "out_ptr", "rows", "BLOCK")
+
+    def __init__(self):
+        self.bound, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def bind(*arguments, **options):
+            self.bound.append((grid, arguments, options))
+            return {grid: lambda *arguments: self.direct.append(arguments)}
+
+        return bind
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
+
+
+def launch(kernel, x, parts, out, grid=(3, 2)):
+    machine.launch(
+        kernel, grid, on=x, options={"num_warps": 4},
+        BLOCK=16, rows=7, x_ptr=x, y_ptrs=parts, absent_ptr=None, out_ptr=out,
+    )  # fmt: skip
+
+
+def make_call():
+    x, *parts = torch.zeros(3, 16).unbind()
+    return Call(x, tuple(parts), 0.5)
+
+
+def test_a_plan_binds_once_and_passes_pointers_then(kernel):
+    @planned
+    def function(call):
+        out = torch.empty_like(call.x, dtype=torch.float16)
+        launch(kernel, call.x, call.parts, out)
+        return out
+
+    run = function.prepare(make_call())
+    assert (kernel.bound, kernel.direct) == ([], [])
+    call = make_call()
+    out = run(*call)
+    assert (out.shape, out.dtype) == (call.x.shape, torch.float16)
+    assert kernel.bound == [((3, 2, 1), (call.x, call.parts, None, out, 7, 16), {"num_warps": 4})]
+    call = make_call()._replace(parts=(call.x, call.x))  # tensors may be one and the same
+    out = run(*call)
+    pointers = [t.data_ptr() for t in (call.x, *call.parts, out)]
+    assert kernel.direct == [(pointers[0], (pointers[1], pointers[2]), None, pointers[3], 7, 16)]
+
+
+def test_tensors_of_another_alignment_are_left_to_the_function(kernel):
+    served = []
+
+    @planned
+    def function(call):
+        served.append(call)
+        out = torch.empty_like(call.x)
+        launch(kernel, call.x, call.parts, out)
+        return out
+
+    run = function.prepare(make_call())
+    served.clear()
+    call = make_call()
+    unaligned = torch.zeros(17)[1:]
+    for other in (call._replace(x=unaligned), call._replace(parts=(call.x, unaligned))):
+        run(*other)
+        assert served.pop() is not other
+        assert kernel.bound.pop()[0] == (3, 2)  # as the function launches it
+    run(*call)
+    assert (served, len(kernel.bound)) == ([], 1)
+
+
+def test_results_in_the_place_of_an_argument_are_counted_as_changes(kernel):
+    @planned
+    def function(call):
+        launch(kernel, call.x, call.parts, call.x)
+        return call.x
+
+    run, call = function.prepare(make_call()), make_call()
+    version = call.x._version
+    assert run(*call) is call.x
+    assert call.x._version == version + 1
+    with torch.inference_mode():
+        call = make_call()
+        assert run(*call) is call.x
+
+
+def test_views_casts_several_launches_and_several_results(kernel):
+    @planned
+    def function(call):
+        x, part = call.x.view(4, 4), call.parts[0].to(torch.bfloat16)
+        between, out = torch.empty(4, 4), torch.empty(4, 4, dtype=torch.bfloat16)
+        launch(kernel, x, (part,), between)
+        launch(kernel, between, (part,), out.view(16), grid=(1,))
+        return Pair(out.view(2, 8), call.parts[1])
+
+    run, call = function.prepare(make_call()), make_call()
+    call.parts[0].fill_(3.0)
+    out = run(*call)
+    assert type(out) is Pair
+    assert (out.first.shape, out.first.dtype) == ((2, 8), torch.bfloat16)
+    assert out.second is call.parts[1]
+    (_, first, _), (_, second, _) = kernel.bound
+    assert torch.equal(first[1][0], torch.full((16,), 3.0, dtype=torch.bfloat16))
+    assert first[3] is second[0]
+    assert second[1][0] is first[1][0]
+    assert second[3] is out.first
+
+
+def test_descriptors_are_made_anew(kernel):
+    @planned
+    def function(call):
+        matrix, out = call.x.view(2, 8), torch.empty(2, 8)
+        described = [TensorDescriptor.from_tensor(each, [2, 4]) for each in (matrix, out)]
+        launch(kernel, described[0], call.parts, described[1])
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "current_device_of", lambda on: machine._NOTHING)
+        run = function.prepare(make_call())
+        for _ in range(2):
+            call = make_call()
+            out = run(*call)
+            arguments = kernel.direct[-1] if kernel.direct else kernel.bound[-1][1]
+            assert arguments[0].base is call.x
+            assert arguments[3].base is out
+            assert (arguments[0].shape, arguments[0].block_shape) == (torch.Size([2, 8]), [2, 4])
+    reference = weakref.ref(call.x)
+    del call, out, arguments
+    kernel.bound.clear()
+    kernel.direct.clear()
+    gc.collect()
+    assert reference() is None  # plans keep no tensor
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda call: call.x + 1,
+        lambda call: torch.zeros_like(call.x),
+        lambda call: call.x.clone(),
+        lambda call: torch.empty(32)[16:],
+        lambda call: torch.empty(4, 4).t(),
+        lambda call: call.x.view(4, 4)[2:],
+        lambda call: call.x.view(4, 4)[:2].to(torch.float64),
+    ],
+)
+def test_functions_that_do_more_than_launch_are_not_planned(kernel, work):
+    @planned
+    def function(call):
+        x = work(call)
+        out = torch.empty_like(x)
+        launch(kernel, x, call.parts, out)
+        return out
+
+    if "clone" not in work.__code__.co_names:
+        assert function.prepare(make_call()) is None
+    assert function.prepare(make_call()._replace(x=torch.zeros(16, requires_grad=True))) is None
+
+
+def test_functions_without_a_launch_and_calls_with_other_tensors_are_not_planned(kernel):
+    @planned
+    def function(call):
+        out = torch.empty_like(call.x)
+        if call.scale:
+            launch(kernel, call.x, call.parts, out)
+        return out
+
+    call = make_call()
+    assert function.prepare(call._replace(scale=0.0)) is None
+    assert function.prepare(call._replace(x=call.x[:0])) is None
+    assert function.prepare(call._replace(x=call.x.as_subclass(type("Other", (torch.Tensor,), {})))) is None
+    assert function.prepare(call) is not None
+
+
+def test_launches_of_other_threads_go_on_while_one_plans(kernel):
+    def start():
+        x = torch.zeros(16)
+        launch(kernel, x, (x,), x)
+
+    @planned
+    def function(call):
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        out = torch.empty_like(call.x)
+        launch(kernel, call.x, call.parts, out)
+        return out
+
+    assert function.prepare(make_call()) is not None
+    assert len(kernel.bound) == 1
