@@ -131,6 +131,22 @@ class Operator:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[[_Function], _Function]:
+    """Marks the function of a backend as one that can be bound to its parameters.
+
+    Args:
+        bind: Takes the record of a call without gradients that has been served, and returns what serves calls
+            that differ from it in the numbers of the first argument only, or None. It may hold packed
+            parameters.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.bind = bind  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def prepared_by(prepare: Callable[[Record], Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
     """Marks the function of a backend as one whose calls can be prepared.
 

@@ -87,6 +87,17 @@ class Declaration(backends.Operator):
                 table[key] = plan
         return out
 
+    def bound(self, call: Record) -> Callable[[Any], Any] | None:
+        """Returns what serves calls that differ from one in the numbers of the first argument only.
+
+        None where the backend that serves them cannot be bound. Whoever calls it watches the parameters.
+        """
+        if self.instead is not None and self.instead(call) is not None:
+            return None
+        choice = dispatch.choose(self.name, call)
+        bind = getattr(choice.eager.function, "bind", None)
+        return bind(call) if choice.lasts and choice.in_graphs is choice.eager and bind is not None else None
+
     def _serve(self, call: Record) -> tuple[Any, dispatch.Choice | None]:
         """Checks and serves a call; returns the choice too, None where there is none."""
         if self.arguments is not None:
@@ -319,6 +330,12 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
     return backends.names_requested(), grad, _threads(), precision, *autocast
+
+
+def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
+    """Returns what tells apart calls without gradients whose parameters stay; None where nothing does."""
+    token = _token(False, x)
+    return None if token is None else (token, facts_of_tensor(x, False))
 
 
 #: The errors of arguments that are not what they should be, while a key is made of them.

@@ -10,6 +10,7 @@ module is examined and folded again.
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.packing import Snapshot
+from ..ops.programs import Programs
 from ..records import PyramidBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
@@ -92,14 +94,14 @@ class _Kind(NamedTuple):
     Attributes:
         why_parts_unsupported: Says why parts of upstream's structure cannot be served as one.
         fold: Returns parts as they are served.
-        serve: Computes the result's tokens and grid from what is served, a tensor and its grid; None for a
-            tensor that is not as expected.
+        serve: Computes the result's tokens and grid from what is served, a tensor, its grid, and the programs
+            of earlier calls; None for a tensor that is not as expected.
         operators_of: Returns the public operators, but ``linear``, that parts call on a type of device.
     """
 
     why_parts_unsupported: Callable[[Any], str | None]
     fold: Callable[[Any], Any]
-    serve: Callable[[Any, Any, Any], tuple[Tensor, tuple[int, int]] | None]
+    serve: Callable[[Any, Any, Any, Programs], tuple[Tensor, tuple[int, int]] | None]
     operators_of: Callable[[Any, str], tuple[str, ...]]
 
 
@@ -251,63 +253,76 @@ _SETTINGS = (
 )
 
 
+_CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class _Watch:
     """Everything that a stage was folded from, to be compared with what it is.
 
-    It refers to the modules within the stage, not to the stage itself, which it must not keep alive.
+    It refers to the modules within the stage, not to the stage itself, which it must not keep alive. Every
+    call compares about a thousand members, so that loops are left to C.
     """
 
     def __init__(self, stage: nn.Module, parts: StageParts | PyramidParts):
         modules = list(itertools.islice(stage.modules(), 1, None))
         self._modules = modules
         self._spaces = [vars(module) for module in modules]
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self._classes = {type(module) for module in modules}
-        self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
+        self._classes = list({type(module) for module in modules})
+        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
         # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
         spaces = [vars(stage), *self._spaces]
         names = ("_modules", "_parameters", "_buffers")
         self._members_of = [space[name] for space in spaces for name in names if space[name]]
         self._folded = _folded_of(parts)
         self._snapshot = Snapshot(self._folded)
-        self._settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
+        settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
+        settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
+        self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
         self._configs = [space["config"] for space in spaces if "config" in space]
-        self._convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
         self._before = self._state()
 
     def _state(self) -> tuple[Any, ...]:
+        members = itertools.chain.from_iterable(map(dict.values, self._members_of))
         return (
-            [id(member) for members in self._members_of for member in members.values()],
-            [len(space) for space in self._spaces],  # an attribute may shadow a parameter
-            [module.__class__ for module in self._modules],
-            [cls.forward for cls in self._classes],
-            [space.get(name) for space, name in self._settings],
-            [
-                (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
-                for conv in self._convolutions
-            ],
+            [*map(id, members)],
+            [*map(len, self._spaces)],  # an attribute may shadow a parameter
+            [*map(type, self._modules)],
+            [*map(_forward_of, self._classes)],
+            [*map(dict.get, self._settings_of, self._settings)],
             [getattr(config, "_attn_implementation", None) for config in self._configs],
         )
 
     def is_changed(self) -> bool:
         """Says whether the stage has to be examined again."""
-        if any(map(_is_noticed, filter(None, self._hooks))):
+        if any(self._hooks) and any(map(_is_noticed, filter(None, self._hooks))):
             return True
-        if any("forward" in space for space in self._spaces):
+        if any(map(operator.contains, self._spaces, itertools.repeat("forward"))):
             return True
         return not self._snapshot.holds(self._folded) or self._state() != self._before
 
     def is_training(self) -> bool:
         """Says whether a module within the stage is in training mode."""
-        return any(space["training"] for space in self._spaces)
+        return any(map(_training_of, self._spaces))
+
+
+_forward_of, _training_of = operator.attrgetter("forward"), operator.itemgetter("training")
 
 
 class _Frozen(NamedTuple):
-    """A stage or a layer as it is served, what it is watched for, and a number that no other folding has."""
+    """A stage or a layer as it is served.
+
+    Attributes:
+        folded: The stage, or the layer.
+        watch: What it is watched for.
+        number: A number that no other folding has.
+        programs: Its operators as they serve calls like earlier ones.
+    """
 
     folded: FoldedStage | PyramidBlock
     watch: _Watch
     number: int
+    programs: Programs
 
 
 _numbers = itertools.count()
@@ -326,7 +341,7 @@ def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
             return reason
         parts: Any = entry.parts(stage)
         watch = _Watch(stage, parts)  # first: what changes while it folds is noticed
-        known = _frozen[stage] = _Frozen(_kind_of(entry).fold(parts), watch, next(_numbers))
+        known = _frozen[stage] = _Frozen(_kind_of(entry).fold(parts), watch, next(_numbers), Programs())
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
@@ -390,19 +405,21 @@ def tokens_served(
     found = _frozen_or_why_not(stage, entry)
     if isinstance(found, str):
         return None
-    return _kind_of(entry).serve(found.folded, x, grid)
+    return _kind_of(entry).serve(found.folded, x, grid, found.programs)
 
 
 def _fold_stage(parts: StageParts) -> FoldedStage:
     return fold(parts, parts.conv.weight.device.type)
 
 
-def _serve_stage(folded: FoldedStage, image: Tensor, grid: None) -> tuple[Tensor, tuple[int, int]] | None:
+def _serve_stage(
+    folded: FoldedStage, image: Tensor, grid: None, programs: Programs
+) -> tuple[Tensor, tuple[int, int]] | None:
     weight = folded.conv_weight
     differs = image.dtype != weight.dtype or image.device != weight.device
     if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
-    return serve(folded, image)
+    return serve(folded, image, programs)
 
 
 _STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage, operators_of)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .. import backends
+from ..ops.programs import Programs
 from ..ops.pyramid_block import pyramid_block
 from ..records import PyramidBlock
 from . import glpn, pvt, segformer
@@ -146,12 +148,26 @@ def operators_of(parts: PyramidParts, device_type: str) -> tuple[str, ...]:
     return called(names, gelu_operator(parts.fc1, device_type), device_type)
 
 
-def serve(block: PyramidBlock, x: Tensor, grid: tuple[Any, Any]) -> tuple[Tensor, tuple[int, int]] | None:
+def serve(
+    block: PyramidBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
+) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes a layer; None for tokens that are not such, so that its own forward says what is wrong.
 
     The result is a tensor of its own, since others may hold ``x``.
     """
-    return (pyramid_block(x, grid, block), grid) if _are_tokens(block, x, grid) else None
+    if not _are_tokens(block, x, grid):
+        return None
+    out = programs.run(x, grid)
+    if out is None:
+        out = pyramid_block(x, grid, block)
+        programs.add(x, block.tensors, lambda: _bound(block, x, grid), grid)
+    return out, grid
+
+
+def _bound(block: PyramidBlock, x: Tensor, grid: tuple[int, int]) -> list[Callable[[Tensor], Tensor]] | None:
+    operator: Any = backends.operators["pyramid_block"]
+    step = operator.bound(operator.bind(x, grid, block))
+    return None if step is None else [step]
 
 
 def _are_tokens(block: PyramidBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:

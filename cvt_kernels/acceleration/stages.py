@@ -13,13 +13,14 @@ later blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .. import checks, dispatch
+from .. import backends, checks, dispatch
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
@@ -29,6 +30,7 @@ from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
+from ..ops.programs import Programs
 from ..ops.token_selection import TokenKeep, scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..records import (
@@ -195,6 +197,13 @@ class FoldedStage(NamedTuple):
     norm_bias: Tensor | None
     class_token: Tensor | None
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
+
+    def tensors(self) -> list[Tensor | None]:
+        """Returns the tensors that are read where each block is one operator."""
+        own = [self.conv_weight, self.conv_bias, self.parts.norm.weight, self.norm_bias, self.class_token]
+        return own + [
+            t for block in self.blocks if isinstance(block, TransformerBlock) for t in block.tensors()
+        ]
 
 
 @torch.inference_mode(False)  # in which changes of tensors would not be counted
@@ -400,15 +409,67 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
     return (scale[:, None, None, None] * weight).to(weight.dtype), shift.to(weight.dtype)
 
 
-def serve(stage: FoldedStage, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid."""
+def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
+    """Returns the arguments of ``conv_embedding`` besides the image."""
     conv, norm = stage.parts.conv, stage.parts.norm
-    stride, padding = conv.stride[0], int(conv.padding[0])
+    return {
+        "weight": stage.conv_weight,
+        "bias": stage.conv_bias,
+        "norm_weight": norm.weight,
+        "norm_bias": stage.norm_bias,
+        "stride": conv.stride[0],
+        "padding": int(conv.padding[0]),
+        "eps": norm.eps,
+        "class_token": stage.class_token,
+    }
+
+
+def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
+    return conv_embedding(image, **_embedding_of(stage))
+
+
+def serve(stage: FoldedStage, image: Tensor, programs: Programs) -> tuple[Tensor, tuple[int, int]]:
+    """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid.
+
+    Args:
+        stage: The stage.
+        image: The images or maps.
+        programs: The operators as they serve images like earlier ones; those for images like these are added.
+    """
+    conv = stage.parts.conv
     grid = _output_size(image.shape[2], conv), _output_size(image.shape[3], conv)
-    stream = conv_embedding(
-        image, stage.conv_weight, stage.conv_bias, norm.weight, stage.norm_bias,
-        stride=stride, padding=padding, eps=norm.eps, class_token=stage.class_token,
-    )  # fmt: skip
+    served = programs.run(image)
+    if served is not None:
+        return served, grid
+    stream = _serve_blocks(stage, _embed(stage, image), grid)
+    programs.add(image, stage.tensors, lambda: _bound(stage, image, stream, grid))
+    return stream, grid
+
+
+def _bound(
+    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int]
+) -> list[Callable[[Tensor], Tensor]] | None:
+    """Returns the operators of a stage, bound to their parameters; None if one cannot be.
+
+    Args:
+        stage: The stage.
+        image: Images that have been served.
+        stream: Tokens like those that its embedding makes of them.
+        grid: Their grid.
+    """
+    operators: Any = backends.operators
+    embedding, block = operators["conv_embedding"], operators["transformer_block"]
+    steps = [
+        embedding.bound(embedding.bind(image, **_embedding_of(stage))) or functools.partial(_embed, stage)
+    ]
+    for each, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
+        if not isinstance(each, TransformerBlock) or parts.token_keep != 1:
+            return None
+        steps.append(block.bound(block.bind(stream, grid, each, inplace=True)))
+    return None if None in steps else steps
+
+
+def _serve_blocks(stage: FoldedStage, stream: Tensor, grid: tuple[int, int]) -> Tensor:
     blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
     rows = None
     for block, parts in zip(blocks, stage.parts.blocks, strict=True):
@@ -417,7 +478,7 @@ def serve(stage: FoldedStage, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
         else:
             assert isinstance(block, TransformerBlock)
             stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
-    return stream, grid
+    return stream
 
 
 def _serve_and_drop(

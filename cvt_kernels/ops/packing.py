@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import operator
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -53,9 +55,22 @@ class Snapshot:
         """Notes that a tensor was written, or that its memory is gone."""
         self.is_outdated = True
 
+    def release(self) -> None:
+        """Frees what can be made anew."""
 
-def _facts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
-    return [None if t is None else (t._version, _address(t), t.shape, t.stride(), t.dtype) for t in tensors]
+
+def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    # One loop in C for each fact: every call of a model that is served compares hundreds of tensors.
+    kinds = [*map(type, tensors)]
+    absent = [i for i, kind in enumerate(kinds) if kind is NoneType] if NoneType in kinds else []
+    present: Sequence[Any] = [t for t in tensors if t is not None] if absent else tensors
+    address = Tensor.data_ptr if _PLAIN.issuperset(kinds) else _address
+    seen = _version, address, _shape, Tensor.stride, _dtype
+    return absent, *[[*map(look, present)] for look in seen]
+
+
+_PLAIN = {Tensor, nn.Parameter, NoneType}
+_version, _shape, _dtype = map(operator.attrgetter, ("_version", "shape", "dtype"))
 
 
 def _address(tensor: Tensor) -> int:
@@ -184,6 +199,11 @@ class Uses:
 _noted = threading.local()
 
 
+def is_noting() -> bool:
+    """Says whether the copies are noted that this thread reads."""
+    return getattr(_noted, "uses", None) is not None
+
+
 @contextlib.contextmanager
 def noted_uses() -> Iterator[Uses]:
     """Notes the copies that this thread reads within a block, as a recorded call reads them again later."""
@@ -263,6 +283,9 @@ def release_memory() -> None:
     goes back to the system.
     """
     with _lock:
+        for _, snapshots in list(_dependents.values()):
+            for snapshot in list(snapshots):
+                snapshot.release()
         _known.clear()
     extension = sys.modules.get("cvt_kernels._C")
     if extension is not None:

@@ -7,13 +7,14 @@ where the CPU multiplies pairs of it. The same bits every time, whatever the num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
-from ...backends import Record
+from ...backends import Record, bound_by
 from .. import packing
 
 machine.load_extension()
@@ -57,8 +58,8 @@ class _Packed(NamedTuple):
     class_token: Tensor | None
 
 
-def conv_embedding(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+def _bind(call: Record) -> Callable[[Tensor], Tensor]:
+    """Returns the operator on an image, with the parameters packed."""
     image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
     channels_last = image.stride(1) == 1 and image.shape[1] > 1
 
@@ -74,9 +75,14 @@ def conv_embedding(call: Record) -> Tensor:
 
     tensors = (bias, norm_weight, norm_bias, class_token)
     packed = packing.packed(weight, ("embedding", channels_last), pack, tensors)
-    return _ops.conv_embedding_inference.default(
-        image, *packed, weight.shape[3], stride, padding, channels_last, eps
-    )
+    arguments = *packed, weight.shape[3], stride, padding, channels_last, eps
+    return lambda image: _ops.conv_embedding_inference.default(image, *arguments)
+
+
+@bound_by(_bind)
+def conv_embedding(call: Record) -> Tensor:
+    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+    return _bind(call)(call.image)
 
 
 def _vector(given: Tensor | None, weight: Tensor, absent: float) -> Tensor:

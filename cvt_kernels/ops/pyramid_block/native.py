@@ -10,13 +10,14 @@ whatever the number of threads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
-from ...backends import Record
+from ...backends import Record, bound_by
 from ...records import DepthwiseConv, Linear, Norm, PyramidBlock, Reduction
 from .. import packing
 
@@ -97,11 +98,17 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
-def pyramid_block(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.pyramid_block``, whose checks it relies on."""
-    x, grid, block, inplace = call
-    if not x.numel():
-        return x if inplace else x.clone(memory_format=torch.contiguous_format)
+def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
+    """Returns the operator on tokens, with the parameters packed; None for none and for results in place."""
+    if call.inplace or not call.x.numel():
+        return None
+    arguments = _arguments(call)
+    return lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)
+
+
+def _arguments(call: Record) -> tuple[Any, ...]:
+    """Returns what the operator takes besides tokens."""
+    x, grid, block, _ = call
     scale = block.scale
     if scale is None:
         scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
@@ -112,5 +119,14 @@ def pyramid_block(call: Record) -> Tensor:
         grid = 1, x.shape[1]
     settings = "native pyramid", block.num_heads
     packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
-    out = _ops.pyramid_block_packed.default(x.contiguous(), *grid, *packed, eps, scale, block.approximate)
+    return *grid, *packed, eps, scale, block.approximate
+
+
+@bound_by(_bind)
+def pyramid_block(call: Record) -> Tensor:
+    """Computes ``cvt_kernels.pyramid_block``, whose checks it relies on."""
+    x, inplace = call.x, call.inplace
+    if not x.numel():
+        return x if inplace else x.clone(memory_format=torch.contiguous_format)
+    out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments(call))
     return x.copy_(out) if inplace else out

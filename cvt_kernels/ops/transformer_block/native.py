@@ -12,13 +12,14 @@ products are of 8-bit integers. The same bits every time, whatever the number of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import checks, machine
-from ...backends import Record
+from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, Linear, Norm, TransformerBlock
 from .. import packing
 
@@ -134,22 +135,41 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
+def _arguments(call: Record) -> tuple[Any, ...]:
+    """Returns what the operator takes besides x, of a block whose tokens are all computed."""
+    block = call.block
+    scale = block.scale
+    if scale is None:
+        scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
+    settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
+    packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
+    return *call.grid, *packed, block.norm1.eps, block.norm2.eps, scale, block.approximate
+
+
+def _run(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Computes a block in the place of its input."""
+    _ops.transformer_block_.default(out, *arguments)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
+    return out
+
+
+def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
+    if not call.inplace or call.rows is not None or call.scores is not None or not call.x.numel():
+        return None
+    arguments = _arguments(call)
+    return lambda x: _run(x, arguments)
+
+
+@bound_by(_bind)
 def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
     x, grid, block, rows, scores, inplace = call
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
-    scale = block.scale
-    if scale is None:
-        scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
-    eps = block.norm1.eps, block.norm2.eps
-    settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
-    packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
     received = None if scores is None else _new_scores(x, grid, block)
     if out.numel():
         chosen = () if rows is None and scores is None else (_contiguous(rows), received, scores or "")
-        _ops.transformer_block_.default(out, *grid, *packed, *eps, scale, block.approximate, *chosen)
-        if not out.is_inference():
-            torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
+        _run(out, (*_arguments(call), *chosen))
     return out if scores is None else (out, received)
 
 

@@ -15,7 +15,7 @@ from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels import backends
 from cvt_kernels.acceleration import freezing, stages
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, not_built
 from tests.upstream import (
     KERNELS_FIRST,
     UPSTREAMS,
@@ -132,7 +132,7 @@ def test_a_block_is_one_operator_on_a_cpu(make, backend):
 
     with backends.replaced(noting), ck.use_backend(backend, "native", "sdpa"):
         out, count = served(fused, x)
-    blocks = sum(len(parts.blocks) for parts in (folded.parts for folded, _ in calls))
+    blocks = sum(len(parts.blocks) for parts in (folded.parts for folded, *_ in calls))
     assert count == 3
     assert asked.count(("transformer_block", backend)) == blocks > 3
     assert_accurate(out, logits(own(x)), exact, floor=4)
@@ -303,15 +303,37 @@ def test_changed_weights_are_noticed(change):
     assert relative(out, logits(own(x))) < 1e-5
 
 
-@pytest.mark.parametrize("change", [weight_in_place, weight_data, narrowed_data, another_parameter, loaded])
-def test_changed_weights_are_packed_anew(change):
+def transposed_data(model):
+    """Another layout of the same memory, which PyTorch does not count."""
+    linear = stages_of(model)[1].get_submodule("blocks.0.attn.proj")
+    assert len(set(linear.weight.shape)) == 1
+    linear.weight.data = linear.weight.data.t()
+
+
+def step_of_an_optimizer(model):
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(parameters, lr=0.1, fused=True).step()
+
+
+WEIGHTS = [weight_in_place, weight_data, narrowed_data, transposed_data, step_of_an_optimizer]
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@pytest.mark.parametrize("backend", ["onednn", "native"])
+@pytest.mark.parametrize("change", [*WEIGHTS, bias_in_place, *CHANGES])
+def test_changed_weights_are_packed_anew(change, backend):
     own = microsoft().eval()
     fused = frozen(own)
     x = images()
-    with ck.use_backend("onednn", "native"):
-        before = served(fused, x)[0]
+    with ck.use_backend(backend, "native", "reference"):
+        for _ in range(2):
+            before = served(fused, x)[0]
         change(fused)
-        out = served(fused, x)[0]
+        outs = [served(fused, x)[0] for _ in range(2)]
+    assert torch.equal(*outs)
+    out = outs[0]
     change(own)
     expected = logits(own(x))
     assert relative(before, expected) > 1e-3
@@ -611,8 +633,8 @@ def test_verify_compares_frozen_stages():
 def test_verify_finds_a_wrong_frozen_stage(monkeypatch):
     model = frozen(ours())
 
-    def serve(folded, image):
-        tokens, grid = stages.serve(folded, image)
+    def serve(*args):
+        tokens, grid = stages.serve(*args)
         return tokens * 1.01, grid
 
     monkeypatch.setattr(freezing, "serve", serve)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import cvt_kernels as ck
 from cvt_kernels import backends, graphs
 from cvt_kernels.acceleration import freezing, layers
+from cvt_kernels.ops import programs
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate
 from tests.cvt_kernels.test_graphs import FakeCapture
@@ -33,6 +34,14 @@ def _counted(monkeypatch):
         calls.append(args)
         return ck.pyramid_block(*args, **settings)
 
+    def run(self, *args):
+        out = own_run(self, *args)
+        if out is not None:
+            calls.append(args)
+        return out
+
+    own_run = programs.Programs.run
+    monkeypatch.setattr(programs.Programs, "run", run)
     monkeypatch.setattr(layers, "pyramid_block", pyramid_block)
     with torch.no_grad():
         yield
