@@ -32,7 +32,15 @@ from .compiling import (
     try_to_trace_as_one,
     without_number,
 )
-from .freezing import STAGES, find_stages, graph_key, try_to_serve, why_not_freezable
+from .freezing import (
+    STAGES,
+    find_stages,
+    graph_key,
+    is_serving,
+    try_to_serve,
+    try_to_serve_in_evaluation,
+    why_not_freezable,
+)
 from .matching import (
     TABLE,
     find_blocks,
@@ -48,7 +56,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _MADE_OF = "_cvt_kernels_made_of"
 
 
-def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
+def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     """Gives the supported blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN fused forwards, in place.
 
     Supported are Hugging Face's models of these names, Microsoft's ``cls_cvt`` models and every model that
@@ -60,26 +68,31 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
     everything. Second derivatives need the reference backend.
 
-    With ``freeze``, each stage of a CvT is served as one where no gradient is wanted: biases are folded, the
-    residual stream is one tensor that the matrix products accumulate into, and a CvT-13 takes half the
-    launches. Of the other models each layer is served as one, by :func:`cvt_kernels.pyramid_block`. Changed
-    weights are noticed, and folded again, unless they were changed through ``.data`` in place, which PyTorch
-    does not count. A frozen model does not train: in training mode it raises. Where gradients are recorded,
-    under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one.
+    On a CPU, in evaluation and without gradients, each stage of a CvT is one step whose weights are packed
+    for this CPU, and so is each layer of the other models. The packed copies take as much memory as the
+    weights (:func:`release_memory` frees them). Changed weights are noticed, and packed again, unless they
+    were changed through ``.data`` in place, which PyTorch does not count (:func:`refresh`).
+
+    With ``freeze=True`` a model is for serving only, on GPUs too: biases are folded, the residual stream is
+    one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches. In training
+    mode it raises. Where gradients are recorded, under autocast and export, and under ``torch.compile`` on a
+    GPU, its blocks run one by one.
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: Whether to serve whole stages and layers, for models in evaluation mode, ``cvt``'s included.
+        freeze: None serves whole stages and layers on a CPU in evaluation. True serves them everywhere, and
+            nothing else; the model must be in evaluation mode. False leaves every call to the blocks.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``freeze`` neither True nor False.
-        ValueError: It has no supported block, or with ``freeze`` it has no stage or layer that can be frozen,
-            or is in training mode; it is left as it was.
+        TypeError: ``model`` is not a module, or ``freeze`` neither None, True nor False.
+        ValueError: It has no supported block, or with ``freeze=True`` it has no stage or layer that can be
+            frozen, or is in training mode; it is left as it was.
     """
-    checks.check_flag("freeze", freeze)
+    if freeze is not None:
+        checks.check_flag("freeze", freeze)
     blocks = find_blocks(model)
     supported = [(block, entry) for _, block, entry in blocks if why_mismatched(block, entry) is None]
     if not supported:
@@ -93,11 +106,23 @@ def accelerate(model: _Model, *, freeze: bool = False) -> _Model:
     for block, entry in supported:
         if entry.forward is not None and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
+    for stage, key in [] if freeze is False else _servable_stages(model):
+        if not (is_serving(stage) or is_frozen(stage)):
+            change_class(stage, functools.partial(_serving_class, key=key + _IN_EVALUATION))
     for stage, key in stages:
         if not is_frozen(stage):
             change_class(stage, functools.partial(_frozen_class, key=key))
             give_number(stage)
     return model
+
+
+def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the stages and layers that may be served as one, with the keys of their entries."""
+    return [
+        (stage, entry.key)
+        for _, stage, entry in find_stages(model)
+        if why_mismatched(stage, entry.block) is None
+    ]
 
 
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -196,6 +221,29 @@ def _frozen_class(original: Any, key: str) -> Any:
     return _derived(original, key, **members, **members_of_numbered(entry))
 
 
+#: The end of the keys of stages and layers that are served as one in evaluation.
+_IN_EVALUATION = ", in evaluation"
+
+
+@cached
+def _serving_class(original: Any, key: str) -> Any:
+    """Returns the subclass of ``original`` that serves the stage or layer of an entry as one in evaluation.
+
+    It is on a CPU, and without gradients; ``torch.compile`` traces the modules.
+    """
+    entry = STAGES[key.removesuffix(_IN_EVALUATION)]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training or torch.compiler.is_compiling() or _is_recorded(args, kwargs)):
+            result = try_to_serve_in_evaluation(self, entry, args, kwargs)
+            if result is not None:
+                return result
+        return original.forward(self, *args, **kwargs)
+
+    return _derived(original, key, forward=forward, _cvt_kernels_serves=True)
+
+
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether ``torch.jit.trace`` or ``torch.fx`` records a call, which is then the module's own."""
     if torch.jit.is_tracing():
@@ -222,7 +270,10 @@ def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
     """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
     made: Any = original
     for key in keys:
-        made = _frozen_class(made, key) if key in STAGES else _fused_class(made, key)
+        if key.endswith(_IN_EVALUATION):
+            made = _serving_class(made, key)
+        else:
+            made = _frozen_class(made, key) if key in STAGES else _fused_class(made, key)
     module: nn.Module = made.__new__(made)
     if is_frozen(module):
         give_number(module)

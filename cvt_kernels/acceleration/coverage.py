@@ -16,7 +16,7 @@ from ..tables import aligned
 from . import ours
 from .compiling import is_frozen
 from .entries import BlockEntry
-from .freezing import find_stages, operators_served, why_not_served
+from .freezing import find_stages, is_serving, operators_served, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
 #: A path with a number; the last one, if there are some.
@@ -167,8 +167,9 @@ def _rows_of(model: nn.Module) -> list[_Row]:
         operators_of = functools.partial(_operators_of, block, entry, block in on_rows)
         rows[path] = _Row(path, block, _why_not_fused(block, entry), operators_of)
     for path, stage, stage_entry in find_stages(model):
-        if is_frozen(stage):
-            reason = why_not_served(stage, stage_entry)
+        reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
+        on_cpu = _calls_of(stage).device_type == "cpu"
+        if is_frozen(stage) or (is_serving(stage) and on_cpu and reason is None):
             rows[path] = _Row(path, stage, reason, functools.partial(operators_served, stage, stage_entry))
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 

@@ -387,6 +387,22 @@ def try_to_serve(stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwar
     return None if served is None else entry.result(*served)
 
 
+def try_to_serve_in_evaluation(
+    stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Computes a call of a stage or layer on a CPU without gradients; None where its own forward has to."""
+    call = entry.call_of(args, kwargs)
+    if call is None or call[0].device.type != "cpu" or has_gradient(stage, call[0]):
+        return None
+    served = tokens_served(stage, entry, *call)
+    return None if served is None else entry.result(*served)
+
+
+def is_serving(module: nn.Module) -> bool:
+    """Says whether the class of a module is that of a stage or layer that is served as one in evaluation."""
+    return hasattr(type(module), "_cvt_kernels_serves")
+
+
 def refuse_to_train(stage: nn.Module) -> None:
     """Raises RuntimeError for a stage in training mode."""
     if stage.training:

@@ -21,8 +21,8 @@ from ..verdicts import store_for
 from . import accelerate, give_classes_back
 from .compiling import is_frozen
 from .coverage import coverage
-from .freezing import find_stages
-from .matching import original_class
+from .freezing import find_stages, is_serving
+from .matching import find_blocks, is_fused, original_class
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.
@@ -207,7 +207,9 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
         raise ValueError(
             "model: has no parameter that requires a gradient, expected some for the training step"
         )
-    accelerated = accelerate(_unfrozen(copy.deepcopy(model)))
+    if any(entry.forward is not None and not is_fused(block) for _, block, entry in find_blocks(model)):
+        model = accelerate(copy.deepcopy(model))
+    accelerated = accelerate(_unfrozen(copy.deepcopy(model)), freeze=False)
     eager = give_classes_back(copy.deepcopy(model))
     exact = _in_float64(give_classes_back(copy.deepcopy(model)))
     stages = _frozen_paths(model)
@@ -237,7 +239,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
 
 def _frozen_paths(model: nn.Module) -> tuple[str, ...]:
     """Returns the paths of the frozen stages and layers of a model."""
-    return tuple(path for path, stage, _ in find_stages(model) if is_frozen(stage))
+    return tuple(path for path, stage, _ in find_stages(model) if is_frozen(stage) or is_serving(stage))
 
 
 def _unfrozen(model: nn.Module) -> nn.Module:

@@ -242,7 +242,7 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> C
     if is_accelerated or key in COMPILED:
         model = copy.deepcopy(model)
     if is_accelerated:
-        accelerate(model, freeze=key in FROZEN)
+        accelerate(model, freeze=True if key in FROZEN else None)
     if key in GRAPHED:
         model = graphed(model)
     if key in COMPILED:

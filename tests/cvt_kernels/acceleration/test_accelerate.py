@@ -152,7 +152,7 @@ def test_random_numbers_matter_to_the_training_tests():
 @pytest.mark.parametrize("make", UPSTREAMS)
 def test_active_attention_dropout_is_left_to_the_block(make):
     own = make(attention_drop=0.3, **RANDOM).train()
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     attention_calls, projection_calls = record_calls("attention"), record_calls("conv_projection")
     assert_same_step(own, fused, images(), 2e-5)
     assert not attention_calls
@@ -230,9 +230,9 @@ def test_a_models_part_and_a_model_that_contains_one():
     assert relative(ours.last_hidden_state, theirs.last_hidden_state) < 1e-5
     assert relative(ours.cls_token_value, theirs.cls_token_value) < 1e-5
     both = nn.ModuleDict({"a": nn.Sequential(microsoft()), "b": huggingface(), "head": nn.LayerNorm(4)})
-    ck.accelerate(both)
+    ck.accelerate(both, freeze=False)
     assert {row.path.split(".")[0] for row in ck.coverage(both)} == {"a", "b"}
-    layer = ck.accelerate(huggingface().cvt.encoder.stages[2].layers[0])
+    layer = ck.accelerate(huggingface().cvt.encoder.stages[2].layers[0], freeze=False)
     paths = ["", "attention.attention", "attention.output", "intermediate", "output"]
     assert [row.path for row in ck.coverage(layer)] == paths
 
@@ -248,7 +248,7 @@ def test_everything_but_the_classes_stays(make):
     attributes = {name: set(vars(module)) for name, module in before.items()}
     names, text, keys = [type(m).__name__ for m in model.modules()], repr(model), list(model.state_dict())
     classes = [type(m) for m in model.modules()]
-    assert ck.accelerate(model) is model
+    assert ck.accelerate(model, freeze=False) is model
     after = dict(model.named_modules())
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)
@@ -259,7 +259,7 @@ def test_everything_but_the_classes_stays(make):
     assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
     assert ([type(m) for m in model.modules()] == classes) == (make is ours)
     fused = [type(m) for m in model.modules()]
-    ck.accelerate(model)  # twice is harmless
+    ck.accelerate(model, freeze=False)  # twice is harmless
     assert [type(m) for m in model.modules()] == fused
     assert ck.restore(model) is model
     assert [type(m) for m in model.modules()] == classes
@@ -408,9 +408,9 @@ def test_a_changed_inner_module_takes_effect(make, change, reason, when):
     fused, own_calls, fused_calls = copy.deepcopy(own), [], []
     change(own, own_calls)
     if when == "after":
-        ck.accelerate(fused)
+        ck.accelerate(fused, freeze=False)
     change(fused, fused_calls)
-    ck.accelerate(fused)
+    ck.accelerate(fused, freeze=False)
     assert_same_step(own, fused, images(), 2e-5)
     assert fused_calls == own_calls != []
     (row,) = [row for row in ck.coverage(fused) if not row.fused]
@@ -512,14 +512,14 @@ def test_dtype_may_change_before_and_after(make):
         own = (
             microsoft_plain().eval()
         )  # with its own LayerNorm, bfloat16 weights fail in Microsoft's model too
-    before = ck.accelerate(copy.deepcopy(own).bfloat16())
-    after = ck.accelerate(copy.deepcopy(own)).bfloat16()
+    before = ck.accelerate(copy.deepcopy(own).bfloat16(), freeze=False)
+    after = ck.accelerate(copy.deepcopy(own), freeze=False).bfloat16()
     with torch.no_grad():
         exact = logits(copy.deepcopy(own).double()(x.double()))
         eager = logits(copy.deepcopy(own).bfloat16()(x))
         assert torch.equal(logits(before(x)), logits(after(x)))
         assert_accurate(logits(after(x)), eager, exact)
-    assert all(row.fused for row in ck.coverage(ck.accelerate(copy.deepcopy(own).to("meta"))))
+    assert all(row.fused for row in ck.coverage(ck.accelerate(copy.deepcopy(own).to("meta"), freeze=False)))
 
 
 # coverage --------------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_coverage_tells_backends_and_reasons():
     }
     record_calls("attention")
     backends.register("bias_gelu", "native", implementation("bias_gelu", ck.reference.bias_gelu))
-    rows = ck.coverage(ck.accelerate(model))
+    rows = ck.coverage(ck.accelerate(model, freeze=False))
     assert [row.path for row in rows][:4] == [
         "stage0.patch_embed",
         "stage0.blocks.0",
@@ -559,7 +559,7 @@ def remember_attention(backend, tokens, **options):
 
 
 def test_coverage_under_auto_tells_verdicts(proving):
-    model = ck.accelerate(microsoft())
+    model = ck.accelerate(microsoft(), freeze=False)
 
     def served():
         return ck.coverage(model.eval())[2].backends, ck.coverage(model.train())[2].backends
@@ -600,7 +600,7 @@ def test_coverage_knows_which_backends_have_no_gradients(backend, operator, forw
 
 def test_coverage_where_nothing_is_proven_tells_pytorchs_own():
     with ck.use_backend("auto"):
-        rows = ck.coverage(ck.accelerate(microsoft()).eval())
+        rows = ck.coverage(ck.accelerate(microsoft(), freeze=False).eval())
     assert rows[1].backends == {"layer_norm": "reference", "add_layer_norm": "reference"}
     assert rows[2].backends == {"conv_projection": "reference", "attention": "sdpa"}
     assert rows[3].backends == {"gelu": "reference"}
@@ -628,7 +628,7 @@ def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypat
 
 
 def test_coverage_prints_an_aligned_table():
-    model = ck.accelerate(microsoft())
+    model = ck.accelerate(microsoft(), freeze=False)
     model.stage1.blocks[0].attn.conv_proj_k.bn.register_forward_hook(lambda *_: None)
     lines = str(ck.coverage(model)).splitlines()
     table = lines[: lines.index("")]
@@ -645,7 +645,7 @@ def test_coverage_prints_an_aligned_table():
 def test_coverage_prints_equal_rows_of_consecutive_blocks_as_one():
     model = microsoft(depths=(1, 1, 6))
     assert [row.path for row in ck.coverage(model) if row.path.startswith("stage2.blocks.5")]
-    ck.accelerate(model)
+    ck.accelerate(model, freeze=False)
     model.stage2.blocks[3].attn.attn_drop.register_forward_hook(lambda *_: None)
     lines = str(ck.coverage(model)).splitlines()
     paths = [line.split()[0] for line in lines[1 : lines.index("")] if line.startswith("stage2")]
@@ -672,7 +672,7 @@ def backends_printed(model):
 
 
 def test_coverage_prints_the_backends_of_every_operator_once(proving):
-    model = ck.accelerate(microsoft()).eval()
+    model = ck.accelerate(microsoft(), freeze=False).eval()
     for tokens in (16, 64, 256):
         remember_attention("native", tokens)
     remember_attention("sdpa", 4096)
@@ -694,7 +694,7 @@ def test_coverage_prints_the_backends_of_every_operator_once(proving):
 
 
 def test_coverage_prints_a_dash_for_a_block_that_calls_linear_alone():
-    lines = str(ck.coverage(ck.accelerate(huggingface()))).splitlines()
+    lines = str(ck.coverage(ck.accelerate(huggingface(), freeze=False))).splitlines()
     rows = [line.split() for line in lines if "CvtSelfOutput" in line or "CvtOutput" in line]
     assert rows
     assert all(row[2:] == ["yes", "–"] for row in rows)
@@ -705,7 +705,7 @@ def test_coverage_without_a_fused_block_prints_the_table_alone():
 
 
 def test_our_own_blocks_are_fused_as_they_are():
-    rows = ck.coverage(ck.accelerate(ours()))
+    rows = ck.coverage(ck.accelerate(ours(), freeze=False))
     assert all(row.fused for row in rows)
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
     model, called = ours(), record_all_calls()
@@ -725,7 +725,7 @@ def test_not_a_module(function):
 
 @pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
 def test_images_without_a_batch(make):
-    model = ck.accelerate(make().eval())
+    model = ck.accelerate(make().eval(), freeze=False)
     for shape in ((3, 64, 64), (1, 1, 3, 64, 64)):
         message = (
             rf"^(x|pixel_values): got shape {re.escape(str(shape))}, expected \(batch, 3, height, width\)$"
@@ -775,14 +775,14 @@ def test_nothing_that_is_supported():
     with pytest.raises(
         ValueError, match=r"none of the 1 blocks .* itself: conv_proj_q is missing, expected Seq"
     ):
-        ck.accelerate(attention)
+        ck.accelerate(attention, freeze=False)
     assert type(attention) is microsoft_cvt.Attention
 
 
 @pytest.mark.parametrize("method", ["avg", "linear"])
 def test_other_projections_are_left_alone_and_reported(method):
     own = microsoft(method=method).eval()
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     called = record_all_calls()
     assert relative(fused(images()), own(images())) < 1e-5
     assert "add_layer_norm" in called
@@ -815,7 +815,7 @@ def test_derived_classes():
     model.stage2.blocks[0].attn.table = nn.Parameter(torch.zeros(3))
     model.stage2.blocks[1].attn.__class__ = Shifted
     own = copy.deepcopy(model)
-    rows = {row.path: row for row in ck.coverage(ck.accelerate(model))}
+    rows = {row.path: row for row in ck.coverage(ck.accelerate(model, freeze=False))}
     assert relative(model(images()), own(images())) < 1e-5
     assert (
         rows["stage0.blocks.0.mlp"].reason == "Louder has a forward of its own, not that of Microsoft's Mlp"
@@ -835,7 +835,7 @@ def test_a_patched_class_is_left_alone(monkeypatch, wraps):
 
     monkeypatch.setattr(microsoft_cvt.Mlp, "forward", functools.wraps(original)(patch) if wraps else patch)
     own = microsoft().eval()
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
     assert reason.startswith(f"forward, patched by {__name__}.")
@@ -845,7 +845,7 @@ def test_a_patched_inner_class_is_left_alone(monkeypatch):
     original = microsoft_cvt.QuickGELU.forward
     monkeypatch.setattr(microsoft_cvt.QuickGELU, "forward", lambda self, x: 2 * original(self, x))
     own = microsoft().eval()
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
     assert reason.startswith(f"the forward of act is patched by {__name__}.")
@@ -862,7 +862,7 @@ OtherAttention.__name__ = "Attention"
 def test_another_signature():
     attention = OtherAttention(8, 2)
     with pytest.raises(ValueError, match="forward takes x, size; expected x, h, w"):
-        ck.accelerate(attention)
+        ck.accelerate(attention, freeze=False)
 
 
 @pytest.mark.parametrize("make", UPSTREAMS)
@@ -879,7 +879,7 @@ def test_a_foreign_state_dict_fails_as_it_does_upstream(make):
 
 def test_coverage_of_blocks_without_parameters():
     """Quantized layers leave such blocks."""
-    model = ck.accelerate(huggingface())
+    model = ck.accelerate(huggingface(), freeze=False)
     for name, module in list(model.named_modules()):
         if name.endswith("intermediate"):
             module.dense = nn.Identity()
@@ -887,6 +887,6 @@ def test_coverage_of_blocks_without_parameters():
 
 
 def test_errors_of_the_operators_reach_the_caller():
-    model = ck.accelerate(microsoft()).train()
+    model = ck.accelerate(microsoft(), freeze=False).train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(images(1, 16, 16))

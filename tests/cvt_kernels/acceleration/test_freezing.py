@@ -582,7 +582,7 @@ def test_copies_and_pickles_are_frozen(make):
 
 
 def test_a_model_that_is_accelerated_already_can_be_frozen():
-    model = ck.accelerate(huggingface().eval())
+    model = ck.accelerate(huggingface().eval(), freeze=False)
     assert served(model, images())[1] == 0
     assert served(ck.accelerate(model, freeze=True), images())[1] == 3
 

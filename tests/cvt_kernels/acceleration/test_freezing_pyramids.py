@@ -505,7 +505,7 @@ def test_a_block_without_its_layer_is_refused():
 def test_restore_undoes_it(make):
     model = make()
     classes = [type(module) for module in model.modules()]
-    ck.accelerate(model)
+    ck.accelerate(model, freeze=False)
     x = images_for(make)
     assert served(model, x)[1] == 0
     ck.accelerate(model, freeze=True)

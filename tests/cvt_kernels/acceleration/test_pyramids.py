@@ -156,7 +156,7 @@ def test_everything_but_the_classes_stays(make):
     model = make()
     classes = [type(module) for module in model.modules()]
     text, state = repr(model), {key: id(value) for key, value in model.state_dict(keep_vars=True).items()}
-    ck.accelerate(ck.accelerate(model))
+    ck.accelerate(ck.accelerate(model, freeze=False), freeze=False)
     assert repr(model) == text
     assert {key: id(value) for key, value in model.state_dict(keep_vars=True).items()} == state
     assert [type(module) for module in model.modules()] != classes
@@ -215,7 +215,7 @@ def test_the_parts_are_those_of_the_block():
 @every_pyramid
 def test_active_attention_dropout_is_left_to_the_block(make):
     own = make(attention_drop=0.3, **RANDOM).train()
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     calls = record_calls("attention")
     assert_same_step(own, fused, inputs(make), 5e-5)
     assert not calls
@@ -316,7 +316,7 @@ CHANGES = [
 def test_a_changed_inner_module_takes_effect(make, change, reason):
     own = make()
     change(first_layer(own))
-    fused = ck.accelerate(copy.deepcopy(own))
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
     with torch.no_grad():
         assert relative(logits(fused(inputs(make))), logits(own(inputs(make)))) < 1e-5
     (row,) = [row for row in ck.coverage(fused) if not row.fused]
@@ -337,7 +337,11 @@ def test_a_forward_of_another_version_is_refused(make):
     for module in model.modules():
         if type(module) is kind:
             module.__class__ = changed
-    reasons = {row.reason for row in ck.coverage(ck.accelerate(model)) if row.class_name == kind.__name__}
+    reasons = {
+        row.reason
+        for row in ck.coverage(ck.accelerate(model, freeze=False))
+        if row.class_name == kind.__name__
+    }
     (reason,) = reasons
     assert reason.startswith("forward takes hidden_states, height, width, tokens_to_keep; expected")
 

@@ -26,7 +26,7 @@ BLOCK = [
 
 @pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
 def quantized(request):
-    model = ck.accelerate(request.param().eval())
+    model = ck.accelerate(request.param().eval(), freeze=False)
     ck.quantize(model)
     return model
 
@@ -152,7 +152,7 @@ def test_coverage_names_the_operators(quantized):
     assert named == {"layer_norm", "layer_norm_quantize", "conv_projection", "attention", "linear_int8"}
     assert "\n  linear_int8: " in str(rows)
     ck.restore(quantized)
-    ck.accelerate(quantized)
+    ck.accelerate(quantized, freeze=False)
     assert "linear_int8" not in str(ck.coverage(quantized))
 
 
@@ -160,7 +160,7 @@ def test_a_quantized_model_is_verified_as_it_is():
     model = ours().eval()
     ck.quantize(model)
     layers = sum(isinstance(module, LinearInt8) for module in model.modules())
-    report = ck.verify(ck.accelerate(model), images(2, 32, 48), rounds=1)
+    report = ck.verify(ck.accelerate(model, freeze=False), images(2, 32, 48), rounds=1)
     assert report.passed
     assert sum(isinstance(module, LinearInt8) for module in model.modules()) == layers
 

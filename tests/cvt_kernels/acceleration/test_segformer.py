@@ -34,7 +34,7 @@ def heads(**config):
     generator = torch.Generator().manual_seed(2)
     sizes = ((16, 17, 13), (24, 9, 7), (32, 5, 4))
     maps = [torch.randn(2, *size, generator=generator) for size in sizes]
-    return own, ck.accelerate(copy.deepcopy(own)), maps
+    return own, ck.accelerate(copy.deepcopy(own), freeze=False), maps
 
 
 def test_the_head_in_evaluation():
@@ -122,10 +122,10 @@ def test_a_changed_head_is_left_to_itself(change, reason):
     change(own)
     fused = copy.deepcopy(own)
     if change is hook_projection:
-        ck.accelerate(fused)
+        ck.accelerate(fused, freeze=False)
     else:
         with pytest.raises(ValueError, match=reason):
-            ck.accelerate(fused)
+            ck.accelerate(fused, freeze=False)
     (row,) = ck.coverage(fused)
     assert (row.fused, row.reason) == (False, reason)
     with torch.no_grad():
@@ -225,6 +225,10 @@ def test_a_forward_that_transformers_wraps(monkeypatch):
         ck.accelerate(own, freeze=True)
         assert relative(logits(own(x)), logits(fused(x))) < 1e-5
     functions["__name__"] = "somewhere.else"
-    rows = [row for row in ck.coverage(ck.accelerate(segformer())) if row.class_name == layer.__name__]
+    rows = [
+        row
+        for row in ck.coverage(ck.accelerate(segformer(), freeze=False))
+        if row.class_name == layer.__name__
+    ]
     assert rows
     assert not any(row.fused for row in rows)

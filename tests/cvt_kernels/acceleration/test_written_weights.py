@@ -54,7 +54,7 @@ class Sharing:
         self.images = torch.randn(1, 3, size, size)
         self.own = make().eval()
         tensors = {id(t): t for t in (*self.own.parameters(), *self.own.buffers())}
-        self.accelerated = ck.accelerate(copy.deepcopy(self.own, dict(tensors)))
+        self.accelerated = ck.accelerate(copy.deepcopy(self.own, dict(tensors)), freeze=False)
         self.frozen = ck.accelerate(copy.deepcopy(self.own, dict(tensors)), freeze=True)
         assert next(self.frozen.parameters()) is next(self.own.parameters())
         self.before = self.results()[0]
