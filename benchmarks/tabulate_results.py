@@ -73,8 +73,9 @@ The last column sets our fastest against the fastest of the others.
 
 "Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all contenders in turns,
 with the same weights, on real photographs; `hf` is Hugging Face's model as it is, `compile` the same under
-`torch.compile` (on a CPU in inference with freezing), `…-frozen` a model after `accelerate(freeze=True)`. In
-parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
+`torch.compile` (on a CPU in inference with freezing), `accelerate` a model after `accelerate(freeze=False)`,
+`…-frozen` one after `accelerate(freeze=True)`. On a CPU, `accelerate(model)` alone serves like the latter in
+evaluation. In parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
@@ -233,12 +234,18 @@ def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
     return str(bench_results.ratio(rows[name]["seconds"], rows[peer]["seconds"]))
 
 
+#: The contenders of one name in the README: what accelerate(model) serves on a CPU, and its blocks alone.
+_ACCELERATED = {"accelerate-frozen": "accelerated", "accelerate": "with `freeze=False`"}
+
+
+def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Returns the contender whose figures a column shows: where nothing is frozen, that of the blocks."""
+    return "accelerate" if name == "accelerate-frozen" and name not in rows else name
+
+
 def readme_table(run: Run) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's."""
-    contenders = {"compile": "`torch.compile`", "accelerate": "accelerated", "cvt": "`cvt`"}
-    measured = {row["contender"] for r in run.benches for batch in r["batches"] for row in batch["rows"]}
-    if "accelerate-frozen" in measured:
-        contenders["accelerate-frozen"] = "accelerated and frozen"
+    contenders = {"compile": "`torch.compile`", **_ACCELERATED, "cvt": "`cvt`"}
     table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory of `cvt`"]]
     for results in run.benches:
         config = results["config"]
@@ -248,7 +255,7 @@ def readme_table(run: Run) -> str:
                 continue
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-            speeds = [times_as_fast(rows, name) for name in contenders]
+            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
             table_rows.append([kind, str(batch["batch_size"]), rate, *speeds, share_of_memory(rows, "cvt")])
     return "\n".join(markdown(table_rows))
 
@@ -328,11 +335,7 @@ def pyramids_of(benches: list[bench_results.Results]) -> str:
 
 def pyramids_table(benches: list[bench_results.Results]) -> str:
     """Returns the README's table of inference on a device, with a row for each model and batch size."""
-    contenders = {
-        "compile": "`torch.compile`",
-        "accelerate": "accelerated",
-        "accelerate-frozen": "accelerated and frozen",
-    }
+    contenders = {"compile": "`torch.compile`", **_ACCELERATED}
     heads = ["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory, accelerated"]
     table_rows = [heads]
     for results in benches:
@@ -343,8 +346,8 @@ def pyramids_table(benches: list[bench_results.Results]) -> str:
         for batch in results["batches"]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-            speeds = [times_as_fast(rows, name) for name in contenders]
-            memory = share_of_memory(rows, "accelerate")
+            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
+            memory = share_of_memory(rows, _measured_as("accelerate-frozen", rows))
             table_rows.append([model, str(batch["batch_size"]), rate, *speeds, memory])
     return "\n".join(markdown(table_rows))
 

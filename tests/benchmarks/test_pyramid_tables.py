@@ -76,10 +76,10 @@ def test_tables_of_other_models(tmp_path):
     assert "## Some GPU" in lines[:at]
     assert not any(line.startswith("old") for line in lines)
     assert readme.read_text().splitlines()[-5:] == [
-        "|  | batch | Hugging Face's, images/s | `torch.compile` | accelerated | accelerated and frozen "
+        "|  | batch | Hugging Face's, images/s | `torch.compile` | accelerated | with `freeze=False` "
         "| memory, accelerated |",
         "|---|---|---|---|---|---|---|",
-        "| segformer_b0, 512×512, float32 | 8 | 1.6 | – | 2.00 × | – | 0.41 |",
+        "| segformer_b0, 512×512, float32 | 8 | 1.6 | – | 2.00 × | 2.00 × | 0.41 |",
         tabulate.END.strip(),
         "after",
     ]

@@ -208,7 +208,7 @@ INPLACE = {"inplace": flag()}
 CALLS = {
     "accelerate": Call(
         lambda: {"model": create_model(ONE_STAGE).eval(), "freeze": False},
-        {"model": module(), "freeze": flag()},
+        {"model": module(), "freeze": optional(flag())},
     ),
     "add_layer_norm": Call(
         lambda: (

@@ -21,7 +21,7 @@ def test_accelerate_page(capsys):
     assert len(blocks) == 11
     names = run_blocks(blocks)
     printed = capsys.readouterr().out
-    assert "33 of 33 blocks fused" in printed
+    assert "36 of 36 blocks fused" in printed
     assert "36 of 36 layers quantized" in printed
     assert (names["quantized"] - names["before"]).norm() < 0.1 * names["before"].norm()
     assert "as accurate as it was" in printed
@@ -50,7 +50,7 @@ def test_the_pages_list_every_class():
         listed |= {("Hugging Face", name) for name in re.findall("`(.*?)`", classes)}
     blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
     frozen = {(entry.block.upstream, entry.block.name) for entry in STAGES.values()} - blocks
-    assert listed == blocks | {(f"{upstream}, with freeze=True", name) for upstream, name in frozen}
+    assert listed == blocks | {(f"{upstream}, in evaluation", name) for upstream, name in frozen}
 
 
 @pytest.mark.parametrize("name", ["accelerate", "coverage", "quantize", "restore", "verify"])

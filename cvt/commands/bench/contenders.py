@@ -34,11 +34,11 @@ PEERS = {
 #: What this project offers instead, measured wherever it can run but for what ``COMPILED`` has.
 OURS = {
     "cvt": "the model of cvt",
-    "accelerate": "Hugging Face's after cvt_kernels.accelerate",
+    "accelerate": "Hugging Face's after cvt_kernels.accelerate(freeze=False)",
     "cvt-frozen": "the model of cvt after cvt_kernels.accelerate(freeze=True)",
     "accelerate-frozen": "Hugging Face's after cvt_kernels.accelerate(freeze=True)",
     "cvt-compile": "the model of cvt under torch.compile",
-    "accelerate-compile": "Hugging Face's after cvt_kernels.accelerate, under torch.compile",
+    "accelerate-compile": "Hugging Face's after accelerate(freeze=False), under torch.compile",
     "accelerate-frozen-compile": "Hugging Face's after accelerate(freeze=True), under torch.compile",
     "cvt-graphed": "the model of cvt, frozen, after cvt_kernels.graphed: replays of a CUDA graph",
     "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate(freeze=True) and graphed",
@@ -242,7 +242,7 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> C
     if is_accelerated or key in COMPILED:
         model = copy.deepcopy(model)
     if is_accelerated:
-        accelerate(model, freeze=True if key in FROZEN else None)
+        accelerate(model, freeze=key in FROZEN)
     if key in GRAPHED:
         model = graphed(model)
     if key in COMPILED:
