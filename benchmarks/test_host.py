@@ -155,7 +155,10 @@ def stubbed() -> Iterator[StubbedDriver]:
             return implementation
         if backend == "reference":  # it needs no verdict
             return dataclasses.replace(triton, devices=None, why_unavailable=None)
-        return dataclasses.replace(implementation, why_unavailable=lambda _: "is not measured")
+        # Available, so that there is a choice, but for no call.
+        return dataclasses.replace(
+            implementation, devices=None, why_unavailable=None, why_unsupported=lambda _: "is not measured"
+        )
 
     # There is no default driver without a GPU; whoever asks for it next finds that out again.
     before, stub = driver._active, StubbedDriver()
