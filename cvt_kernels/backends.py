@@ -79,14 +79,12 @@ class Implementation:
             can. It is asked once, at the first call.
         why_unsupported: Given the record of a call, says why it cannot serve that call, or None if it can;
             itself, or its path. The answer depends on nothing but the key of the call (``declaration``).
-        forward_only: Whether it has no gradients; ``why_unsupported`` refuses the calls that want one.
     """
 
     function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
     why_unsupported: Any = None
-    forward_only: bool = False
 
     def load(self) -> Implementation:
         """Puts the functions in the place of their paths; returns this object."""

@@ -282,18 +282,14 @@ def native_kernels(
     *,
     devices: tuple[str, ...] = ("cpu",),
     why_unsupported: Callable[[Record], str | None] | str | None = ".native:why_unsupported",
-    forward_only: bool = False,
 ) -> Implementation:
     """Returns the kernels of the compiled extension, the function of the operator's name in ``native``.
 
     Args:
         devices: As of :class:`backends.Implementation`, like the others.
         why_unsupported: See there; a path begins at the package of the operator.
-        forward_only: See there.
     """
-    return Implementation(
-        ".native:{name}", devices, machine.why_native_unavailable, why_unsupported, forward_only
-    )
+    return Implementation(".native:{name}", devices, machine.why_native_unavailable, why_unsupported)
 
 
 def _may_be_kept(key: Any) -> bool:

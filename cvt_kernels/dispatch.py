@@ -194,7 +194,7 @@ def _choose(operator: str, call: Record) -> Choice:
     store = verdicts.store_for(x.device)
     asked = _question_of(operator, call)
     verdict = store.get(asked)
-    if verdict is None and _is_proving():
+    if verdict is None and is_proving():
         return _choice(operator, able[0], lasts=False)
     if verdict is None or not _knows(verdict, able):
         lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
@@ -224,7 +224,7 @@ def _choose(operator: str, call: Record) -> Choice:
     )
 
 
-def _is_proving() -> bool:
+def is_proving() -> bool:
     """Says whether a call is part of a composition that is being proven, whose parts wait for their turn."""
     from . import proofs
 
@@ -378,7 +378,7 @@ def _prove(
 
 def _may_time_again(store: verdicts.Store, x: Tensor) -> bool:
     """Says whether a call may be timed again; not where the choice is to stay from run to run."""
-    if _is_proving() or torch.are_deterministic_algorithms_enabled():
+    if is_proving() or torch.are_deterministic_algorithms_enabled():
         return False
     return _why_not_provable(store) is None and _why_not_provable_now(x) is None
 
@@ -443,7 +443,7 @@ def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
     return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
 
 
-def chosen_backends(operator: str, device_type: str, *, gradient: bool | None = None) -> dict[str, int]:
+def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
     """Returns the backends that serve an operator on a type of device, each with its number of verdicts.
 
     They come most frequent first. Where backends are requested, it is the first of them that may serve, with
@@ -452,44 +452,18 @@ def chosen_backends(operator: str, device_type: str, *, gradient: bool | None = 
     Args:
         operator: Name of the operator.
         device_type: Such as ``"cpu"``.
-        gradient: True for calls that want a gradient only, False for the others only, None for both.
     """
     if not backends.is_auto():
         known = backends.implementations[operator]
         concerned = any(name in known for name in (*OURS, *backends.requested_backends()))
         names = backends.requested_backends() if concerned else backends.operators[operator].defaults
-        able = (name for name in names if _may_serve(operator, name, device_type, gradient))
+        able = (name for name in names if why_unavailable(operator, name, device_type) is None)
         return dict.fromkeys(itertools.islice(able, 1), 0)
-    asked_for = f"{operator}, " if gradient is None else f"{operator}, {_direction(gradient)}, "
     answers = verdicts.store_for(torch.device(device_type)).verdicts().items()
-    counts = collections.Counter(verdict.chosen for asked, verdict in answers if asked.startswith(asked_for))
+    counts = collections.Counter(
+        verdict.chosen for asked, verdict in answers if asked.startswith(f"{operator}, ")
+    )
     return dict(counts.most_common())
-
-
-def backend_without_verdict(operator: str, device_type: str, *, gradient: bool | None = None) -> str | None:
-    """Returns the backend that ``auto`` takes on a type of device as long as there is no verdict.
-
-    It is PyTorch's own where nothing is proven at first use or no other backend can serve.
-
-    Args:
-        operator: As of :func:`chosen_backends`, like the other arguments.
-        device_type: As of :func:`chosen_backends`.
-        gradient: As of :func:`chosen_backends`.
-
-    Returns:
-        Its name; None where the first call proves what serves.
-    """
-    known = backends.implementations[operator]
-    able = [name for name in known if _may_serve(operator, name, device_type, gradient)]
-    if len(able) > 1 and _why_not_provable(verdicts.store_for(torch.device(device_type))) is None:
-        return None
-    return next(name for name in backends.operators[operator].defaults if name in able)
-
-
-def _may_serve(operator: str, backend: str, device_type: str, gradient: bool | None) -> bool:
-    if why_unavailable(operator, backend, device_type) is not None:
-        return False
-    return not (gradient and backends.implementations[operator][backend].forward_only)
 
 
 def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bool:

@@ -1,40 +1,44 @@
-"""Reports which blocks, frozen stages and layers run fused, by which backends, and why others do not."""
+"""Reports which blocks, frozen stages and layers run fused, why others do not, and what a forward calls."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import collections
+import contextlib
+import copy
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import backends, dispatch
-from ..ops.linear_int8.modules import QuantizedLayer
+from ..backends import Implementation
+from ..graphs import ungraphed
 from ..tables import aligned
-from . import ours
 from .compiling import is_frozen
 from .entries import BlockEntry
-from .freezing import find_stages, is_serving, operators_served, why_not_served
+from .freezing import find_stages, is_serving, why_not_served
 from .matching import find_blocks, is_fused, why_mismatched, why_not_now
 
 #: A path with a number; the last one, if there are some.
 _NUMBERED = re.compile(r"(.*\.|)(0|[1-9]\d*)((?:\..*)?)")
 
+#: The numbers of calls of an operator's backends.
+_Counts = collections.Counter[str]
+
 
 class BlockCoverage(NamedTuple):
-    """A row of :func:`coverage`: one block, or a frozen stage or layer.
+    """A row of :func:`coverage`: one block, or a stage or layer that is served as one.
 
     Attributes:
         path: Its name in ``model.named_modules()``.
         class_name: Name of its class.
         fused: True if a call would run the fused forward now.
-        backends: Operator → the backends that serve it on the block's device, with gradients if the block is
-            in training mode and has parameters that require one. Under ``auto`` they are those of this
-            machine's verdicts on all shapes and dtypes, the most frequent first, such as
-            ``"native or reference"``; ``"not used yet"`` if the first call will decide. ``"none"`` if no
-            requested backend can serve.
+        backends: The operators that it called, each with the backends that served it, such as
+            ``"native and reference"``. Calls of a block within it are that block's. Empty without inputs.
         reason: Says why it is not fused; None if it is.
     """
 
@@ -45,44 +49,29 @@ class BlockCoverage(NamedTuple):
     reason: str | None
 
 
-class Calls(NamedTuple):
-    """The calls that a block makes now.
-
-    Attributes:
-        device_type: The type of its device.
-        gradient: Whether they are with gradients.
-    """
-
-    device_type: str
-    gradient: bool
-
-
 class Coverage(list[BlockCoverage]):
     """The rows of :func:`coverage`; as a string, a table of them and the backends of their operators.
 
     In the table, equal rows of consecutive blocks are one.
 
     Attributes:
-        served: The calls of the fused blocks → operator → the backends that serve them, each with its number
-            of verdicts (0 where it serves without one).
+        called: The operators that the forward called, each with its backends and how often each served.
+            Empty without inputs.
     """
 
-    def __init__(
-        self, rows: Iterable[BlockCoverage], served: Mapping[Calls, Mapping[str, Mapping[str, int]]]
-    ):
+    def __init__(self, rows: Iterable[BlockCoverage], called: Mapping[str, Mapping[str, int]]):
         super().__init__(rows)
-        self.served = served
+        self.called = called
 
     def __str__(self) -> str:
-        table = [("block", "class", "fused", "operators, or why not")]
+        table = [("block", "class", "fused", "operators, or why not" if self.called else "why not")]
         for path, row in _rows_by_range(self):
             operators = ", ".join(row.backends) or "–"
             table.append((path, row.class_name, "yes" if row.fused else "no", row.reason or operators))
         lines = [*aligned(table), ""]
-        for calls, by_operator in self.served.items():
-            direction = "forward+backward" if calls.gradient else "forward"
-            lines.append(f"served on {calls.device_type}, {direction}, by")
-            lines += [f"  {operator}: {_described(counts)}" for operator, counts in by_operator.items()]
+        if self.called:
+            lines.append("served by")
+            lines += [f"  {operator}: {_described(counts)}" for operator, counts in self.called.items()]
             lines.append("")
         fused = sum(row.fused for row in self)
         return "\n".join([*lines, f"{fused} of {len(self)} blocks fused"])
@@ -110,76 +99,66 @@ def _as_range(run: list[int]) -> str:
 
 
 def _described(counts: Mapping[str, int]) -> str:
-    """Returns backends with their numbers of verdicts: ``native (9 kinds of call), reference (3)``."""
-    numbers = [f"{count}" if count else "" for count in counts.values()]
-    if numbers[0]:
-        numbers[0] += " kind of call" if numbers[0] == "1" else " kinds of call"
-    pairs = zip(counts, numbers, strict=True)
-    return ", ".join(f"{name} ({number})" if number else name for name, number in pairs)
+    """Returns backends with their numbers of calls: ``native (9 calls), reference (3)``."""
+    numbers = [str(count) for count in counts.values()]
+    numbers[0] += " call" if numbers[0] == "1" else " calls"
+    return ", ".join(f"{name} ({number})" for name, number in zip(counts, numbers, strict=True))
 
 
-def coverage(model: nn.Module) -> Coverage:
-    """Lists the blocks that :func:`accelerate` knows as they are now: fused by which backends, or why not.
+def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
+    """Lists the blocks that :func:`accelerate` knows as they are now: fused, or why not.
 
-    A frozen stage has a row of its own before those of its blocks, which say how these run where the stage
-    does not run as one. So has a frozen layer before those of its parts; it is a block too, but its row is
-    about the layer as one.
+    With inputs it also says what serves: it runs one forward, and lists the operators that each block called
+    and the backends that served them. The forward records gradients if a block is in training mode. It runs
+    on a copy, and without ``torch.compile`` and CUDA graphs: the model, its buffers and the random number
+    generators stay as they are. (Hooks of your own are copied along, and run.)
+
+    A stage or layer that is served as one has a row. So have the blocks of the stage, which are not called
+    then; of a layer that is a block too, the row is about the layer as one.
 
     Args:
         model: Any module, accelerated or not; wrappers are looked into.
+        inputs: The arguments of the model: one tensor, a tuple of positional or a dict of keyword arguments;
+            None to run nothing.
 
     Returns:
         A list of :class:`BlockCoverage`; print it.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or there is no tensor of floating point in ``inputs``.
         ValueError: It has no block that could be supported.
     """
-    rows = []
-    served: dict[Calls, dict[str, dict[str, int]]] = {}
-    for path, module, reason, operators_of in _rows_of(model):
-        calls = _calls_of(module)
-        operators = operators_of(calls.device_type) if reason is None else ()
-        for operator in operators:
-            by_operator = served.setdefault(calls, {})
-            if operator not in by_operator:
-                by_operator[operator] = _backends(operator, calls)
-        names = {operator: " or ".join(served[calls][operator]) for operator in operators}
-        rows.append(BlockCoverage(path, type(module).__name__, reason is None, names, reason))
-    return Coverage(rows, served)
+    rows = _rows_of(model)
+    if inputs is None:
+        return Coverage(rows, {})
+    check_inputs(inputs)
+    inner = unwrapped(model)
+    beginning = next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
+    called = _called(inner, inputs, [row.path.removeprefix(beginning) for row in rows])
+    total: dict[str, _Counts] = {}
+    for i, (row, counts) in enumerate(zip(rows, called, strict=True)):
+        names = {operator: " and ".join(by_backend) for operator, by_backend in counts.items()}
+        rows[i] = row._replace(backends=names)
+        for operator, by_backend in counts.items():
+            total.setdefault(operator, collections.Counter()).update(by_backend)
+    return Coverage(rows, {operator: dict(counts.most_common()) for operator, counts in total.items()})
 
 
-class _Row(NamedTuple):
-    """A block, a frozen stage or layer: why it is not fused, and its operators on a type of device."""
-
-    path: str
-    module: nn.Module
-    reason: str | None
-    operators: Callable[[str], tuple[str, ...]]
-
-
-def _rows_of(model: nn.Module) -> list[_Row]:
-    """Returns the rows of a model in its order; stages and layers as such where they are frozen."""
-    blocks = list(find_blocks(model))  # which says so if it is no module
-    on_rows = ours.blocks_on_rows(model)
+def _rows_of(model: nn.Module) -> list[BlockCoverage]:
+    """Returns the rows of a model in its order; stages and layers as such where they are served as one."""
     rows = {}
-    for path, block, entry in blocks:
-        operators_of = functools.partial(_operators_of, block, entry, block in on_rows)
-        rows[path] = _Row(path, block, _why_not_fused(block, entry), operators_of)
+    for path, block, entry in find_blocks(model):  # which says so if it is no module
+        rows[path] = _row(path, block, _why_not_fused(block, entry))
     for path, stage, stage_entry in find_stages(model):
         reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
-        on_cpu = _calls_of(stage).device_type == "cpu"
+        on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
         if is_frozen(stage) or (is_serving(stage) and on_cpu and reason is None):
-            rows[path] = _Row(path, stage, reason, functools.partial(operators_served, stage, stage_entry))
+            rows[path] = _row(path, stage, reason)
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 
 
-def _operators_of(block: nn.Module, entry: BlockEntry, on_rows: bool, device_type: str) -> tuple[str, ...]:
-    """Returns the public operators, but ``linear``, that a block calls on a type of device."""
-    names = entry.operators(block, device_type)
-    names = ours.operators_on_rows(names) if on_rows else names
-    quantized = any(isinstance(block._modules.get(name), QuantizedLayer) for name in entry.layers)
-    return tuple(dict.fromkeys((*names, "linear_int8"))) if quantized else names
+def _row(path: str, module: nn.Module, reason: str | None) -> BlockCoverage:
+    return BlockCoverage(path, type(module).__name__, reason is None, {}, reason)
 
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
@@ -193,20 +172,102 @@ def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
     return reason
 
 
-def _calls_of(block: nn.Module) -> Calls:
-    # A quantized or flattened block may have no parameter of its own.
-    tensors = itertools.chain(block.parameters(), block.buffers())
-    device_type = next((t.device.type for t in tensors), "cpu")
-    gradient = block.training and any(parameter.requires_grad for parameter in block.parameters())
-    return Calls(device_type, gradient)
+# What a forward calls -------------------------------------------------------------------------------------
 
 
-def _backends(operator: str, calls: Calls) -> dict[str, int]:
-    """Returns the backends that serve an operator, each with its number of verdicts; or why none does."""
-    counts = dispatch.chosen_backends(operator, calls.device_type, gradient=calls.gradient)
-    if counts:
-        return counts
-    if backends.requested_backends() != ("auto",):
-        return {"none": 0}
-    name = dispatch.backend_without_verdict(operator, calls.device_type, gradient=calls.gradient)
-    return {name or "not used yet": 0}
+@torch.inference_mode(False)
+def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _Counts]]:
+    """Returns the operators that the modules at some paths call in one forward, without those within them."""
+    model = ungraphed(copy.deepcopy(model))
+    rows = {model.get_submodule(path): i for i, path in enumerate(paths)}
+    called: list[dict[str, _Counts]] = [{} for _ in paths]
+    within: list[int] = []
+
+    def note(operator: str, backend: str) -> None:
+        if within and not dispatch.is_proving():
+            called[within[-1]].setdefault(operator, collections.Counter())[backend] += 1
+
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        torch.random.fork_rng(devices=cuda),
+        torch.set_grad_enabled(any(block.training for block in rows)),
+        torch.compiler.set_stance("force_eager"),
+        _entered(rows, within),
+        _noted(note),
+    ):
+        call_model(model, inputs)
+    return called
+
+
+def check_inputs(inputs: Any) -> None:
+    """Raises TypeError for arguments of a model without a tensor of floating point."""
+    if not list(tensors_in(inputs)):
+        raise TypeError(
+            f"inputs: got a {type(inputs).__name__} without a floating-point tensor, expected a tensor, "
+            "a tuple of positional or a dict of keyword arguments"
+        )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the floating tensors in what a model returns or takes."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Calls a model with one tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model within wrappers for several GPUs and of ``torch.compile``."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def _entered(rows: Mapping[nn.Module, int], within: list[int]) -> Iterator[None]:
+    """Keeps the rows of the modules that are being called in a list; a hook would change how they run."""
+    own = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        row = rows.get(module)
+        if row is None:
+            return own(module, *args, **kwargs)
+        within.append(row)
+        try:
+            return own(module, *args, **kwargs)
+        finally:
+            within.pop()
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = own  # type: ignore[method-assign]
+
+
+def _noted(note: Callable[[str, str], None]) -> contextlib.AbstractContextManager[None]:
+    """Notes which backend serves each call of an operator within a block."""
+
+    def noting(operator: str, backend: str, implementation: Implementation) -> Implementation:
+        def function(call: Any) -> Any:
+            note(operator, backend)
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=function)
+
+    return backends.replaced(noting)

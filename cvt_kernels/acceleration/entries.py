@@ -36,8 +36,6 @@ class BlockEntry(NamedTuple):
     Attributes:
         upstream: Name of the project whose class it is.
         name: Name of the class.
-        operators: Returns the public operators, but ``linear``, that the fused forward of a block calls on a
-            type of device.
         arguments: Names of the arguments of ``forward``.
         children: Names of the submodules. There are no parameters or buffers beside them.
         layers: Those that ``quantize`` may replace: linear layers, or the convolution of an embedding.
@@ -52,7 +50,6 @@ class BlockEntry(NamedTuple):
 
     upstream: str
     name: str
-    operators: Callable[[Any, str], tuple[str, ...]]
     arguments: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
@@ -143,11 +140,6 @@ def recognize_variant(module: nn.Module, variants: dict[str, tuple[BlockEntry, .
     entries = next((variants[name] for name in names if name in variants), ())
     alike = (entry for entry in entries if entry.variant in module._modules)
     return next(alike, entries[0] if entries else None)
-
-
-def always(*operators: str) -> Callable[[Any, str], tuple[str, ...]]:
-    """Returns the ``operators`` of an entry whose blocks call the same ones everywhere."""
-    return lambda block, device_type: operators
 
 
 def bypassed(parts: dict[str, type | str | tuple[type | str, ...]]) -> tuple[BypassedPart, ...]:

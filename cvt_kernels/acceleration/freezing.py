@@ -32,7 +32,7 @@ from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
 from .layers import FrozenEntry, LayerEntry
 from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
 from .pyramid import PyramidParts
-from .stages import FoldedStage, StageParts, fold, operators_of, serve
+from .stages import FoldedStage, StageParts, fold, serve
 
 #: Every entry by its key.
 STAGES: dict[str, FrozenEntry] = {
@@ -96,13 +96,11 @@ class _Kind(NamedTuple):
         fold: Returns parts as they are served.
         serve: Computes the result's tokens and grid from what is served, a tensor, its grid, and the programs
             of earlier calls; None for a tensor that is not as expected.
-        operators_of: Returns the public operators, but ``linear``, that parts call on a type of device.
     """
 
     why_parts_unsupported: Callable[[Any], str | None]
     fold: Callable[[Any], Any]
     serve: Callable[[Any, Any, Any, Programs], tuple[Tensor, tuple[int, int]] | None]
-    operators_of: Callable[[Any, str], tuple[str, ...]]
 
 
 def _kind_of(entry: FrozenEntry) -> _Kind:
@@ -357,11 +355,6 @@ def why_not_served(stage: nn.Module, entry: FrozenEntry) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def operators_served(stage: nn.Module, entry: FrozenEntry, device_type: str) -> tuple[str, ...]:
-    """Returns the public operators, but ``linear``, that a frozen module calls on a type of device."""
-    return _kind_of(entry).operators_of(entry.parts(stage), device_type)
-
-
 # The forward ----------------------------------------------------------------------------------------------
 
 
@@ -438,8 +431,8 @@ def _serve_stage(
     return serve(folded, image, programs)
 
 
-_STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage, operators_of)
-_LAYER = _Kind(layers.why_parts_unsupported, PyramidParts.as_operator, layers.serve, layers.operators_of)
+_STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage)
+_LAYER = _Kind(layers.why_parts_unsupported, PyramidParts.as_operator, layers.serve)
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from .. import checks, dispatch
+from .. import checks
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
@@ -166,24 +166,6 @@ def why_gelu_replaced(activation: Any) -> str | None:
     else:  # a method, which computes the same in several steps
         own = getattr(act, "__func__", act) in vars(type(activation)).values()
     return None if own else f"the function of {type(activation).__qualname__} has been replaced"
-
-
-def gelu_operator(module: Any, device_type: str) -> str:
-    """Returns the operator that :func:`apply_linear_and_gelu` calls for the linear layer ``module``."""
-    if is_plain_int8(module):
-        return "linear_int8"
-    if not is_plain_linear(module):
-        return "gelu"
-    if device_type == "cuda" or dispatch.may_be_ours("linear_gelu", device_type):
-        return "linear_gelu"
-    if module.bias is not None and dispatch.may_be_ours("bias_gelu", device_type):
-        return "bias_gelu"
-    return "gelu"
-
-
-def norm_operators(caller: nn.Module, name: str) -> tuple[str, str]:
-    """Returns the operators of a block's LayerNorms, the second of which a layer of ``caller`` reads."""
-    return "layer_norm", "layer_norm_quantize" if takes_rows(caller, name) else "add_layer_norm"
 
 
 def check_images(name: str, images: Tensor, projection: nn.Module) -> None:

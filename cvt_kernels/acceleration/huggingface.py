@@ -12,7 +12,6 @@ from .entries import (
     BATCH_NORMS,
     BlockEntry,
     StageEntry,
-    always,
     by_name,
     bypassed,
     map_and_class_token,
@@ -27,9 +26,7 @@ from .fused import (
     apply_linear_and_gelu,
     check_images,
     embed,
-    gelu_operator,
     gelu_variant,
-    norm_operators,
     normalize_for_layers,
 )
 from .stages import BlockParts, StageParts
@@ -99,7 +96,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtConvEmbeddings",
-        operators=always("layer_norm"),
         arguments=("pixel_values",),
         children=frozenset(("projection", "normalization")),
         layers=("projection",),
@@ -110,7 +106,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtLayer",
-        operators=lambda block, device_type: norm_operators(block.intermediate, "dense"),
         arguments=("hidden_state", "height", "width"),
         children=frozenset(
             ("attention", "intermediate", "output", "drop_path", "layernorm_before", "layernorm_after")
@@ -122,7 +117,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtSelfAttention",
-        operators=always("conv_projection", "attention"),
         arguments=("hidden_state", "height", "width"),
         children=frozenset(
             f"{prefix}projection_{word}" for prefix in ("", "convolution_") for word in _WORDS
@@ -136,7 +130,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtIntermediate",
-        operators=lambda block, device_type: (gelu_operator(block.dense, device_type),),
         arguments=("hidden_state",),
         children=frozenset(("dense", "activation")),
         layers=("dense",),
@@ -146,7 +139,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtSelfOutput",
-        operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
         layers=("dense",),
@@ -155,7 +147,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="CvtOutput",
-        operators=always(),
         arguments=("hidden_state", "input_tensor"),
         children=frozenset(("dense", "dropout")),
         layers=("dense",),
@@ -203,7 +194,6 @@ STAGE = StageEntry(
     block=BlockEntry(
         upstream=UPSTREAM,
         name="CvtStage",
-        operators=always(),
         arguments=("hidden_state",),
         children=frozenset(("cls_token", "embedding", "layers")),
     ),

@@ -17,10 +17,9 @@ from ..ops.pyramid_block import pyramid_block
 from ..records import PyramidBlock
 from . import glpn, pvt, segformer
 from .entries import BlockEntry, StageEntry, why_another_class
-from .fused import GELU_VARIANTS, gelu_operator, is_plain_linear
+from .fused import GELU_VARIANTS, is_plain_linear
 from .matching import TABLE
 from .pyramid import PyramidParts
-from .stages import called, may_be_composed
 
 
 class LayerEntry(NamedTuple):
@@ -137,15 +136,6 @@ def why_parts_unsupported(parts: PyramidParts) -> str | None:
         if not is_plain_linear(layer):
             return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear')}"
     return None
-
-
-def operators_of(parts: PyramidParts, device_type: str) -> tuple[str, ...]:
-    """Returns the public operators, but ``linear``, that a served layer calls on a type of device."""
-    names = ["pyramid_block"]
-    if may_be_composed("pyramid_block", device_type):
-        hidden = "linear_gelu" if parts.conv is None else "depthwise_conv_gelu"
-        names += ["layer_norm", "attention", "linear_add_layer_norm", hidden, "linear_add"]
-    return called(names, gelu_operator(parts.fc1, device_type), device_type)
 
 
 def serve(

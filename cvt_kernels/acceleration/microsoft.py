@@ -12,7 +12,6 @@ from .entries import (
     BATCH_NORMS,
     BlockEntry,
     StageEntry,
-    always,
     by_name,
     bypassed,
     map_and_class_token,
@@ -27,9 +26,7 @@ from .fused import (
     apply_linear_and_gelu,
     check_images,
     embed,
-    gelu_operator,
     gelu_variant,
-    norm_operators,
     normalize_for_layers,
 )
 from .ours import own_class
@@ -102,7 +99,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="ConvEmbed",
-        operators=always("layer_norm"),
         arguments=("x",),
         children=frozenset(("proj", "norm")),
         layers=("proj",),
@@ -113,7 +109,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         arguments=("x", "h", "w"),
         children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
         forward=_block,
@@ -123,7 +118,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Attention",
-        operators=always("conv_projection", "attention"),
         arguments=("x", "h", "w"),
         children=frozenset(f"{prefix}proj_{letter}" for prefix in ("", "conv_") for letter in "qkv").union(
             ("attn_drop", "proj", "proj_drop")
@@ -139,7 +133,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Mlp",
-        operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
         arguments=("x",),
         children=frozenset(("fc1", "act", "fc2", "drop")),
         layers=("fc1", "fc2"),
@@ -187,7 +180,6 @@ STAGE = StageEntry(
     block=BlockEntry(
         upstream=UPSTREAM,
         name="VisionTransformer",
-        operators=always(),
         arguments=("x",),
         children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
     ),

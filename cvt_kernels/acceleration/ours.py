@@ -6,7 +6,7 @@ their modules one by one.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,13 +14,11 @@ from .entries import (
     BATCH_NORMS,
     BlockEntry,
     StageEntry,
-    always,
     by_name,
     bypassed,
     why_convolutions_unsupported,
     why_norms_unsupported,
 )
-from .fused import gelu_operator, norm_operators
 from .stages import BlockParts, StageParts
 
 #: The module that defines them. (Nothing here imports it.)
@@ -54,7 +52,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="ConvEmbed",
-        operators=always("layer_norm"),
         layers=("proj",),
         parts=bypassed({"norm": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm),
@@ -62,14 +59,12 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Block",
-        operators=lambda block, device_type: norm_operators(block.mlp, "fc1"),
         parts=bypassed({"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}),
         why_unsupported=lambda block: why_norms_unsupported(block.norm1, block.norm2),
     ),
     BlockEntry(
         upstream=UPSTREAM,
         name="Attention",
-        operators=always("conv_projection", "attention"),
         layers=("proj_q", "proj_k", "proj_v", "proj"),
         parts=bypassed(_ATTENTION_PARTS),
         why_unsupported=lambda block: why_convolutions_unsupported(_branches(block)),
@@ -77,7 +72,6 @@ ENTRIES = by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="Mlp",
-        operators=lambda block, device_type: (gelu_operator(block.fc1, device_type),),
         layers=("fc1", "fc2"),
     ),
 )
@@ -157,7 +151,6 @@ STAGE = StageEntry(
     block=BlockEntry(
         upstream=UPSTREAM,
         name="Stage",
-        operators=always(),
         arguments=("image",),
         children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
         why_unsupported=_why_stage_unsupported,
@@ -168,28 +161,6 @@ STAGE = StageEntry(
     result=_tokens_and_grid,
     tokens=_tokens,
 )
-
-
-def blocks_on_rows(model: nn.Module) -> set[nn.Module]:
-    """Returns the blocks, with their attention, that compute on some of the tokens: others dropped before."""
-    found: set[nn.Module] = set()
-    for stage in model.modules():
-        cls = own_class(type(stage))
-        if cls is None or cls.__name__ != "Stage":
-            continue
-        has_dropped = False
-        for block in cast(Any, stage).blocks:
-            if has_dropped:
-                found |= {block, block._modules.get("attn", block)}
-            has_dropped = has_dropped or getattr(block, "token_keep", 1) != 1
-    return found
-
-
-def operators_on_rows(operators: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the operators that a block calls on some of the tokens, from those that it calls on all."""
-    if "conv_projection" in operators:
-        return (*operators, "gather_rows")
-    return ("layer_norm", "gather_add_layer_norm", "scatter_rows")
 
 
 def recognize(module: nn.Module) -> BlockEntry | None:

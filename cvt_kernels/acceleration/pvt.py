@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..ops.linear import linear
 from .entries import (
     BlockEntry,
-    always,
     bypassed,
     recognize_variant,
     variants_by_name,
@@ -22,7 +21,6 @@ from .fused import (
     add_and_normalize,
     apply_linear,
     apply_linear_and_gelu,
-    gelu_operator,
     gelu_variant,
     normalize_and_gelu,
     normalize_for_layers,
@@ -37,7 +35,6 @@ from .pyramid import (
     convolve_and_activate,
     drop,
     embed_tokens,
-    embedding_operator,
     reduce,
     why_convolution_unsupported,
     why_reduction_unsupported,
@@ -168,17 +165,10 @@ def _why_attention_of_v2_unsupported(block: Any) -> str | None:
     return why_norms_unsupported(block.layer_norm)
 
 
-def _operators_of_attention(block: Any, device_type: str) -> tuple[str, ...]:
-    if getattr(block, "linear_attention", False):
-        return "attention", "layer_norm_gelu"
-    return ("attention",) if block._modules.get("layer_norm") is None else ("attention", "layer_norm")
-
-
 ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtPatchEmbeddings",
-        operators=lambda block, device_type: (embedding_operator(block.projection, device_type),),
         arguments=("pixel_values",),
         children=frozenset(("position_embeddings", "cls_token", "projection", "layer_norm", "dropout")),
         forward=_embeddings,
@@ -189,7 +179,6 @@ ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtEfficientSelfAttention",
-        operators=_operators_of_attention,
         arguments=_ATTENTION_ARGUMENTS,
         children=frozenset(("query", "key", "value", "dropout", "sequence_reduction", "layer_norm")),
         forward=_attention,
@@ -206,7 +195,6 @@ ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtSelfOutput",
-        operators=always(),
         arguments=("hidden_states",),
         children=frozenset(("dense", "dropout")),
         forward=_self_output,
@@ -214,7 +202,6 @@ ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtFFN",
-        operators=lambda block, device_type: (gelu_operator(block.dense1, device_type),),
         arguments=("hidden_states",),
         children=frozenset(("dense1", "intermediate_act_fn", "dense2", "dropout")),
         forward=_feed_forward,
@@ -226,7 +213,6 @@ ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtV2SelfAttention",
-        operators=_operators_of_attention,
         arguments=_ATTENTION_ARGUMENTS,
         children=frozenset(("query", "key", "value", "attn_drop", "proj", "proj_drop")).union(
             ("pool", "spatial_reduction", "layer_norm", "act")
@@ -246,7 +232,6 @@ ENTRIES = variants_by_name(
     BlockEntry(
         upstream=UPSTREAM,
         name="PvtV2ConvFeedForwardNetwork",
-        operators=always("depthwise_conv_gelu"),
         arguments=("hidden_states", "height", "width"),
         children=frozenset(("dense1", "relu", "dwconv", "intermediate_act_fn", "dense2", "dropout")),
         forward=_feed_forward_of_v2,

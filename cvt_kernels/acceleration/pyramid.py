@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .. import dispatch
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
@@ -45,12 +44,6 @@ def _is_plain_embedding(conv: Any) -> bool:
         return False
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return conv.dilation[0] == 1 and all(not isinstance(n, str) and n[0] == n[1] for n in sizes)
-
-
-def embedding_operator(projection: Any, device_type: str) -> str:
-    """Returns the operator that :func:`embed_tokens` calls."""
-    ours = device_type == "cuda" or dispatch.may_be_ours("conv_embedding", device_type)
-    return "conv_embedding" if ours and _is_plain_embedding(projection) else "layer_norm"
 
 
 def reduce(conv: Any, norm: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:

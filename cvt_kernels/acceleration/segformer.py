@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from .decode_head import POINTWISE_LAYERS, decode, why_head_not_now, why_head_unsupported
 from .entries import (
     BlockEntry,
-    always,
     bypassed,
     recognize_variant,
     variants_by_name,
@@ -38,7 +37,6 @@ from .pyramid import (
     convolve_and_activate,
     drop,
     embed_tokens,
-    embedding_operator,
     reduce,
     why_convolution_unsupported,
     why_reduction_unsupported,
@@ -143,7 +141,6 @@ def embeddings_entry(name: str) -> BlockEntry:
     return BlockEntry(
         upstream=UPSTREAM,
         name=name,
-        operators=lambda block, device_type: (embedding_operator(block.proj, device_type),),
         arguments=("pixel_values",),
         children=frozenset(("proj", "layer_norm")),
         forward=_embeddings,
@@ -172,7 +169,6 @@ def layer_entry(
     return BlockEntry(
         upstream=UPSTREAM,
         name=name,
-        operators=always("layer_norm", "add_layer_norm"),
         arguments=("hidden_states", "height", "width", last_argument),
         children=frozenset(("attention", "drop_path", "mlp", *norms, *children)),
         forward=forward,
@@ -194,9 +190,6 @@ def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
         BlockEntry(
             upstream=UPSTREAM,
             name=f"{prefix}EfficientSelfAttention",
-            operators=lambda block, device_type: (
-                ("attention", "layer_norm") if block.sr_ratio > 1 else ("attention",)
-            ),
             arguments=("hidden_states", "height", "width", "output_attentions"),
             children=frozenset(("query", "key", "value", "dropout", "sr", "layer_norm")),
             forward=_efficient_self_attention,
@@ -215,7 +208,6 @@ def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
         BlockEntry(
             upstream=UPSTREAM,
             name=f"{prefix}SelfOutput",
-            operators=always(),
             arguments=("hidden_states", "input_tensor"),
             children=frozenset(("dense", "dropout")),
             forward=_self_output,
@@ -223,7 +215,6 @@ def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
         BlockEntry(
             upstream=UPSTREAM,
             name=f"{prefix}MixFFN",
-            operators=always("depthwise_conv_gelu"),
             arguments=("hidden_states", "height", "width"),
             children=frozenset(("dense1", "dwconv", "intermediate_act_fn", "dense2", "dropout")),
             forward=_mix_ffn,
@@ -257,7 +248,6 @@ def _head_entry(projections: str, *arguments: str) -> BlockEntry:
     return BlockEntry(
         upstream=UPSTREAM,
         name="SegformerDecodeHead",
-        operators=always(),
         arguments=("encoder_hidden_states", *arguments),
         children=frozenset((projections, *others)),
         forward=lambda self, states, **_: decode(self, self._modules[projections], states),
@@ -279,7 +269,6 @@ _ENTRIES_OF_5 = (
     BlockEntry(
         upstream=UPSTREAM,
         name="SegformerStage",
-        operators=always("layer_norm"),
         arguments=("hidden_states", "kwargs"),
         children=frozenset(("patch_embeddings", "blocks", "layer_norm")),
         forward=_stage,
@@ -289,7 +278,6 @@ _ENTRIES_OF_5 = (
     BlockEntry(
         upstream=UPSTREAM,
         name="SegformerAttention",
-        operators=always("attention"),
         arguments=("hidden_states", "height", "width", "attention_mask", "kwargs"),
         children=frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "sequence_reduction")),
         forward=_attention,
@@ -298,7 +286,6 @@ _ENTRIES_OF_5 = (
     BlockEntry(
         upstream=UPSTREAM,
         name="SegformerSequenceReduction",
-        operators=always("layer_norm"),
         arguments=("hidden_states", "height", "width"),
         children=frozenset(("sequence_reduction", "layer_norm")),
         forward=_reduction,
@@ -308,7 +295,6 @@ _ENTRIES_OF_5 = (
     BlockEntry(
         upstream=UPSTREAM,
         name="SegformerMixMLP",
-        operators=always("depthwise_conv_gelu"),
         arguments=("hidden_states", "height", "width"),
         children=frozenset(("fc1", "dwconv", "activation_fn", "fc2", "dropout")),
         forward=_mix_mlp,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import backends, checks, dispatch
+from .. import backends, checks
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
@@ -44,7 +44,6 @@ from ..records import (
     QuantizedRows,
     TransformerBlock,
 )
-from .fused import gelu_operator
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
@@ -222,72 +221,6 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
         norm_bias = due if norm_bias is None else _wide(norm_bias) + due
         token = None if token is None else _wide(token) + due
     return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks)
-
-
-def operators_of(parts: StageParts, device_type: str) -> tuple[str, ...]:
-    """Returns the public operators, but ``linear``, that a served stage calls on a type of device."""
-    names = ["conv_embedding"]
-    if device_type == "cpu":
-        names += ["transformer_block"]
-        if may_be_composed("transformer_block", device_type):
-            names += _composition_of(parts.blocks)
-    else:
-        for block in parts.blocks:
-            names += _launched(block)
-    gelu = gelu_operator(parts.blocks[0].fc1, device_type) if parts.blocks else "gelu"
-    return called(names, gelu, device_type)
-
-
-def _launched(block: BlockParts) -> list[str]:
-    """Returns the operators of a block on a GPU."""
-    are_quantized = [isinstance(layer, LinearInt8) for layer in block.linears]
-    proj, fc1, fc2 = (isinstance(layer, LinearInt8) for layer in (block.proj, block.fc1, block.fc2))
-    names = ["layer_norm", "conv_projection" if any(are_quantized) else "conv_linear", "attention"]
-    if any((*are_quantized, proj, fc1, fc2)):
-        names.append("linear_int8")
-    if _has_one_mlp(block):
-        return [*names, *([] if proj else ["linear_add"]), "layer_norm_mlp"]
-    if not proj:
-        names.append("linear_add" if fc1 else "linear_add_layer_norm")
-    if fc1:
-        names.append("layer_norm_quantize")
-    if fc2:
-        names.append("gelu_quantize")
-    return [*names, *([] if fc1 or fc2 else ["linear_gelu"]), *([] if fc2 else ["linear_add"])]
-
-
-def _composition_of(blocks: Sequence[BlockParts]) -> list[str]:
-    """Returns the operators of blocks on a CPU where ``transformer_block`` calls others."""
-    quantized = [isinstance(layer, LinearInt8) for block in blocks for layer in block.layers()]
-    names = ["layer_norm", "conv_linear", "attention"]
-    if not all(quantized):
-        names += ["linear_add_layer_norm", "linear_gelu"]
-    if any(quantized):
-        names += ["conv_projection", "layer_norm_quantize", "linear_int8"]
-    if any(block.token_keep != 1 for block in blocks):
-        names += ["conv_projection", "gather_rows", "scatter_rows"]
-    return names
-
-
-def may_be_composed(operator: str, device_type: str) -> bool:
-    """Says whether the operator of a whole block may call other operators, as some of its backends do."""
-    chosen = dispatch.chosen_backends(operator, device_type, gradient=False)
-    if not chosen:
-        unproven = dispatch.backend_without_verdict(operator, device_type, gradient=False)
-        return unproven in _COMPOSED
-    return any(backend in _COMPOSED for backend in chosen)
-
-
-def called(operators: Sequence[str], gelu: str, device_type: str) -> tuple[str, ...]:
-    """Returns operators, each once, with the others of which one consists where it has no kernel."""
-    return tuple(dict.fromkeys(part for name in operators for part in _parts_of(name, gelu, device_type)))
-
-
-def _parts_of(operator: str, gelu: str, device_type: str) -> tuple[str, ...]:
-    """Returns an operator, or the others of which it consists on a device for which it has no kernel."""
-    if operator not in _COMPOSITIONS or device_type == "cuda" or dispatch.may_be_ours(operator, device_type):
-        return (operator,)
-    return tuple(gelu if part == "linear_gelu" else part for part in _COMPOSITIONS[operator])
 
 
 def _as_operator(block: BlockParts) -> TransformerBlock:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
@@ -20,7 +19,7 @@ from ..tables import aligned
 from ..verdicts import store_for
 from . import accelerate, give_classes_back
 from .compiling import is_frozen
-from .coverage import coverage
+from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .freezing import find_stages, is_serving
 from .matching import find_blocks, is_fused, original_class
 
@@ -197,12 +196,8 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     check_int("rounds", rounds, 1)
     check_flag("progress", progress)
     coverage(model)  # raises unless there is something to verify
-    if not list(_tensors(inputs)):
-        raise TypeError(
-            f"inputs: got a {type(inputs).__name__} without a floating-point tensor, expected a tensor, "
-            "a tuple of positional or a dict of keyword arguments"
-        )
-    model = _unwrapped(model)
+    check_inputs(inputs)
+    model = unwrapped(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "model: has no parameter that requires a gradient, expected some for the training step"
@@ -247,16 +242,6 @@ def _unfrozen(model: nn.Module) -> nn.Module:
     for _, stage, _ in find_stages(model):
         stage.__class__ = original_class(type(stage))
     return model
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
@@ -336,7 +321,7 @@ class _Run:
             module.training = False
         self.model.zero_grad()
         outputs = self._forward(self.model)
-        wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in _tensors(outputs))
+        wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors_in(outputs))
         loss = torch.stack([t.sin().sum() for t in wide]).sum()
         # Checkpointing computes the forward again: in this thread on a CPU. Those of a GPU follow no block.
         with requesting(*self.backends):
@@ -345,9 +330,7 @@ class _Run:
 
     def _forward(self, model: nn.Module) -> Any:
         with requesting(*self.backends):
-            if isinstance(self.inputs, Mapping):
-                return model(**self.inputs)
-            return model(*self.inputs) if isinstance(self.inputs, tuple) else model(self.inputs)
+            return call_model(model, self.inputs)
 
     def nudged(self, seed: int) -> _Run:
         """Returns the same with other roundings in the inputs, those of a seed."""
@@ -362,11 +345,11 @@ class _Run:
                 buffer.copy_(first)
         paths = dict.fromkeys((*self.stages, *(row.path for row in coverage(self.model))))
         with _outputs_of(self.model, paths) as seen:
-            evaluation = {"": _detached(_tensors(self._evaluate(self.model)))} | seen
-            training = {"": _detached(_tensors(self.train(random=False)))} | seen
+            evaluation = {"": _detached(tensors_in(self._evaluate(self.model)))} | seen
+            training = {"": _detached(tensors_in(self.train(random=False)))} | seen
         if self.serving is not None:
             with _outputs_of(self.serving, self.stages) as seen:
-                evaluation |= {"": _detached(_tensors(self._evaluate(self.serving)))} | seen
+                evaluation |= {"": _detached(tensors_in(self._evaluate(self.serving)))} | seen
         gradients, statistics = {}, {}
         for path in ("", *paths):
             block = self.model.get_submodule(path)
@@ -384,7 +367,7 @@ def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, li
     seen: dict[str, list[Tensor]] = {}
     hooks = [
         model.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: seen.__setitem__(path, _detached(_tensors(output)))
+            lambda module, args, output, path=path: seen.__setitem__(path, _detached(tensors_in(output)))
         )
         for path in paths
     ]
@@ -393,18 +376,6 @@ def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, li
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the floating tensors in what a model returns or takes."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -518,7 +489,7 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     outputs = []
     for run in (accelerated, eager):
         torch.manual_seed(0)
-        outputs.append(_detached(_tensors(run.train())))
+        outputs.append(_detached(tensors_in(run.train())))
     ours, theirs = outputs
     return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
 
@@ -536,5 +507,5 @@ def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, ba
 
 def _heading(model: nn.Module, inputs: Any) -> str:
     weight = next(model.parameters())
-    shapes = ", ".join("×".join(map(str, t.shape)) for t in _tensors(inputs))
+    shapes = ", ".join("×".join(map(str, t.shape)) for t in tensors_in(inputs))
     return f"{type(model).__name__}, {dtype_name(weight.dtype)} on {weight.device}, inputs {shapes}"

@@ -256,7 +256,10 @@ CALLS = {
         {"convs": each(parts(CONV))},
         ck.conv_projection,
     ),
-    "coverage": Call(lambda: {"model": create_model(ONE_STAGE)}, {"model": module()}),
+    "coverage": Call(
+        lambda: {"model": create_model(ONE_STAGE).eval(), "inputs": randn(1, 3, 16, 16)},
+        {"model": module(), "inputs": optional(of_values("a", 3, [], ()))},
+    ),
     "depthwise_conv_gelu": Call(
         lambda: (
             tokens() | {"grid": GRID, "weight": randn(C, 1, 3, 3), "bias": randn(C), "approximate": "none"}

@@ -108,7 +108,7 @@ def _sample(factor: int, call: Record) -> Record:
 @operator(
     backends={
         "triton": triton_kernels(),
-        "native": native_kernels(forward_only=True),
+        "native": native_kernels(),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
     kind=_kind,

@@ -84,7 +84,7 @@ def _sample(factor: int, call: Record) -> Record:
 @operator(
     backends={
         "triton": triton_kernels(),
-        "native": native_kernels(forward_only=True),
+        "native": native_kernels(),
         "composed": Implementation(_compose, ("cuda",)),
     },
     kind=_kind,

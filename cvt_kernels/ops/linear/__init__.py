@@ -99,7 +99,6 @@ def _sample(factor: int, call: Record) -> Record:
             primitives.by_float32,
             ("cpu",),
             why_unsupported=primitives.why_float32_unsupported,
-            forward_only=True,
         ),
     },
     kind=_kind,

@@ -194,11 +194,9 @@ def _facts_of_block(block: PyramidBlock, grad: bool) -> tuple[Any, ...]:
 
 @operator(
     backends={
-        "native": native_kernels(forward_only=True),
+        "native": native_kernels(),
         "composed": Implementation(_compose, ("cpu", "cuda")),
-        "onednn": Implementation(
-            onednn.pyramid_block, ("cpu",), why_unavailable, onednn.why_unsupported, forward_only=True
-        ),
+        "onednn": Implementation(onednn.pyramid_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },
     kind=_kind,
     sample=_sample,

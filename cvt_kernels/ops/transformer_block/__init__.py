@@ -342,11 +342,9 @@ def transformer_block(
 
 @operator(
     backends={
-        "native": native_kernels(forward_only=True),
+        "native": native_kernels(),
         "composed": Implementation(_compose, ("cpu", "cuda")),
-        "onednn": Implementation(
-            onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported, forward_only=True
-        ),
+        "onednn": Implementation(onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },
     kind=_kind,
     sample=_sample,

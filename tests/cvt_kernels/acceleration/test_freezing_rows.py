@@ -242,7 +242,7 @@ def test_coverage_names_the_operators():
     rows = {row.path: row for row in ck.coverage(fused)}
     assert rows["stage1"].fused
     with ck.use_backend("composed", "reference"):
-        row = next(row for row in ck.coverage(fused) if row.path == "stage1")
+        row = next(row for row in ck.coverage(fused, images()) if row.path == "stage1")
     assert {"transformer_block", "gather_rows", "scatter_rows"} <= set(row.backends)
 
 

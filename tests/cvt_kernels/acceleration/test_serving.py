@@ -149,7 +149,7 @@ def test_another_setting_is_refused(freeze):
 def test_coverage_has_a_row_for_a_stage_that_is_served_as_one():
     model = accelerated(huggingface)
     paths = [f"cvt.encoder.stages.{i}" for i in range(3)]
-    rows = {row.path: row for row in ck.coverage(model)}
+    rows = {row.path: row for row in ck.coverage(model, images())}
     assert all("transformer_block" in rows[path].backends for path in paths)
     assert not {row.path for row in ck.coverage(model.train())} & set(paths)
     assert not {row.path for row in ck.coverage(twin(model.eval(), freeze=False))} & set(paths)

@@ -437,7 +437,7 @@ def test_hooks_on_the_dilated_part_are_called(part):
     model, calls = hybrid(), []
     with torch.no_grad():
         expected = model(IMAGES)
-        assert "conv_projection" in str(ck.coverage(model))
+        assert "conv_projection" in str(ck.coverage(model, IMAGES))
         handle = getattr(branch_of(model), part).register_forward_hook(lambda *args: calls.append(part))
         torch.testing.assert_close(model(IMAGES), expected)
         assert calls == [part]
