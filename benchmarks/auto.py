@@ -137,7 +137,8 @@ def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
             yield f"{stage}, {layer}", functools.partial(linear, stage, layer)
             yield f"{stage}, {layer}", functools.partial(linear_int8, stage, layer)
         for make in FUSED:
-            yield stage, functools.partial(make, stage)
+            name = f"{stage}, SegFormer" if make is segformer_block else stage
+            yield name, functools.partial(make, stage)
         for operator in OF_8_BITS:
             yield stage, functools.partial(rows_of_8_bits, operator, stage)
         for operator in test_fused.ON_ROWS:
@@ -300,18 +301,18 @@ def transformer_block(stage: str, setting: Setting) -> Call:
     return _whole_block("transformer_block", stage, setting)
 
 
-def pyramid_block(stage: str, setting: Setting) -> Call:
+def segformer_block(stage: str, setting: Setting) -> Call:
     """Returns a block of SegFormer of a stage's sizes, in evaluation."""
-    return _whole_block("pyramid_block", stage, setting)
+    return _whole_block("segformer_block", stage, setting)
 
 
-def _whole_block(operator: str, stage: str, setting: Setting) -> Call:
+def _whole_block(case: str, stage: str, setting: Setting) -> Call:
     from . import test_fused
 
-    leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
+    leaves, call = getattr(test_fused, case)(stage, setting.dtype, setting.images)
     dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
     bind = functools.partial(functools.partial, call)
-    return Call(operator, bind, leaves, [dout] if setting.backward else None)
+    return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
 
 
 def on_rows(operator: str, stage: str, setting: Setting) -> Call:
@@ -364,7 +365,7 @@ FUSED = (
     conv_embedding,
     depthwise_conv_gelu,
     transformer_block,
-    pyramid_block,
+    segformer_block,
 )
 #: The operators that make 8-bit numbers of activations.
 OF_8_BITS = ("quantize_rows", "layer_norm_quantize", "gelu_quantize")

@@ -22,7 +22,6 @@ from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, qu
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.packing import refresh, release_memory
-from .ops.pyramid_block import pyramid_block
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
 from .quantization import quantize
@@ -32,7 +31,6 @@ from .records import (
     Linear,
     Norm,
     PositionBias,
-    PyramidBlock,
     QuantizedLinear,
     QuantizedRows,
     Reduction,
@@ -54,7 +52,6 @@ __all__ = [
     "LinearInt8",
     "Norm",
     "PositionBias",
-    "PyramidBlock",
     "QuantizedLinear",
     "QuantizedRows",
     "Reduction",
@@ -87,7 +84,6 @@ __all__ = [
     "linear_gelu",
     "linear_int8",
     "merge_convolutions",
-    "pyramid_block",
     "quantize",
     "quantize_rows",
     "reference",

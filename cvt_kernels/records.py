@@ -187,51 +187,6 @@ class QuantizedLinear(NamedTuple):
 AnyLinear = Linear | QuantizedLinear
 
 
-class TransformerBlock(NamedTuple):
-    """The parameters of a convolutional transformer block (Wu et al. 2021, section 3).
-
-    Attributes:
-        norm1: The LayerNorm before attention.
-        convs: The convolutional projections of Q, of K and of V, normalized by running statistics.
-        linears: The linear layers behind them.
-        num_heads: Heads of attention.
-        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
-        proj: The linear layer after attention.
-        norm2: The LayerNorm before the MLP.
-        fc1: The first linear layer of the MLP.
-        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        fc2: The second linear layer.
-    """
-
-    norm1: Norm
-    convs: tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm]
-    linears: tuple[AnyLinear, AnyLinear, AnyLinear]
-    num_heads: int
-    scale: float | None
-    proj: AnyLinear
-    norm2: Norm
-    fc1: AnyLinear
-    approximate: GeluVariant
-    fc2: AnyLinear
-
-    def layers(self) -> tuple[AnyLinear, ...]:
-        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
-        return (*self.linears, self.proj, self.fc1, self.fc2)
-
-    def quantized_layers(self) -> list[QuantizedLinear]:
-        """Returns the quantized layers among them."""
-        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns all tensors that the block reads, in one order; None for those that it does without."""
-        q, k, v = self.linears
-        norm1, norm2, (of_q, of_k, of_v) = self.norm1, self.norm2, self.convs
-        return (
-            norm1[0], norm1[1], *of_q[:5], *of_k[:5], *of_v[:5], *q, *k, *v,
-            *self.proj, norm2[0], norm2[1], *self.fc1, *self.fc2,
-        )  # fmt: skip
-
-
 class DepthwiseConv(NamedTuple):
     """A depthwise 3×3 convolution of stride 1, padded by zeros.
 
@@ -263,42 +218,64 @@ class Reduction(NamedTuple):
         return grid[0] // ratio, grid[1] // ratio
 
 
-class PyramidBlock(NamedTuple):
-    """The parameters of a block of SegFormer (Xie et al. 2021), PVT or PVT v2 (Wang et al. 2021, 2022).
+class TransformerBlock(NamedTuple):
+    """The parameters of a block of CvT, SegFormer or PVT: attention and MLP, each behind a LayerNorm.
 
     Attributes:
         norm1: The LayerNorm before attention.
+        reduce: What makes the tokens of Q, K and V of all tokens: the convolutional projections of each,
+            normalized by running statistics (CvT); a reduction of K's and V's (SegFormer, PVT); None where
+            all three are of all tokens.
         linears: The linear layers of Q, of K and of V.
-        reduction: Makes the tokens of keys and values; None where these are all tokens.
         num_heads: Heads of attention.
         scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
         proj: The linear layer after attention.
-        norm2: The LayerNorm before the feed-forward layers.
-        fc1: The first of these.
-        conv: The convolution of its result; None where there is none, as in PVT.
-        approximate: The GELU after it, as :func:`cvt_kernels.gelu` names it.
-        fc2: The last layer.
+        norm2: The LayerNorm before the MLP.
+        fc1: The first linear layer of the MLP.
+        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
+        fc2: The second linear layer.
+        mix: The convolution before the GELU (SegFormer, PVT v2); None where there is none.
     """
 
     norm1: Norm
-    linears: tuple[Linear, Linear, Linear]
-    reduction: Reduction | None
+    reduce: tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm] | Reduction | None
+    linears: tuple[AnyLinear, AnyLinear, AnyLinear]
     num_heads: int
     scale: float | None
-    proj: Linear
+    proj: AnyLinear
     norm2: Norm
-    fc1: Linear
-    conv: DepthwiseConv | None
+    fc1: AnyLinear
     approximate: GeluVariant
-    fc2: Linear
+    fc2: AnyLinear
+    mix: DepthwiseConv | None = None
+
+    @property
+    def convs(self) -> tuple[ConvBatchNorm, ...]:
+        """The convolutional projections of Q, K and V; none of a block without."""
+        return () if self.reduce is None or isinstance(self.reduce, Reduction) else self.reduce
+
+    def layers(self) -> tuple[AnyLinear, ...]:
+        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        return (*self.linears, self.proj, self.fc1, self.fc2)
+
+    def quantized_layers(self) -> list[QuantizedLinear]:
+        """Returns the quantized layers among them."""
+        return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all tensors that the block reads, in one order; None for those that it does without."""
-        reduction = (None,) * 4 if self.reduction is None else (*self.reduction[:2], *self.reduction.norm[:2])
-        conv = (None, None) if self.conv is None else self.conv
-        layers = (*self.linears, self.proj, self.fc1, self.fc2)
-        norms = (*self.norm1[:2], *self.norm2[:2])
-        return (*norms, *(tensor for layer in layers for tensor in layer), *reduction, *conv)
+        q, k, v = self.linears
+        norm1, norm2, reduce = self.norm1, self.norm2, self.reduce
+        of_reduce: tuple[Tensor | None, ...] = ()
+        if isinstance(reduce, Reduction):
+            of_reduce = (*reduce[:2], *reduce.norm[:2])
+        elif reduce is not None:
+            of_q, of_k, of_v = reduce
+            of_reduce = (*of_q[:5], *of_k[:5], *of_v[:5])
+        return (
+            norm1[0], norm1[1], *of_reduce, *q, *k, *v,
+            *self.proj, norm2[0], norm2[1], *self.fc1, *self.fc2, *(self.mix or ()),
+        )  # fmt: skip
 
 
 def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:

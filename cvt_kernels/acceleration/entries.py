@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .stages import StageParts
+from .parts import StageParts
 
 #: What the BatchNorm of a projection may be.
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)

@@ -24,15 +24,15 @@ from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.packing import Snapshot
 from ..ops.programs import Programs
-from ..records import PyramidBlock
+from ..records import TransformerBlock
 from ..verdicts import stacklevel_of_caller
 from . import huggingface, layers, microsoft, ours
 from .entries import class_name, why_another_class, why_convolutions_unsupported, why_norms_unsupported
 from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
 from .layers import FrozenEntry, LayerEntry
 from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
-from .pyramid import PyramidParts
-from .stages import FoldedStage, StageParts, fold, serve
+from .parts import BlockParts, StageParts
+from .stages import FoldedStage, fold, serve
 
 #: Every entry by its key.
 STAGES: dict[str, FrozenEntry] = {
@@ -173,7 +173,7 @@ def _is_noticed(hooks: Mapping[int, Any]) -> bool:
     return False
 
 
-def _why_other_work(stage: nn.Module, parts: StageParts | PyramidParts) -> str | None:
+def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
     """Says which module within a stage does work that the served stage would not do; None if none does."""
     known = set(parts.modules())
     for path, module in stage.named_modules():
@@ -208,7 +208,7 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     return None
 
 
-def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | PyramidParts) -> str | None:
+def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
     """Says why the tensors cannot be folded; None if they can."""
     quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
     others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
@@ -220,7 +220,7 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | PyramidParts)
     return None
 
 
-def _folded_of(parts: StageParts | PyramidParts) -> list[Tensor]:
+def _folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
     """Returns the tensors of which what is served has copies, or sums."""
     return parts.folded() if isinstance(parts, StageParts) else []
 
@@ -262,7 +262,7 @@ class _Watch:
     call compares about a thousand members, so that loops are left to C.
     """
 
-    def __init__(self, stage: nn.Module, parts: StageParts | PyramidParts):
+    def __init__(self, stage: nn.Module, parts: StageParts | BlockParts):
         modules = list(itertools.islice(stage.modules(), 1, None))
         self._modules = modules
         self._spaces = [vars(module) for module in modules]
@@ -317,7 +317,7 @@ class _Frozen(NamedTuple):
         programs: Its operators as they serve calls like earlier ones.
     """
 
-    folded: FoldedStage | PyramidBlock
+    folded: FoldedStage | TransformerBlock
     watch: _Watch
     number: int
     programs: Programs
@@ -432,7 +432,7 @@ def _serve_stage(
 
 
 _STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage)
-_LAYER = _Kind(layers.why_parts_unsupported, PyramidParts.as_operator, layers.serve)
+_LAYER = _Kind(layers.why_parts_unsupported, BlockParts.as_operator, layers.serve)
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:

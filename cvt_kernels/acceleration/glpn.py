@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .entries import BlockEntry, recognize_variant, variants_by_name
-from .pyramid import PyramidParts
+from .parts import BlockParts
 from .segformer import entries_of_4, parts_of_4
 
 ENTRIES = variants_by_name(*entries_of_4("GLPN"))
@@ -18,6 +18,6 @@ def recognize(module: nn.Module) -> BlockEntry | None:
     return recognize_variant(module, ENTRIES)
 
 
-def parts(layer: Any) -> PyramidParts:
+def parts(layer: Any) -> BlockParts:
     """Returns the parts of a ``GLPNLayer``."""
     return parts_of_4(layer)

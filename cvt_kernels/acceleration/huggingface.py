@@ -29,7 +29,7 @@ from .fused import (
     gelu_variant,
     normalize_for_layers,
 )
-from .stages import BlockParts, StageParts
+from .parts import BlockParts, StageParts
 
 _WORDS = ("query", "key", "value")
 

@@ -1,4 +1,4 @@
-"""A layer of SegFormer, PVT, PVT v2 or GLPN for serving: one call of ``pyramid_block``.
+"""A layer of SegFormer, PVT, PVT v2 or GLPN for serving: one call of ``transformer_block``.
 
 Nothing is folded: the operator gets the live tensors, and notices itself where its packed copies of them are
 outdated.
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .. import backends
 from ..ops.programs import Programs
-from ..ops.pyramid_block import pyramid_block
-from ..records import PyramidBlock
+from ..ops.transformer_block import transformer_block
+from ..records import Reduction, TransformerBlock
 from . import glpn, pvt, segformer
 from .entries import BlockEntry, StageEntry, why_another_class
 from .fused import GELU_VARIANTS, is_plain_linear
 from .matching import TABLE
-from .pyramid import PyramidParts
+from .parts import BlockParts
 
 
 class LayerEntry(NamedTuple):
@@ -34,7 +34,7 @@ class LayerEntry(NamedTuple):
 
     block: BlockEntry
     classes: frozenset[str]
-    parts: Callable[[Any], PyramidParts | None]
+    parts: Callable[[Any], BlockParts | None]
 
     @property
     def key(self) -> str:
@@ -77,7 +77,7 @@ FrozenEntry = StageEntry | LayerEntry
 
 #: The beginning of the names of the classes within layers, and the functions that return the parts of layers,
 #: by the names of the classes of layers.
-_CLASSES: dict[str, tuple[str, Callable[[Any], PyramidParts | None]]] = {
+_CLASSES: dict[str, tuple[str, Callable[[Any], BlockParts | None]]] = {
     "SegformerLayer": ("Segformer", segformer.parts),
     "PvtLayer": ("Pvt", pvt.parts),
     "PvtV2BlockLayer": ("PvtV2", pvt.parts_of_v2),
@@ -129,17 +129,16 @@ def entry_of(block: BlockEntry) -> LayerEntry | None:
     return LAYERS.get(f"{block.key}, frozen")
 
 
-def why_parts_unsupported(parts: PyramidParts) -> str | None:
-    """Says why the parts of a layer are not those of a ``pyramid_block``; None if they are."""
-    layers = (*parts.linears, parts.proj, parts.fc1, parts.fc2)
-    for name, layer in zip(_LINEARS, layers, strict=True):
+def why_parts_unsupported(parts: BlockParts) -> str | None:
+    """Says why the parts of a layer are not those of a block; None if they are."""
+    for name, layer in zip(_LINEARS, parts.layers(), strict=True):
         if not is_plain_linear(layer):
             return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear')}"
     return None
 
 
 def serve(
-    block: PyramidBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
+    block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes a layer; None for tokens that are not such, so that its own forward says what is wrong.
 
@@ -149,24 +148,26 @@ def serve(
         return None
     out = programs.run(x, grid)
     if out is None:
-        out = pyramid_block(x, grid, block)
+        out = transformer_block(x, grid, block)
         programs.add(x, block.tensors, lambda: _bound(block, x, grid), grid)
     return out, grid
 
 
-def _bound(block: PyramidBlock, x: Tensor, grid: tuple[int, int]) -> list[Callable[[Tensor], Tensor]] | None:
-    operator: Any = backends.operators["pyramid_block"]
+def _bound(
+    block: TransformerBlock, x: Tensor, grid: tuple[int, int]
+) -> list[Callable[[Tensor], Tensor]] | None:
+    operator: Any = backends.operators["transformer_block"]
     step = operator.bound(operator.bind(x, grid, block))
     return None if step is None else [step]
 
 
-def _are_tokens(block: PyramidBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:
+def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:
     weight = block.linears[0].weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 3) or x.shape[2] != weight.shape[1]:
         return False
     if not all(isinstance(size, int) for size in grid):
         return False
-    if block.conv is None and block.reduction is None:
+    if block.mix is None and block.reduce is None:
         return True  # of a PVT, which may have a class token
-    ratio = 1 if block.reduction is None else block.reduction.weight.shape[3]
+    ratio = block.reduce.weight.shape[3] if isinstance(block.reduce, Reduction) else 1
     return x.shape[1] == grid[0] * grid[1] and min(grid) >= ratio

@@ -30,7 +30,7 @@ from .fused import (
     normalize_for_layers,
 )
 from .ours import own_class
-from .stages import BlockParts, StageParts
+from .parts import BlockParts, StageParts
 
 # Fused forwards -------------------------------------------------------------------------------------------
 

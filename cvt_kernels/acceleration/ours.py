@@ -19,7 +19,7 @@ from .entries import (
     why_convolutions_unsupported,
     why_norms_unsupported,
 )
-from .stages import BlockParts, StageParts
+from .parts import BlockParts, StageParts
 
 #: The module that defines them. (Nothing here imports it.)
 MODULE = "cvt.model"

@@ -27,9 +27,9 @@ from .fused import (
     why_gelu_replaced,
 )
 from .huggingface import UPSTREAM
+from .parts import BlockParts
 from .pyramid import (
     GELUS,
-    PyramidParts,
     as_map,
     attend,
     convolve_and_activate,
@@ -253,11 +253,11 @@ def recognize(module: nn.Module) -> BlockEntry | None:
 # Parts of a layer -----------------------------------------------------------------------------------------
 
 
-def parts(layer: Any) -> PyramidParts:
+def parts(layer: Any) -> BlockParts:
     """Returns the parts of a ``PvtLayer``."""
     attention, mlp = layer.attention.self, layer.mlp
     reduces = attention.sequences_reduction_ratio > 1
-    return PyramidParts(
+    return BlockParts(
         norm1=layer.layer_norm_1,
         linears=(attention.query, attention.key, attention.value),
         reduction=(attention.sequence_reduction, attention.layer_norm) if reduces else None,
@@ -266,20 +266,20 @@ def parts(layer: Any) -> PyramidParts:
         proj=layer.attention.output.dense,
         norm2=layer.layer_norm_2,
         fc1=mlp.dense1,
-        conv=None,
+        mix=None,
         activation=mlp.intermediate_act_fn,
         approximate=gelu_variant(mlp.intermediate_act_fn),
         fc2=mlp.dense2,
     )
 
 
-def parts_of_v2(layer: Any) -> PyramidParts | None:
+def parts_of_v2(layer: Any) -> BlockParts | None:
     """Returns the parts of a ``PvtV2BlockLayer``; None for linear attention, which is another block."""
     attention, mlp = layer.attention, layer.mlp
     if attention.linear_attention:
         return None
     reduces = attention.spatial_reduction_ratio > 1
-    return PyramidParts(
+    return BlockParts(
         norm1=layer.layer_norm_1,
         linears=(attention.query, attention.key, attention.value),
         reduction=(attention.spatial_reduction, attention.layer_norm) if reduces else None,
@@ -288,7 +288,7 @@ def parts_of_v2(layer: Any) -> PyramidParts | None:
         proj=attention.proj,
         norm2=layer.layer_norm_2,
         fc1=mlp.dense1,
-        conv=mlp.dwconv.dwconv,
+        mix=mlp.dwconv.dwconv,
         activation=mlp.intermediate_act_fn,
         approximate=gelu_variant(mlp.intermediate_act_fn),
         fc2=mlp.dense2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,8 +11,7 @@ from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
 from ..ops.linear import linear
-from ..ops.pyramid_block import squares_of
-from ..records import DepthwiseConv, GeluVariant, Linear, Norm, PyramidBlock, Reduction
+from ..ops.transformer_block.reduction import matrix_of, squares_of
 from .entries import why_norms_unsupported
 from .fused import GELU_VARIANTS, apply_linear, check_images, gelu_variant, is_watched, normalize
 
@@ -49,7 +48,7 @@ def _is_plain_embedding(conv: Any) -> bool:
 def reduce(conv: Any, norm: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
     """Returns the tokens of keys and values: LayerNorm of a convolution whose stride is its kernel size."""
     squares = squares_of(x, grid, conv.kernel_size[0])
-    return normalize(norm, linear(squares, conv.weight.permute(0, 2, 3, 1).flatten(1), conv.bias))
+    return normalize(norm, linear(squares, matrix_of(conv.weight), conv.bias))
 
 
 def attend(x: Tensor, kept: Tensor, linears: Sequence[nn.Module], *, num_heads: int, scale: float) -> Tensor:
@@ -103,73 +102,3 @@ def why_convolution_unsupported(conv: Any) -> str | None:
     if geometry != ((3, 3), (1, 1), (1, 1), (1, 1)) or conv.padding_mode != "zeros":
         return "the convolution is not one of 3×3 with stride 1, padded by one zero on each side"
     return None
-
-
-# Parts of a layer -----------------------------------------------------------------------------------------
-
-
-class PyramidParts(NamedTuple):
-    """The modules of a block, whatever its upstream calls them.
-
-    Attributes:
-        norm1, norm2: The LayerNorms before attention and before the feed-forward layers.
-        linears: The linear layers of Q, of K and of V.
-        reduction: The convolution that makes the tokens of keys and values, and its LayerNorm; None where
-            these are all tokens.
-        num_heads: Heads of attention.
-        scale: Factor on the scores.
-        proj: The linear layer after attention.
-        fc1: The first of the feed-forward layers.
-        conv: The depthwise convolution after it; None where there is none.
-        activation: The module of its GELU.
-        approximate: This GELU, as :func:`cvt_kernels.gelu` names it.
-        fc2: The last layer.
-    """
-
-    norm1: nn.LayerNorm
-    linears: tuple[nn.Linear, nn.Linear, nn.Linear]
-    reduction: tuple[nn.Conv2d, nn.LayerNorm] | None
-    num_heads: int
-    scale: float
-    proj: nn.Linear
-    norm2: nn.LayerNorm
-    fc1: nn.Linear
-    conv: nn.Conv2d | None
-    activation: nn.Module
-    approximate: GeluVariant
-    fc2: nn.Linear
-
-    def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a served block does."""
-        layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *(self.reduction or ()))
-        return [self.norm1, self.norm2, *layers, *([] if self.conv is None else [self.conv])]
-
-    def as_operator(self) -> PyramidBlock:
-        """Returns the block as the arguments of ``pyramid_block``, its live tensors."""
-        q, k, v = map(_linear_of, self.linears)
-        return PyramidBlock(
-            norm1=_norm_of(self.norm1),
-            linears=(q, k, v),
-            reduction=None if self.reduction is None else reduction_of(*self.reduction),
-            num_heads=self.num_heads,
-            scale=self.scale,
-            proj=_linear_of(self.proj),
-            norm2=_norm_of(self.norm2),
-            fc1=_linear_of(self.fc1),
-            conv=None if self.conv is None else DepthwiseConv(self.conv.weight, self.conv.bias),
-            approximate=self.approximate,
-            fc2=_linear_of(self.fc2),
-        )
-
-
-def reduction_of(conv: nn.Conv2d, norm: nn.LayerNorm) -> Reduction:
-    """Returns the live tensors of a reduction."""
-    return Reduction(conv.weight, conv.bias, _norm_of(norm))
-
-
-def _linear_of(linear: nn.Linear) -> Linear:
-    return Linear(linear.weight, linear.bias)
-
-
-def _norm_of(norm: nn.LayerNorm) -> Norm:
-    return Norm(norm.weight, norm.bias, norm.eps)

@@ -29,9 +29,9 @@ from .fused import (
     why_gelu_replaced,
 )
 from .huggingface import UPSTREAM
+from .parts import BlockParts
 from .pyramid import (
     GELUS,
-    PyramidParts,
     as_map,
     attend,
     convolve_and_activate,
@@ -322,15 +322,15 @@ def recognize(module: nn.Module) -> BlockEntry | None:
 # Parts of a layer -----------------------------------------------------------------------------------------
 
 
-def parts(layer: Any) -> PyramidParts:
+def parts(layer: Any) -> BlockParts:
     """Returns the parts of a ``SegformerLayer``, of transformers 4 or 5."""
     return parts_of_4(layer) if "layer_norm_1" in layer._modules else _parts_of_5(layer)
 
 
-def _parts_of_5(layer: Any) -> PyramidParts:
+def _parts_of_5(layer: Any) -> BlockParts:
     attention, mlp = layer.attention, layer.mlp
     reduction = attention.sequence_reduction if attention.sequence_reduction_ratio > 1 else None
-    return PyramidParts(
+    return BlockParts(
         norm1=layer.layernorm_before,
         linears=(attention.q_proj, attention.k_proj, attention.v_proj),
         reduction=None if reduction is None else (reduction.sequence_reduction, reduction.layer_norm),
@@ -339,18 +339,18 @@ def _parts_of_5(layer: Any) -> PyramidParts:
         proj=attention.o_proj,
         norm2=layer.layernorm_after,
         fc1=mlp.fc1,
-        conv=mlp.dwconv.dwconv,
+        mix=mlp.dwconv.dwconv,
         activation=mlp.activation_fn,
         approximate=gelu_variant(mlp.activation_fn),
         fc2=mlp.fc2,
     )
 
 
-def parts_of_4(layer: Any) -> PyramidParts:
+def parts_of_4(layer: Any) -> BlockParts:
     """Returns the parts of a layer of SegFormer in transformers 4, or of GLPN."""
     attention, mlp = layer.attention.self, layer.mlp
     reduces = attention.sr_ratio > 1
-    return PyramidParts(
+    return BlockParts(
         norm1=layer.layer_norm_1,
         linears=(attention.query, attention.key, attention.value),
         reduction=(attention.sr, attention.layer_norm) if reduces else None,
@@ -359,7 +359,7 @@ def parts_of_4(layer: Any) -> PyramidParts:
         proj=layer.attention.output.dense,
         norm2=layer.layer_norm_2,
         fc1=mlp.dense1,
-        conv=mlp.dwconv.dwconv,
+        mix=mlp.dwconv.dwconv,
         activation=mlp.intermediate_act_fn,
         approximate=gelu_variant(mlp.intermediate_act_fn),
         fc2=mlp.dense2,

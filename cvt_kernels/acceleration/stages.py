@@ -28,155 +28,35 @@ from ..ops.conv_projection import conv_projection
 from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
-from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
-from ..ops.token_selection import TokenKeep, scores_of_tokens, select_tokens
+from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..records import (
     AnyLinear,
-    ConvBatchNorm,
-    GeluVariant,
     Linear,
     Norm,
-    Pool,
     QuantizedLinear,
     QuantizedRows,
     TransformerBlock,
 )
+from .parts import BlockParts, StageParts, wide
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
-
-#: The backends of ``transformer_block`` and ``pyramid_block`` that call other operators of this package.
-_COMPOSED = ("composed", "onednn")
-
-#: The operators, but ``linear``, that others consist of where these have no kernel.
-_COMPOSITIONS = {
-    "conv_embedding": ("layer_norm",),
-    "conv_linear": ("conv_projection",),
-    "linear_gelu": ("linear_gelu",),
-    "linear_add": (),
-    "linear_add_layer_norm": ("layer_norm",),
-    "layer_norm_mlp": ("layer_norm", "linear_gelu"),
-}
-
-
-class BlockParts(NamedTuple):
-    """The modules of a block, whatever its upstream calls them.
-
-    Attributes:
-        norm1, norm2: The LayerNorms before attention and before the MLP.
-        branches: Convolution and BatchNorm of Q, of K and of V.
-        linears: The linear layers of Q, of K and of V.
-        num_heads: Heads of attention.
-        scale: Factor on the scores.
-        proj: The linear layer after attention.
-        fc1, fc2: Those of the MLP.
-        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        activation: The module of its GELU; None where it is none.
-        layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma``; None where
-            there are none.
-        token_keep: How many tokens stay after the block; 1 for all.
-        pool: The query that says which.
-    """
-
-    norm1: nn.LayerNorm
-    branches: Sequence[tuple[Any, Any]]
-    linears: Sequence[nn.Linear | LinearInt8]
-    num_heads: int
-    scale: float
-    proj: nn.Linear | LinearInt8
-    norm2: nn.LayerNorm
-    fc1: nn.Linear | LinearInt8
-    approximate: GeluVariant
-    fc2: nn.Linear | LinearInt8
-    activation: nn.Module | None = None
-    layer_scales: tuple[Any, Any] = (None, None)
-    token_keep: TokenKeep = 1.0
-    pool: Pool = "cls"
-
-    def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a served block does."""
-        branches = (module for branch in self.branches for module in branch)
-        layers = (*self.linears, self.proj, self.fc1, self.fc2, self.activation, *self.layer_scales)
-        found = (self.norm1, self.norm2, *branches, *layers)
-        return [module for module in found if module is not None]
-
-    def layers(self) -> list[nn.Linear | LinearInt8]:
-        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
-        return [*self.linears, self.proj, self.fc1, self.fc2]
-
-    def factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the factors of the layer scales; None where there are none."""
-        first, second = (None if scale is None else scale.gamma for scale in self.layer_scales)
-        return first, second
-
-
-class StageParts(NamedTuple):
-    """The modules of a stage, whatever its upstream calls them.
-
-    Attributes:
-        conv: The convolution of the embedding.
-        batch_norm: A BatchNorm behind it; None where there is none.
-        norm: The LayerNorm of the embedding.
-        class_token: (1, 1, C); None where the stage has none.
-        blocks: Its blocks.
-        token_keep_bounds: The least and the greatest fraction of tokens that stay, where entropy decides.
-    """
-
-    conv: nn.Conv2d
-    batch_norm: nn.BatchNorm2d | None
-    norm: nn.LayerNorm
-    class_token: Tensor | None
-    blocks: Sequence[BlockParts]
-    token_keep_bounds: tuple[float, float] = (0.0, 1.0)
-
-    def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a served stage does."""
-        own = (module for module in (self.conv, self.batch_norm, self.norm) if module is not None)
-        return [*own, *(module for block in self.blocks for module in block.modules())]
-
-    def folded(self) -> list[Tensor]:
-        """Returns the tensors of which the folded stage holds copies, or sums of them."""
-        sources = [self.norm.bias, self.class_token]
-        sources += [self.conv.weight, self.conv.bias]
-        if self.batch_norm is not None:
-            norm = self.batch_norm
-            sources += [norm.weight, norm.bias, norm.running_mean, norm.running_var]
-        for block in self.blocks:
-            sources += [block.proj.bias, block.fc2.bias, *block.factors()]
-            if any(factor is not None for factor in block.factors()):
-                sources += [_factor_of(block.proj), _factor_of(block.fc2)]
-        return [tensor for tensor in sources if tensor is not None]
-
-
-def _factor_of(linear: nn.Linear | LinearInt8) -> Tensor:
-    """Returns the tensor of a linear layer by which its outputs are scaled."""
-    return linear.weight_scale if isinstance(linear, LinearInt8) else linear.weight
 
 
 class FoldedBlock(NamedTuple):
     """A block as it is served in launches, with the biases of the branches in the stream.
 
     Attributes:
-        parts: Its modules.
-        convs: The branches of its projection.
-        linears: The linear layers of Q, of K and of V.
+        block: The block, without the biases that are in the stream.
         norm1_shift, norm2_shift: What the LayerNorms subtract from the stream, negated.
-        proj: The linear layer after attention, without a bias that is in the stream.
-        fc1: The first of the MLP.
-        fc2: The last one, without a bias that is in the stream.
     """
 
-    parts: BlockParts
-    convs: tuple[ConvBatchNorm, ...]
-    linears: tuple[AnyLinear, ...]
+    block: TransformerBlock
     norm1_shift: Tensor
     norm2_shift: Tensor
-    proj: AnyLinear
-    fc1: AnyLinear
-    fc2: AnyLinear
 
 
 class FoldedStage(NamedTuple):
@@ -215,45 +95,12 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
     if device_type == "cpu":
-        blocks = tuple(map(_as_operator, parts.blocks))
+        blocks = tuple(block.as_operator() for block in parts.blocks)
     else:
         blocks, due = _fold_blocks(parts)
-        norm_bias = due if norm_bias is None else _wide(norm_bias) + due
-        token = None if token is None else _wide(token) + due
+        norm_bias = due if norm_bias is None else wide(norm_bias) + due
+        token = None if token is None else wide(token) + due
     return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks)
-
-
-def _as_operator(block: BlockParts) -> TransformerBlock:
-    """Returns a block as the arguments of one operator, its layer scales folded into the linear layers."""
-    proj_factors, fc2_factors = block.factors()
-    queries, keys, values = block.branches
-    of_queries, of_keys, of_values = block.linears
-    return TransformerBlock(
-        norm1=_norm_of(block.norm1),
-        convs=(
-            ConvBatchNorm.from_modules(*queries),
-            ConvBatchNorm.from_modules(*keys),
-            ConvBatchNorm.from_modules(*values),
-        ),
-        linears=(_linear_of(of_queries), _linear_of(of_keys), _linear_of(of_values)),
-        num_heads=block.num_heads,
-        scale=block.scale,
-        proj=_scaled(block.proj, proj_factors),
-        norm2=_norm_of(block.norm2),
-        fc1=_linear_of(block.fc1),
-        approximate=block.approximate,
-        fc2=_scaled(block.fc2, fc2_factors),
-    )
-
-
-def _norm_of(norm: nn.LayerNorm) -> Norm:
-    return Norm(norm.weight, norm.bias, norm.eps)
-
-
-def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
-    if isinstance(linear, LinearInt8):
-        return linear.parameters_of_operator()
-    return Linear(linear.weight, linear.bias)
 
 
 def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
@@ -261,7 +108,7 @@ def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
 
     Sums are in float32 at least.
     """
-    due = _wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
+    due = wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
     blocks: list[FoldedBlock] = []
     for block in reversed(parts.blocks):
         folded, due = _fold_block(block, due)
@@ -269,25 +116,15 @@ def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
     return tuple(blocks), due
 
 
-def _fold_block(block: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
+def _fold_block(parts: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
     """Returns a block as it is served, and the biases that the stream must have before it."""
-    proj_factors, fc2_factors = block.factors()
-    proj, fc2 = _scaled(block.proj, proj_factors), _scaled(block.fc2, fc2_factors)
+    block = parts.as_operator()
+    proj, fc2 = block.proj, block.fc2
     if not _has_one_mlp(block):
         fc2, due = _without_bias(fc2, due)
     norm2_shift = -due
     proj, due = _without_bias(proj, due)
-    folded = FoldedBlock(
-        parts=block,
-        convs=tuple(ConvBatchNorm.from_modules(conv, bn) for conv, bn in block.branches),
-        linears=tuple(map(_linear_of, block.linears)),
-        norm1_shift=-due,
-        norm2_shift=norm2_shift,
-        proj=proj,
-        fc1=_linear_of(block.fc1),
-        fc2=fc2,
-    )
-    return folded, due
+    return FoldedBlock(block._replace(proj=proj, fc2=fc2), -due, norm2_shift), due
 
 
 def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
@@ -300,26 +137,10 @@ def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
     return Linear(layer.weight), due + layer.bias
 
 
-def _has_one_mlp(block: BlockParts) -> bool:
+def _has_one_mlp(block: TransformerBlock) -> bool:
     """Says whether the MLP is asked of one operator."""
-    is_quantized = isinstance(block.fc1, LinearInt8) or isinstance(block.fc2, LinearInt8)
-    return block.fc2.out_features <= _MLP_CHANNELS and not is_quantized
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor in float32, or in float64 if it is."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:
-    """Returns a linear layer with the factors of its outputs folded into weight, or its scales, and bias."""
-    if factors is None:
-        return _linear_of(linear)
-    bias = None if linear.bias is None else (_wide(factors) * linear.bias).to(linear.bias.dtype)
-    if isinstance(linear, LinearInt8):
-        scales = (_wide(factors) * linear.weight_scale).float()
-        return QuantizedLinear(linear.weight, scales, bias, linear.input_scale)
-    return Linear((_wide(factors)[:, None] * linear.weight).to(linear.weight.dtype), bias)
+    is_quantized = isinstance(block.fc1, QuantizedLinear) or isinstance(block.fc2, QuantizedLinear)
+    return block.fc2.weight.shape[0] <= _MLP_CHANNELS and not is_quantized
 
 
 def _as_read(weight: Tensor) -> Tensor:
@@ -334,10 +155,10 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
         return weight, bias
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = (_wide(norm.running_var) + norm.eps).rsqrt()
+    scale = (wide(norm.running_var) + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight
-    shift = (0 if bias is None else bias) - _wide(norm.running_mean)
+    shift = (0 if bias is None else bias) - wide(norm.running_mean)
     shift = shift * scale + (0 if norm.bias is None else norm.bias)
     return (scale[:, None, None, None] * weight).to(weight.dtype), shift.to(weight.dtype)
 
@@ -440,14 +261,14 @@ def _serve_block(
     """Computes a block, mostly in the place of the stream; with ``rows``, on a CPU, of these tokens."""
     if isinstance(block, TransformerBlock):
         return transformer_block(stream, grid, block, rows=rows, inplace=True)
-    parts, norm1 = block.parts, block.parts.norm1
+    folded, norm1 = block.block, block.block.norm1
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
-    heads = (tokens.unflatten(2, (parts.num_heads, -1)) for tokens in _project(block, y, grid))
-    y = attention(*heads, scale=parts.scale).flatten(2)
-    return _serve_mlp(block, y, stream)
+    heads = (tokens.unflatten(2, (folded.num_heads, -1)) for tokens in _project(folded, y, grid))
+    y = attention(*heads, scale=folded.scale).flatten(2)
+    return _serve_mlp(folded, y, stream, block.norm2_shift)
 
 
-def _project(block: FoldedBlock, y: Tensor, grid: tuple[int, int]) -> Sequence[Tensor]:
+def _project(block: TransformerBlock, y: Tensor, grid: tuple[int, int]) -> Sequence[Tensor]:
     """Returns queries, keys and values."""
     layers = [layer for layer in block.linears if isinstance(layer, Linear)]
     if len(layers) == len(block.linears):
@@ -470,15 +291,14 @@ def _add(layer: AnyLinear, x: Tensor | QuantizedRows, stream: Tensor) -> Tensor:
     return linear_int8(x, **layer._asdict(), residual=stream, dtype=stream.dtype)
 
 
-def _serve_mlp(block: FoldedBlock, y: Tensor, stream: Tensor) -> Tensor:
+def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor) -> Tensor:
     """Computes the rest of a block from the result of attention."""
-    parts, fc1, fc2 = block.parts, block.fc1, block.fc2
-    norm2, shift = _norm_of(parts.norm2), block.norm2_shift
-    if _has_one_mlp(parts):
+    norm2, fc1, fc2, gelu = block.norm2, block.fc1, block.fc2, block.approximate
+    if _has_one_mlp(block):
         stream = _add(block.proj, y, stream)
         return layer_norm_mlp(
             stream, norm2.weight, norm2.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-            eps=norm2.eps, approximate=parts.approximate, shift=shift,
+            eps=norm2.eps, approximate=gelu, shift=shift,
         )  # fmt: skip
     if isinstance(fc1, QuantizedLinear):
         stream = _add(block.proj, y, stream)
@@ -487,19 +307,19 @@ def _serve_mlp(block: FoldedBlock, y: Tensor, stream: Tensor) -> Tensor:
             dtype=fc1.weight.dtype,
         )  # fmt: skip
         dtype = checks.autocast_dtype(stream) or stream.dtype
-        approximate = parts.approximate if isinstance(fc2, Linear) else None
+        approximate = gelu if isinstance(fc2, Linear) else None
         args = fc1.weight, fc1.weight_scale, fc1.bias
         hidden = linear_int8(rows, *args, approximate=approximate, dtype=dtype)
     else:
         stream, y = _add_and_normalize(block.proj, y, stream, norm2, shift)
         if isinstance(fc2, Linear):
-            hidden = linear_gelu(y, fc1.weight, fc1.bias, approximate=parts.approximate)
+            hidden = linear_gelu(y, fc1.weight, fc1.bias, approximate=gelu)
         else:
             hidden = linear(y, *fc1)
     if isinstance(fc2, Linear):
         return _add(fc2, hidden, stream)
     settings: dict[str, Any] = {"scale": fc2.input_scale, "dtype": fc2.weight.dtype}
-    return _add(fc2, gelu_quantize(hidden, approximate=parts.approximate, **settings), stream)
+    return _add(fc2, gelu_quantize(hidden, approximate=gelu, **settings), stream)
 
 
 def _add_and_normalize(

@@ -88,22 +88,9 @@ REDUCTION = {
     "norm": parts(NORM),
 }
 HEADS_OF = integer(0, 3)
-PYRAMID = {
-    "norm1": parts(NORM),
-    "linears": each(parts(LINEAR), (), (1, 2, 3)),
-    "reduction": optional(parts(REDUCTION)),
-    "num_heads": HEADS_OF,
-    "scale": optional(number()),
-    "proj": parts(LINEAR),
-    "norm2": parts(NORM),
-    "fc1": parts(LINEAR),
-    "conv": optional(parts(DEPTHWISE)),
-    "approximate": choice(),
-    "fc2": parts(LINEAR),
-}
 BLOCK = {
     "norm1": parts(NORM),
-    "convs": each(parts(IN_EVALUATION), ()),
+    "reduce": optional(each(parts(IN_EVALUATION), ())),
     "linears": each(parts(QUANTIZED), (), (1, 2, 3)),
     "num_heads": HEADS_OF,
     "scale": optional(number()),
@@ -112,6 +99,12 @@ BLOCK = {
     "fc1": parts(LINEAR),
     "approximate": choice(),
     "fc2": parts(LINEAR),
+    "mix": optional(of_values(3, torch.ones(2), (randn(C, 1, 3, 3), None))),
+}
+PYRAMID = BLOCK | {
+    "reduce": optional(parts(REDUCTION)),
+    "linears": each(parts(LINEAR), (), (1, 2, 3)),
+    "mix": optional(parts(DEPTHWISE)),
 }
 #: The fields of the public tuples, which the operators check that take them.
 FIELDS = {
@@ -120,7 +113,6 @@ FIELDS = {
     "Linear": LINEAR,
     "Norm": NORM,
     "PositionBias": POSITION,
-    "PyramidBlock": PYRAMID,
     "QuantizedLinear": QUANTIZED,
     "QuantizedRows": QUANTIZED_ROWS,
     "Reduction": REDUCTION,
@@ -155,8 +147,8 @@ def block():
 def pyramid():
     reduction = ck.Reduction(randn(C, C, 2, 2), randn(C), norm())
     conv = ck.DepthwiseConv(randn(C, 1, 3, 3), randn(C))
-    return ck.PyramidBlock(
-        norm(), (layer(),) * 3, reduction, HEADS, 0.5, layer(), norm(), layer(), conv, "none", layer()
+    return ck.TransformerBlock(
+        norm(), reduction, (layer(),) * 3, HEADS, 0.5, layer(), norm(), layer(), "none", layer(), conv
     )
 
 
@@ -362,10 +354,6 @@ CALLS = {
     "merge_convolutions": Call(
         lambda: {"convs": [conv(), conv()]}, {"convs": also_named(CONVS, "bn_weight")}
     ),
-    "pyramid_block": Call(
-        lambda: tokens() | {"grid": GRID, "block": pyramid(), "inplace": False},
-        {"x": TOKENS, "grid": grid((3, 3), [H, W]), "block": parts(PYRAMID), **INPLACE},
-    ),
     "quantize": Call(
         lambda: (
             {"model": create_model(ONE_STAGE).eval(), "calibration": None, "scheme": "dynamic"}
@@ -400,6 +388,11 @@ CALLS = {
             "scores": optional(choice()),
             **INPLACE,
         },
+    ),
+    "transformer_block of SegFormer": Call(
+        lambda: tokens() | {"grid": GRID, "block": pyramid(), "rows": None, "scores": None, "inplace": False},
+        {"x": TOKENS, "grid": grid((3, 3), [H, W]), "block": parts(PYRAMID), **INPLACE},
+        ck.transformer_block,
     ),
     "verify": Call(
         lambda: (

@@ -498,15 +498,6 @@ def make_sample(operator, images, tokens, channels, dtype, gradient, variant):
             norm, (conv,) * 3, (layers,) * 3, 1, scale, layers, norm, fc1, "tanh", fc2
         )
         return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
-    if operator == "pyramid_block":
-        norm = ck.Norm(optional(channels), optional(channels), **eps)
-        layers = ck.Linear(randn(channels, channels), optional(channels))
-        fc1, fc2 = ck.Linear(randn(12, channels), optional(12)), ck.Linear(randn(channels, 12))
-        conv = ck.DepthwiseConv(randn(12, 1, 3, 3), optional(12))
-        block = ck.PyramidBlock(
-            norm, (layers,) * 3, None, 1, 0.1 * variant or None, layers, norm, fc1, conv, "tanh", fc2
-        )
-        return Sample((x, (tokens, tokens), block), {"inplace": False}, images)
     if operator == "linear_int8":
         weight, scales = ck.reference.quantize_rows(randn(5, channels).detach().float())
         keywords = {"approximate": "tanh", "dtype": dtype}

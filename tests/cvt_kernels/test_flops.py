@@ -17,7 +17,6 @@ from cvt_kernels.records import (
     DepthwiseConv,
     Linear,
     Norm,
-    PyramidBlock,
     Reduction,
     TransformerBlock,
 )
@@ -127,17 +126,12 @@ def operator_calls():
     x, image, w, b = torch.randn(2, 20, 16), torch.randn(2, 3, 16, 20), torch.randn(16, 16), torch.randn(16)
     wide, conv, linear = torch.randn(64, 16), a_projection(), (w, b)
     block = TransformerBlock(
-        norm1=Norm(b, b), convs=3 * (conv,), linears=3 * (Linear(w, b),), num_heads=2, scale=None,
+        norm1=Norm(b, b), reduce=3 * (conv,), linears=3 * (Linear(w, b),), num_heads=2, scale=None,
         proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None), approximate="none",
         fc2=Linear(wide.t().contiguous(), b),
     )  # fmt: skip
     reduction = Reduction(torch.randn(16, 16, 2, 2), b, Norm(b, b))
-    pyramid = PyramidBlock(
-        norm1=Norm(b, b), linears=3 * (Linear(w, b),), reduction=reduction, num_heads=2, scale=None,
-        proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None),
-        conv=DepthwiseConv(torch.randn(64, 1, 3, 3)), approximate="none",
-        fc2=Linear(wide.t().contiguous(), b),
-    )  # fmt: skip
+    pyramid = block._replace(reduce=reduction, mix=DepthwiseConv(torch.randn(64, 1, 3, 3)))
     heads = x.unflatten(2, (2, 8))
     mlp = wide, None, wide.t().contiguous(), b
     return [
@@ -154,7 +148,7 @@ def operator_calls():
         ("conv_linear", (x, (4, 5), (conv,), (linear,)), {}),
         ("conv_embedding", (image, torch.randn(16, 3, 7, 7), b), {"stride": 4, "padding": 2}),
         ("transformer_block", (x, (4, 5), block), {}),
-        ("pyramid_block", (x, (4, 5), pyramid), {}),
+        ("transformer_block", (x, (4, 5), pyramid), {}),
         ("linear_int8", (x, *quantized(w), b), {}),
         ("linear_int8", (x, *quantized(torch.randn(8, 1500)[:, :16]), None), {"approximate": "tanh"}),
     ]

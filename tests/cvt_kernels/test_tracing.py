@@ -11,7 +11,6 @@ from cvt_kernels.records import (
     DepthwiseConv,
     Linear,
     Norm,
-    PyramidBlock,
     Reduction,
     TransformerBlock,
 )
@@ -41,9 +40,7 @@ LINEAR = Linear(tensor(CHANNELS, CHANNELS), tensor(CHANNELS))
 NORM = Norm(tensor(CHANNELS), tensor(CHANNELS))
 BLOCK = TransformerBlock(NORM, CONVS, (LINEAR,) * 3, 2, None, LINEAR, NORM, LINEAR, "quick", LINEAR)
 REDUCTION, DEPTHWISE = Reduction(tensor(CHANNELS, CHANNELS, 2, 2), None, NORM), DepthwiseConv(CONVS[0].weight)
-PYRAMID = PyramidBlock(
-    NORM, (LINEAR,) * 3, REDUCTION, 2, None, LINEAR, NORM, LINEAR, DEPTHWISE, "quick", LINEAR
-)
+PYRAMID = BLOCK._replace(reduce=REDUCTION, mix=DEPTHWISE)
 BIAS = tensor(TOKENS, TOKENS)
 ROWS = torch.tensor([[0, 3, -1]])
 INTEGERS, SCALES = reference.quantize_rows(LINEAR.weight)
@@ -68,7 +65,7 @@ CALLS = {
         x.unsqueeze(1), CONVS[0].weight, NORM.bias, *NORM[:2], stride=2, padding=1, class_token=NORM.bias
     ),
     "transformer_block": lambda x: ck.transformer_block(x, GRID, BLOCK),
-    "pyramid_block": lambda x: ck.pyramid_block(x[:, 1:], GRID, PYRAMID),
+    "transformer_block of SegFormer": lambda x: ck.transformer_block(x[:, 1:], GRID, PYRAMID),
     "quantize_rows": lambda x: ck.quantize_rows(x, scale=SCALES[0, 0]),
     "layer_norm_quantize": lambda x: ck.layer_norm_quantize(x, *NORM[:2], shift=NORM.bias),
     "gelu_quantize": lambda x: ck.gelu_quantize(x, NORM.bias, approximate="quick"),

@@ -29,7 +29,7 @@ _PARTS = ("native", "reference")
 _SLACK_OF_PYTORCHS = 8.0  # more than that of ours, since their faults are not ours to mend
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
 #: The operators whose reference multiplies matrices by einsum.
-_WITH_EINSUM = ("attention", "transformer_block", "pyramid_block")
+_WITH_EINSUM = ("attention", "transformer_block")
 
 
 class _Standards(NamedTuple):

@@ -16,7 +16,6 @@ from cvt_kernels.records import (
     Linear,
     Norm,
     PositionBias,
-    PyramidBlock,
     QuantizedLinear,
     Reduction,
     TransformerBlock,
@@ -219,7 +218,7 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
 #: The operators that have a LayerNorm.
 _NORMALIZING = (
     "layer_norm", "add_layer_norm", "layer_norm_gelu", "linear_add_layer_norm", "layer_norm_mlp",
-    "gather_add_layer_norm", "conv_embedding", "transformer_block", "pyramid_block",
+    "gather_add_layer_norm", "conv_embedding", "transformer_block",
 )  # fmt: skip
 
 
@@ -460,7 +459,9 @@ def _linear_int8(m: Any) -> Any:
 
 
 def _transformer_block(m: Any) -> Any:
-    width, tokens = m.heads * m.head_dim, m.height * m.width + m.class_token
+    has_convs, whole = m.reduce == "convolutions", m.mixes or m.reduce == "squares"
+    class_token = 0 if whole else m.class_token
+    width, tokens = m.heads * m.head_dim, m.height * m.width + class_token
     c, layers = m.channels, []
     m.statistics = "running"
     shapes = ((width, c),) * 3 + ((c, width), (m.hidden, c), (c, m.hidden))
@@ -470,12 +471,10 @@ def _transformer_block(m: Any) -> Any:
             layers.append(m.quantized(*shape, torch.int8, m.row_scale()))
         else:
             layers.append(m.linear(*shape))
-    k = m.kernel
-    convs = tuple(m.conv(c, k, stride, k // 2) for stride in (1, m.stride, m.stride))
     norms, fc1 = (m.norm(c), m.norm(c)), layers[4]
     block = TransformerBlock(
         norms[0],
-        convs,
+        _reduce(m),
         tuple(layers[:3]),
         m.heads,
         m.scale,
@@ -484,15 +483,16 @@ def _transformer_block(m: Any) -> Any:
         fc1,
         m.approximate,
         layers[5],
+        DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden)) if m.mixes else None,
     )
     for tensor in block.tensors():
         if tensor is not None and m.gradient == "none":
             tensor.requires_grad_(False)
     settings: dict[str, Any] = {"inplace": m.inplace}
-    scores = None if m.scores == "none" or (m.scores == "cls" and not m.class_token) else m.scores
-    if m.dtype == torch.bfloat16 or m.autocast:
+    scores = None if m.scores == "none" or (m.scores == "cls" and not class_token) else m.scores
+    if m.dtype == torch.bfloat16 or m.autocast or not has_convs:
         scores = None  # they are made of a single query that is rounded: chance would decide
-    if m.count:
+    if m.count and not m.mixes:
         settings["rows"] = m.index(
             m.batch, tokens, min(m.count, tokens), ascending=True, first=scores == "cls"
         )
@@ -501,25 +501,16 @@ def _transformer_block(m: Any) -> Any:
     return (m.activation(m.batch, tokens, c), (m.height, m.width), block), settings
 
 
-def _pyramid_block(m: Any) -> Any:
-    width, tokens, c = m.heads * m.head_dim, m.height * m.width, m.channels
-    reduction = None
-    if m.ratio:
-        ratio = min(m.ratio, m.height, m.width)
-        weight = m.parameter(c, c, ratio, ratio, scale=c**-0.5 / ratio)
-        reduction = Reduction(weight, m.optional(c), m.norm(c))
-    conv = (
-        DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden))
-        if m.convolves
-        else None
-    )
-    norms = m.norm(c), m.norm(c)
-    linears = (m.linear(width, c), m.linear(width, c), m.linear(width, c))
-    proj, fc1, fc2 = m.linear(c, width), m.linear(m.hidden, c), m.linear(c, m.hidden)
-    block = PyramidBlock(
-        norms[0], linears, reduction, m.heads, m.scale, proj, norms[1], fc1, conv, m.approximate, fc2
-    )
-    return (m.activation(m.batch, tokens, c), (m.height, m.width), block), {"inplace": m.inplace}
+def _reduce(m: Any) -> Any:
+    """Returns what makes the tokens of queries, keys and values of a block."""
+    c, k = m.channels, m.kernel
+    if m.reduce == "convolutions":
+        return tuple(m.conv(c, k, stride, k // 2) for stride in (1, m.stride, m.stride))
+    if m.reduce == "nothing":
+        return None
+    ratio = min(m.ratio, m.height, m.width)
+    weight = m.parameter(c, c, ratio, ratio, scale=c**-0.5 / ratio)
+    return Reduction(weight, m.optional(c), m.norm(c))
 
 
 _APPROXIMATE = {"approximate": _VARIANTS}
@@ -559,9 +550,9 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, "mixed": _BOTH, **_ABSENT,
         "count": (0, 1, 2, 3, 5, 9, 17), "scores": ("none", "cls", "avg"), "one_scale": ("none", "0.05"),
         "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
+        "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": _BOTH,
     },
     "depthwise_conv_gelu": _COMMON | _GRID | {"channels": _WIDE, "bare": _BOTH} | _APPROXIMATE,
-    "pyramid_block": _BLOCK | {"ratio": (0, 1, 2, 3, 4, 8), "convolves": _BOTH},
     "quantize_rows": _QUANTIZED,
     "layer_norm_quantize": _QUANTIZED | _NORM | _SHIFTED,
     "gelu_quantize": _QUANTIZED | _APPROXIMATE | {"bare": _BOTH},

@@ -1,12 +1,18 @@
-"""A transformer block on a CPU by the compiled extension (csrc): inference in the place of x.
+"""Transformer blocks on a CPU by the compiled extension (csrc): inference, with weights packed for this CPU.
 
-Weights are packed once for this CPU. A call takes two steps. First a band of an image's rows is normalized,
-convolved and multiplied into finished queries, keys and values; then a tile of queries passes through
-attention, the linear layer behind it, LayerNorm and the MLP in one go. Nothing else goes through memory.
-Where only some tokens are computed, only these have queries and pass through the second step; what they get
-is the same to the last bit as if all were computed. Sums are in float32, and products too, but for bfloat16
-where the CPU multiplies pairs of it. In front of a quantized layer rows are rounded where they lie, and the
-products are of 8-bit integers. The same bits every time, whatever the number of threads.
+There are two operators. ``transformer_block_`` computes blocks with convolutional projections, in the place
+of x and in two steps: a band of an image's rows is normalized, convolved and multiplied into finished
+queries, keys and values; then a tile of queries passes through attention, the linear layer behind it,
+LayerNorm and the MLP in one go. Where only some tokens are computed, only these have queries and pass through
+the second step; what they get is the same to the last bit as if all were computed. In front of a quantized
+layer rows are rounded where they lie, and the products are of 8-bit integers.
+
+``pyramid_block_packed`` computes blocks with a reduction, or none, in three steps: keys and values; tiles of
+queries through attention and the linear layer behind it; and the MLP, a few rows of tokens at a time, whose
+hidden channels stay in the cache.
+
+Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits
+every time, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from torch import Tensor, nn
 
 from ... import checks, machine
 from ...backends import Record, bound_by
-from ...records import AnyLinear, ConvBatchNorm, Linear, Norm, TransformerBlock
+from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import packing
 
 machine.load_extension()
@@ -33,14 +39,28 @@ _MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 
 def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
-    x, _, block, rows, _, _ = call
+    x, block = call.x, call.block
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
-    tensors = (x, *block.tensors(), rows)
+    tensors = (x, *block.tensors(), call.rows)
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors if tensor is not None):
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
+    if checks.autocast_enabled(x):
+        return "is not for autocast: convert the model to bfloat16 instead"
+    if checks.wants_gradient(x, *block.tensors()):
+        return "has no gradients"
+    head_dim = block.linears[0].weight.shape[0] // block.num_heads
+    if head_dim > _MAX_HEAD_DIM:
+        return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"
+    return _why_convolutional_unsupported(call) if block.convs else _why_pyramidal_unsupported(call)
+
+
+def _why_convolutional_unsupported(call: Record) -> str | None:
+    x, block = call.x, call.block
+    if block.mix is not None:
+        return "has no convolution in the MLP of a block with convolutional projections"
     quantized = block.quantized_layers()
     if quantized and x.dtype != torch.float32:
         return f"has quantized layers for float32 only, not for {checks.dtype_name(x.dtype)}"
@@ -48,25 +68,27 @@ def why_unsupported(call: Record) -> str | None:
         return "has quantized layers of int8 only"
     if any(layer.weight.shape[1] > _MAX_INPUTS for layer in quantized):
         return f"has quantized layers of up to {_MAX_INPUTS} inputs"
-    if checks.autocast_enabled(x):
-        return "is not for autocast: convert the model to bfloat16 instead"
-    if checks.wants_gradient(x, *block.tensors()):
-        return "has no gradients"
     if any(conv.running_mean is None for conv in block.convs):
         return "normalizes by running statistics only"
     kernel = max(conv.weight.shape[3] for conv in block.convs)
-    if kernel > _MAX_KERNEL:
-        return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
-    if len({linear.weight.shape[0] for linear in block.linears}) > 1:
-        return "needs as many channels of queries as of keys and values"
-    head_dim = block.linears[0].weight.shape[0] // block.num_heads
-    if head_dim > _MAX_HEAD_DIM:
-        return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"
-    return None
+    return (
+        f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
+        if kernel > _MAX_KERNEL
+        else None
+    )
 
 
-class _Packed(NamedTuple):
-    """The arguments of the operator that a block's parameters make: see ``csrc/module.cpp``."""
+def _why_pyramidal_unsupported(call: Record) -> str | None:
+    if call.block.quantized_layers():
+        return "has quantized layers with convolutional projections only"
+    return None if call.rows is None else "computes some tokens with convolutional projections only"
+
+
+# Packed parameters ----------------------------------------------------------------------------------------
+
+
+class _Convolutional(NamedTuple):
+    """The arguments of ``transformer_block_`` that a block's parameters make: see ``csrc/module.cpp``."""
 
     packed: list[Tensor]
     vectors: list[Tensor]
@@ -76,19 +98,44 @@ class _Packed(NamedTuple):
     input_scales: list[float]
 
 
+class _Pyramidal(NamedTuple):
+    """The arguments of ``pyramid_block_packed`` that a block's parameters make: see ``csrc/module.cpp``."""
+
+    packed: list[Tensor]
+    reduction: list[Tensor]
+    conv: Tensor | None
+    vectors: list[Tensor]
+    widths: list[int]
+
+
 @torch.inference_mode(False)  # in which the copies could not be used elsewhere
 @torch.no_grad()
-def _pack(block: TransformerBlock) -> _Packed:
-    channels = block.fc2.weight.shape[0]
+def _pack_convolutional(block: TransformerBlock) -> _Convolutional:
     linears = block.layers()
-    norms = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, channels)]
-    return _Packed(
-        packed=[*map(_pack_convolution, block.convs), *map(_pack_linear, linears)],
-        vectors=norms + [_vector(linear.bias, linear.weight.shape[0], 0.0) for linear in linears],
+    return _Convolutional(
+        packed=[*map(_pack_projection, block.convs), *map(_pack_linear, linears)],
+        vectors=_vectors(block),
         geometry=[n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)],
-        widths=[block.linears[0].weight.shape[0], block.fc1.weight.shape[0], block.num_heads],
+        widths=_widths(block),
         weight_scales=[_weight_scale(linear) for linear in linears],
         input_scales=[_input_scale(linear) for linear in linears],
+    )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _pack_pyramidal(block: TransformerBlock) -> _Pyramidal:
+    vectors, rows, reduction = _vectors(block), [], block.reduce
+    if isinstance(reduction, Reduction):
+        vectors += [_bias(reduction), *_vectors_of(reduction.norm, reduction.weight.shape[0])]
+        # a linear layer for each row of its weight
+        rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
+    return _Pyramidal(
+        packed=[_pack_linear(linear) for linear in block.layers()],
+        reduction=rows,
+        conv=None if block.mix is None else _pack_convolution(block.mix),
+        vectors=vectors,
+        widths=_widths(block),
     )
 
 
@@ -116,7 +163,7 @@ def _input_scale(linear: AnyLinear) -> float:
     return scale
 
 
-def _pack_convolution(conv: ConvBatchNorm) -> Tensor:
+def _pack_projection(conv: ConvBatchNorm) -> Tensor:
     mean, variance = conv.running_mean, conv.running_var
     assert mean is not None
     assert variance is not None
@@ -126,8 +173,24 @@ def _pack_convolution(conv: ConvBatchNorm) -> Tensor:
     return _ops.pack_convolution.default(conv.weight.detach(), *norms, conv.eps)
 
 
+def _pack_convolution(conv: DepthwiseConv) -> Tensor:
+    bias = None if conv.bias is None else conv.bias.contiguous()
+    return _ops.pack_depthwise.default(conv.weight.contiguous(), bias)
+
+
+def _vectors(block: TransformerBlock) -> list[Tensor]:
+    """Returns the weights and biases of the LayerNorms, then the biases of the linear layers."""
+    channels = block.fc2.weight.shape[0]
+    norms = [vector for norm in (block.norm1, block.norm2) for vector in _vectors_of(norm, channels)]
+    return norms + [_bias(linear) for linear in block.layers()]
+
+
 def _vectors_of(norm: Norm, channels: int) -> list[Tensor]:
     return [_vector(norm.weight, channels, 1.0), _vector(norm.bias, channels, 0.0)]
+
+
+def _bias(layer: AnyLinear | Reduction) -> Tensor:
+    return _vector(layer.bias, layer.weight.shape[0], 0.0)
 
 
 def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
@@ -135,19 +198,41 @@ def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
-def _arguments(call: Record) -> tuple[Any, ...]:
+def _widths(block: TransformerBlock) -> list[int]:
+    return [block.linears[0].weight.shape[0], block.fc1.weight.shape[0], block.num_heads]
+
+
+# The operators --------------------------------------------------------------------------------------------
+
+
+def _scale_of(block: TransformerBlock) -> float:
+    head_dim = block.linears[0].weight.shape[0] // block.num_heads
+    return float(head_dim**-0.5) if block.scale is None else block.scale
+
+
+def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
     """Returns what the operator takes besides x, of a block whose tokens are all computed."""
     block = call.block
-    scale = block.scale
-    if scale is None:
-        scale = (block.linears[0].weight.shape[0] // block.num_heads) ** -0.5
     settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
-    packed = packing.packed(block.fc1.weight, settings, lambda: _pack(block), block.tensors())
-    return *call.grid, *packed, block.norm1.eps, block.norm2.eps, scale, block.approximate
+    packed = packing.packed(block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors())
+    return *call.grid, *packed, block.norm1.eps, block.norm2.eps, _scale_of(block), block.approximate
 
 
-def _run(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Computes a block in the place of its input."""
+def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
+    """Returns what the operator takes besides x."""
+    grid, block = call.grid, call.block
+    eps = [block.norm1.eps, block.norm2.eps]
+    if block.reduce is not None:
+        eps.append(block.reduce.norm.eps)
+    elif block.mix is None:
+        grid = 1, call.x.shape[1]
+    settings = "native pyramid", block.num_heads
+    packed = packing.packed(block.fc1.weight, settings, lambda: _pack_pyramidal(block), block.tensors())
+    return *grid, *packed, eps, _scale_of(block), block.approximate
+
+
+def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Computes a block with convolutional projections in the place of its input."""
     _ops.transformer_block_.default(out, *arguments)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
@@ -155,22 +240,38 @@ def _run(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
-    if not call.inplace or call.rows is not None or call.scores is not None or not call.x.numel():
+    """Returns the operator on tokens, with the parameters packed; None for calls that are not served so."""
+    if call.rows is not None or call.scores is not None or not call.x.numel():
         return None
-    arguments = _arguments(call)
-    return lambda x: _run(x, arguments)
+    if call.block.convs:
+        arguments = _arguments_of_convolutional(call)
+        return (lambda x: _run_in_place(x, arguments)) if call.inplace else None
+    arguments = _arguments_of_pyramidal(call)
+    return None if call.inplace else lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)
 
 
 @bound_by(_bind)
 def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    return _convolutional(call) if call.block.convs else _pyramidal(call)
+
+
+def _convolutional(call: Record) -> Any:
     x, grid, block, rows, scores, inplace = call
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     received = None if scores is None else _new_scores(x, grid, block)
     if out.numel():
         chosen = () if rows is None and scores is None else (_contiguous(rows), received, scores or "")
-        _run(out, (*_arguments(call), *chosen))
+        _run_in_place(out, (*_arguments_of_convolutional(call), *chosen))
     return out if scores is None else (out, received)
+
+
+def _pyramidal(call: Record) -> Tensor:
+    x, inplace = call.x, call.inplace
+    if not x.numel():
+        return x if inplace else x.clone(memory_format=torch.contiguous_format)
+    out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call))
+    return x.copy_(out) if inplace else out
 
 
 def _contiguous(rows: Tensor | None) -> Tensor | None:

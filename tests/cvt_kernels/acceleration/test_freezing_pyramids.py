@@ -30,9 +30,9 @@ def _counted(monkeypatch):
     """Runs tests without gradients; counts the layers that are served as one, in ``calls``."""
     calls.clear()
 
-    def pyramid_block(*args, **settings):
+    def transformer_block(*args, **settings):
         calls.append(args)
-        return ck.pyramid_block(*args, **settings)
+        return ck.transformer_block(*args, **settings)
 
     def run(self, *args):
         out = own_run(self, *args)
@@ -42,7 +42,7 @@ def _counted(monkeypatch):
 
     own_run = programs.Programs.run
     monkeypatch.setattr(programs.Programs, "run", run)
-    monkeypatch.setattr(layers, "pyramid_block", pyramid_block)
+    monkeypatch.setattr(layers, "transformer_block", transformer_block)
     with torch.no_grad():
         yield
 
@@ -102,7 +102,7 @@ def test_a_layer_is_one_operator(make):
 
     with backends.replaced(noting), ck.use_backend("composed", "native", "sdpa", "reference"):
         out = logits(frozen(own)(x))
-    assert asked.count(("pyramid_block", "composed")) == LAYERS[make]
+    assert asked.count(("transformer_block", "composed")) == LAYERS[make]
     assert_accurate(out, logits(own(x)), exact)
 
 
@@ -538,10 +538,10 @@ def test_coverage_names_the_operators():
     assert len({row.path for row in rows}) == len(rows)
     with ck.use_backend("reference"):
         rows = rows_of_layers(fused, images_for(pvt))
-        assert [row.backends for row in rows] == 3 * [{"pyramid_block": "reference"}]
+        assert [row.backends for row in rows] == 3 * [{"transformer_block": "reference"}]
     with ck.use_backend("composed", "reference"):
         row = rows_of_layers(frozen(glpn()), images_for(glpn))[0]
-    composed = {"pyramid_block": "composed", "depthwise_conv_gelu": "reference"}
+    composed = {"transformer_block": "composed", "depthwise_conv_gelu": "reference"}
     assert composed.items() <= row.backends.items()
     assert {"layer_norm", "attention"} <= row.backends.keys()
 
@@ -557,7 +557,7 @@ def test_verify_compares_frozen_layers(make):
 
 def test_verify_finds_a_wrong_frozen_layer(monkeypatch):
     model = frozen(pvt_v2())
-    monkeypatch.setattr(layers, "pyramid_block", lambda *args: 1.01 * ck.pyramid_block(*args))
+    monkeypatch.setattr(layers, "transformer_block", lambda *args: 1.01 * ck.transformer_block(*args))
     failures = ck.verify(model, images(2, 32, 48), rounds=1).failures
     assert any(failure.startswith("pvt_v2.encoder.layers.0.blocks.0, evaluation") for failure in failures)
     assert not any("training" in failure for failure in failures)

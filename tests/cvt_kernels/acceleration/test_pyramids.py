@@ -203,7 +203,7 @@ def test_the_parts_are_those_of_the_block():
             with torch.no_grad():
                 expected = layer(x, 5, 4)
                 expected = expected[0] if isinstance(expected, tuple) else expected
-                assert relative(ck.pyramid_block(x, (5, 4), parts.as_operator()), expected) < 1e-5
+                assert relative(ck.transformer_block(x, (5, 4), parts.as_operator()), expected) < 1e-5
     layer = pvt_v2_linear().pvt_v2.encoder.layers[0].blocks[0]
     assert pvt_blocks.parts_of_v2(layer) is None
 

@@ -71,7 +71,7 @@ def test_accelerated_models_are_measured():
     assert keys_of(results) == ["hf", "accelerate", "accelerate-frozen"]
     for operator in ("attention", "depthwise_conv_gelu"):
         assert sum(accelerated["backends"][operator].values()) == sum(TINY["depths"])
-    assert sum(frozen["backends"]["pyramid_block"].values()) == sum(TINY["depths"])
+    assert sum(frozen["backends"]["transformer_block"].values()) == sum(TINY["depths"])
     assert results["contenders"]["hf"]["about"] == "Hugging Face's SegformerForSemanticSegmentation"
     # A map of classes for a fourth of the pixels each way; every pixel has its top 5 of 7 classes.
     assert hf["parity"]["of"] == 2 * 18 * 18 * 5

@@ -86,8 +86,8 @@ def test_every_changed_setting_is_packed_anew():
     convs, heads = block.convs, block.num_heads
     others = [
         block._replace(num_heads=1 if heads > 1 else 2),
-        block._replace(convs=tuple(conv._replace(eps=0.5) for conv in convs)),
-        block._replace(convs=(convs[0], *(conv._replace(stride=3) for conv in convs[1:]))),
+        block._replace(reduce=tuple(conv._replace(eps=0.5) for conv in convs)),
+        block._replace(reduce=(convs[0], *(conv._replace(stride=3) for conv in convs[1:]))),
     ]
     with ck.use_backend("native"):
         for other in (block, *others):

@@ -41,7 +41,7 @@ def make(
 
     block = ck.TransformerBlock(
         norm1=norm(),
-        convs=tuple(random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides),
+        reduce=tuple(random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides),
         linears=tuple(linear(width, channels) for _ in range(3)),
         num_heads=heads,
         scale=scale,
@@ -127,7 +127,7 @@ def test_batch_norm_of_float32_beside_half_precision(backend):
         conv._replace(**{name: getattr(conv, name).float() for name in conv._fields[1:5]})
         for conv in block.convs
     ]
-    check(backend, (x, grid, block._replace(convs=tuple(convs))))
+    check(backend, (x, grid, block._replace(reduce=tuple(convs))))
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
@@ -225,7 +225,7 @@ def test_kinds_of_calls():
         lambda block: block._replace(scale=2.0),
         lambda block: block._replace(norm1=block.norm1._replace(eps=1.0)),
         lambda block: block._replace(norm2=block.norm2._replace(eps=1.0)),
-        lambda block: block._replace(convs=(*block.convs[:2], block.convs[2]._replace(eps=1.0))),
+        lambda block: block._replace(reduce=(*block.convs[:2], block.convs[2]._replace(eps=1.0))),
         lambda block: block._replace(proj=ck.Linear(block.proj.weight, None)),
         lambda block: block._replace(fc1=ck.Linear(block.fc1.weight[:24]), fc2=ck.Linear(block.proj.weight)),
     ],
@@ -282,11 +282,11 @@ def with_block(**changes):
         (lambda x, grid, block: (x.int(), grid, block), TypeError, "x: got dtype int32"),
         (lambda x, grid, block: (x, (4, 6), block), ValueError, "grid: got 4×6 for 20 tokens"),
         (lambda x, grid, block: (x, [4, 5], block), TypeError, r"grid: got \[4, 5\], expected a tuple"),
-        (with_block(convs=[]), TypeError, "block.convs: got list, expected a tuple"),
-        (with_block(convs=()), ValueError, "block.convs: got 0, expected those of Q, of K and of V"),
+        (with_block(reduce=[]), TypeError, "block.reduce: got list, expected a tuple"),
+        (with_block(reduce=()), ValueError, "block.reduce: got 0, expected those of Q, of K and of V"),
         (with_block(linears=(1, 2)), ValueError, "block.linears: got 2, expected those of Q"),
         (with_block(linears=(1, 2, 3)), TypeError, r"block.linears\[0\]: got int, expected Linear"),
-        (with_block(convs=(None,) * 3), TypeError, r"block.convs\[0\]: got NoneType, expected ConvBatchNorm"),
+        (with_block(reduce=(None,) * 3), TypeError, r"block.reduce\[0\]: got NoneType, expected Conv"),
         (with_block(proj=None), TypeError, "block.proj: got NoneType, expected Linear"),
         (with_block(fc1=torch.ones(3)), TypeError, "block.fc1: got Tensor, expected Linear"),
         (with_block(norm2=1e-5), TypeError, "block.norm2: got float, expected Norm"),
@@ -295,12 +295,12 @@ def with_block(**changes):
         (with_block(num_heads=0), ValueError, "block.num_heads: got 0"),
         (with_block(num_heads=3.0), TypeError, "block.num_heads: got 3.0"),
         (with_block(scale=float("inf")), ValueError, "block.scale: got inf, expected a finite number"),
-        (with_first("convs", stride=2), ValueError, r"block.convs\[0\]: makes 2×3 of the 4×5 grid"),
-        (with_first("convs", running_mean=None, running_var=None), ValueError,
-         r"block.convs\[0\].running_mean: got None, expected running statistics"),
-        (with_first("convs", weight=torch.ones(24, 1, 3)), ValueError, r"convs\[0\].weight: got shape"),
-        (lambda x, grid, block: (x, grid, block._replace(convs=(block.convs[0], *block.convs[:2]))),
-         ValueError, "block.convs: got 4×5 keys and 2×3 values, expected as many"),
+        (with_first("reduce", stride=2), ValueError, r"block.reduce\[0\]: makes 2×3 of the 4×5 grid"),
+        (with_first("reduce", running_mean=None, running_var=None), ValueError,
+         r"block.reduce\[0\].running_mean: got None, expected running statistics"),
+        (with_first("reduce", weight=torch.ones(24, 1, 3)), ValueError, r"convs\[0\].weight: got shape"),
+        (lambda x, grid, block: (x, grid, block._replace(reduce=(block.convs[0], *block.convs[:2]))),
+         ValueError, "block.reduce: got 4×5 keys and 2×3 values, expected as many"),
         (with_first("linears", weight=torch.ones(24, 5)), ValueError,
          r"block.linears\[0\].weight: got shape \(24, 5\), expected \(24, 24\)"),
         (with_first("linears", weight=torch.ones(30, 24), bias=None), ValueError,

@@ -1,8 +1,19 @@
-"""A reduction as a linear layer: squares of tokens, and its weight as a matrix."""
+"""A reduction of tokens for keys and values as a linear layer of squares of tokens (SegFormer, PVT)."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from ...records import Reduction
+from ..layer_norm_gelu import layer_norm
+from ..linear import linear
+
+
+def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C)."""
+    weight, bias, norm = reduction
+    kept = linear(squares_of(x, grid, weight.shape[-1]), matrix_of(weight), bias)
+    return layer_norm(kept, norm.weight, norm.bias, eps=norm.eps)
 
 
 def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:

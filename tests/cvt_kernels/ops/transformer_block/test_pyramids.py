@@ -1,4 +1,4 @@
-"""pyramid_block on a CPU: every backend against float64, what it accepts and what it refuses."""
+"""Blocks of SegFormer and PVT on a CPU: every backend against float64, what is accepted and what refused."""
 
 import itertools
 
@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, proofs, reference
 from cvt_kernels.ops import packing
-from cvt_kernels.records import DepthwiseConv, PyramidBlock, Reduction
+from cvt_kernels.records import DepthwiseConv, Reduction, TransformerBlock
 from tests.checks import assert_accurate
+from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels, with_quantized
+from tests.cvt_kernels.ops.transformer_block.test_transformer_block import random_conv
 
 #: The backends under test, each with those that serve its parts.
 BACKENDS = {
@@ -48,16 +50,16 @@ def make(
         weight = randn(channels, channels, ratio, ratio, scale=channels**-0.5 / ratio)
         return Reduction(weight, randn(channels) if bias else None, norm())
 
-    block = PyramidBlock(
+    block = TransformerBlock(
         norm1=norm(),
         linears=(linear(width, channels), linear(width, channels), linear(width, channels)),
-        reduction=reduction() if ratio else None,
+        reduce=reduction() if ratio else None,
         num_heads=heads,
         scale=scale,
         proj=linear(channels, width),
         norm2=norm(),
         fc1=linear(hidden, channels),
-        conv=DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
+        mix=DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
         if convolves
         else None,
         approximate=approximate,
@@ -73,17 +75,17 @@ def in_float64(arguments):
 def check(backend, arguments, **assertions):
     """Compares a call, a second one like it, and one in place, with the reference and with float64."""
     x, grid, block = arguments
-    same, exact = reference.pyramid_block(*arguments), reference.pyramid_block(*in_float64(arguments))
+    same, exact = reference.transformer_block(*arguments), reference.transformer_block(*in_float64(arguments))
     given = x.clone()
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        out = ck.pyramid_block(*arguments)
-        assert torch.equal(ck.pyramid_block(*arguments), out)
+        out = ck.transformer_block(*arguments)
+        assert torch.equal(ck.transformer_block(*arguments), out)
         assert torch.equal(x, given)
         if x.is_contiguous():
             assert out.is_contiguous()
             for _ in range(2):
                 stream = x.clone()
-                assert ck.pyramid_block(stream, grid, block, inplace=True) is stream
+                assert ck.transformer_block(stream, grid, block, inplace=True) is stream
                 assert torch.equal(stream, out)
     # The sums of oneDNN's products are in another order than those of MKL, with their own luck.
     assert_accurate(out, same, exact, **({"floor": 4.0} | assertions))
@@ -150,31 +152,89 @@ def test_strided_tokens(backend):
     check(backend, (x.transpose(1, 2).contiguous().transpose(1, 2), grid, block))
 
 
+@pytest.mark.parametrize("backend", ["reference", "composed", "onednn"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_some_tokens(backend, inplace):
+    x, _, block = make(ratio=0, convolves=False)
+    rows = torch.tensor([[0, 3, 29], [1, 2, -1]])
+    with torch.no_grad():
+        whole = reference.transformer_block(x, (1, 1), block)
+        expected = reference.scatter_rows(x, rows, reference.gather_rows(whole, rows))
+        with ck.use_backend(*BACKENDS[backend]):
+            stream = x.clone()
+            out = ck.transformer_block(stream, (1, 1), block, rows=rows, inplace=inplace)
+    assert (out is stream) == inplace
+    torch.testing.assert_close(out, expected)
+    with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match="computes some tokens"):
+        ck.transformer_block(x, (1, 1), block, rows=rows)
+
+
+@pytest.mark.parametrize("backend", ["reference", "composed", "onednn"])
+def test_convolutional_projections_and_a_convolution_in_the_mlp(backend):
+    x, grid, block = make()
+    convs = tuple(random_conv(24, dtype=torch.float32, stride=stride, padding=1) for stride in (1, 2, 2))
+    block = block._replace(reduce=convs)
+    check(backend, (x, grid, block))
+    with (
+        ck.use_backend("native"),
+        pytest.raises(ck.BackendUnavailable, match="has no convolution in the"),
+    ):
+        ck.transformer_block(x, grid, block)
+
+
+@pytest.mark.parametrize("backend", ["reference", "composed"])
+@pytest.mark.parametrize("convolves", [True, False])
+def test_quantized_layers(backend, convolves):
+    x, grid, block = make(convolves=convolves)
+    layers = range(6)
+    expected = reference.transformer_block(*in_float64((x, grid, block)))
+    _, _, quantized = with_quantized((x, grid, block), layers)
+    with torch.no_grad():
+        with ck.use_backend(*BACKENDS[backend]):
+            assert decibels(expected, ck.transformer_block(x, grid, quantized)) > 30
+        for name, reason in (
+            ("native", "with convolutional projections"),
+            ("onednn", "no quantized"),
+        ):
+            with ck.use_backend(name), pytest.raises(ck.BackendUnavailable, match=reason):
+                ck.transformer_block(x, grid, quantized)
+
+
+def test_what_needs_all_tokens_or_convolutional_projections():
+    x, grid, block = make()
+    rows = torch.tensor([[0], [1]])
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="rows: got some tokens of a block with a convolution"):
+            ck.transformer_block(x, grid, block, rows=rows)
+        with pytest.raises(ValueError, match="scores: got 'avg' without convolutional projections"):
+            ck.transformer_block(x, grid, block, scores="avg")
+
+
 @pytest.mark.parametrize("backend", ["reference", "composed"])
 @pytest.mark.parametrize("ratio", [0, 2])
 def test_gradients(backend, ratio):  # of a composition, by PyTorch's own operators
     x, grid, block = make(1, (2, 3), 4, heads=2, ratio=ratio, dtype=torch.float64)
-    leaves = [x, block.linears[1].weight, block.fc1.bias, block.fc2.weight, block.conv.weight]
-    leaves += [] if ratio == 0 else [block.reduction.weight, block.reduction.norm.bias]
+    leaves = [x, block.linears[1].weight, block.fc1.bias, block.fc2.weight, block.mix.weight]
+    leaves += [] if ratio == 0 else [block.reduce.weight, block.reduce.norm.bias]
     for leaf in leaves:
         leaf.requires_grad_()
     with ck.use_backend(backend, "reference"):
-        assert gradcheck(lambda *_: ck.pyramid_block(x, grid, block), leaves, fast_mode=True)
+        assert gradcheck(lambda *_: ck.transformer_block(x, grid, block), leaves, fast_mode=True)
 
 
 def test_compiled():
     torch.compiler.reset()
     x, grid, block = make()
     with torch.no_grad():
-        compiled = torch.compile(ck.pyramid_block, fullgraph=True, backend="aot_eager", dynamic=False)
-        torch.testing.assert_close(compiled(x, grid, block), reference.pyramid_block(x, grid, block))
+        compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
+        torch.testing.assert_close(compiled(x, grid, block), reference.transformer_block(x, grid, block))
 
 
 def test_without_a_verdict_it_is_composed():
     with torch.no_grad():
-        ck.pyramid_block(*make())
-    assert dispatch.chosen_backends("pyramid_block", "cpu") == {}
-    assert "CVT_KERNELS_PROVE=0" in backends.fallbacks()["pyramid_block", "onednn"]
+        ck.transformer_block(*make())
+    assert dispatch.chosen_backends("transformer_block", "cpu") == {}
+    assert "CVT_KERNELS_PROVE=0" in backends.fallbacks()["transformer_block", "onednn"]
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed", "native"])
@@ -182,17 +242,17 @@ def test_without_a_verdict_it_is_composed():
 def test_an_empty_batch(backend, inplace):
     x, grid, block = make()
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        out = ck.pyramid_block(x[:0], grid, block, inplace=inplace)
+        out = ck.transformer_block(x[:0], grid, block, inplace=inplace)
     assert out.shape == (0, *x.shape[1:])
 
 
 @every_backend
 def test_views_of_one_weight_are_told_apart(backend):
     x, grid, block = make(grid=(8, 8), ratio=4)
-    weight = block.reduction.weight
+    weight = block.reduce.weight
     for ratio in (4, 2, 4):
-        reduction = block.reduction._replace(weight=weight[:, :, :ratio, :ratio])
-        check(backend, (x, grid, block._replace(reduction=reduction)))
+        reduction = block.reduce._replace(weight=weight[:, :, :ratio, :ratio])
+        check(backend, (x, grid, block._replace(reduce=reduction)))
 
 
 # Proofs ---------------------------------------------------------------------------------------------------
@@ -203,7 +263,7 @@ def test_every_backend_passes_its_proof(inplace):
     x, grid, block = make()
     given, before = x.clone(), set(packing._known)
     with torch.no_grad(), proofs.undisturbed(x.device):
-        proof = dispatch.proof_of("pyramid_block", x, grid, block, inplace=inplace)
+        proof = dispatch.proof_of("transformer_block", x, grid, block, inplace=inplace)
         standard = proofs.Standard.of(proof.reference, proof.sample)
         trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
     assert {name: trial.flaw for name, trial in trials.items()} == dict.fromkeys(BACKENDS)
@@ -226,13 +286,13 @@ def test_kinds_of_calls():
         "width": make(width=48),
     }
     questions = {
-        (name, inplace): dispatch.question("pyramid_block", *arguments, inplace=inplace)
+        (name, inplace): dispatch.question("transformer_block", *arguments, inplace=inplace)
         for (name, arguments), inplace in itertools.product(kinds.items(), (False, True))
     }
     assert len(set(questions.values())) == 2 * len(kinds)
     assert questions["plain", True] == (
-        "pyramid_block, forward, float32, exact, 1+ images, 24 channels, 16+ tokens, 3 heads of 8, "
-        "72 hidden, keys of 2×2 tokens, with a convolution, in place"
+        "transformer_block, forward, float32, exact, 1+ images, 24 channels, 16+ tokens, keys of 2x2 tokens, "
+        "3 heads of 8, 72 hidden, with a convolution, in place"
     )
 
 
@@ -248,11 +308,9 @@ def test_kinds_of_calls():
         lambda block: block._replace(scale=2.0),
         lambda block: block._replace(norm1=block.norm1._replace(eps=1.0)),
         lambda block: block._replace(norm2=block.norm2._replace(eps=1.0)),
-        lambda block: block._replace(
-            reduction=block.reduction._replace(norm=block.reduction.norm._replace(eps=1.0))
-        ),
-        lambda block: block._replace(reduction=None),
-        lambda block: block._replace(conv=None),
+        lambda block: block._replace(reduce=block.reduce._replace(norm=block.reduce.norm._replace(eps=1.0))),
+        lambda block: block._replace(reduce=None),
+        lambda block: block._replace(mix=None),
         lambda block: block._replace(proj=ck.Linear(block.proj.weight, None)),
         lambda block: block._replace(linears=(block.linears[0], *block.linears[:2])),
     ],
@@ -272,20 +330,20 @@ def test_kinds_of_calls():
 def test_another_setting_is_another_call(change, backend):
     x, grid, block = make()
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        before = [ck.pyramid_block(x, grid, block) for _ in range(2)][1]
+        before = [ck.transformer_block(x, grid, block) for _ in range(2)][1]
         other = change(block)
-        out = ck.pyramid_block(x, grid, other)
+        out = ck.transformer_block(x, grid, other)
     assert (out - before).abs().max() > 1e-2
-    torch.testing.assert_close(out, reference.pyramid_block(x, grid, other))
+    torch.testing.assert_close(out, reference.transformer_block(x, grid, other))
 
 
 @every_backend
 def test_wrong_arguments_after_a_right_call(backend):
     x, grid, block = make()
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        ck.pyramid_block(x, grid, block)
+        ck.transformer_block(x, grid, block)
         with pytest.raises(ValueError, match=r"block.fc2.bias: got shape \(3,\)"):
-            ck.pyramid_block(x, grid, block._replace(fc2=block.fc2._replace(bias=torch.ones(3))))
+            ck.transformer_block(x, grid, block._replace(fc2=block.fc2._replace(bias=torch.ones(3))))
 
 
 # Wrong arguments ------------------------------------------------------------------------------------------
@@ -314,28 +372,28 @@ def with_query(**changes):
     ("change", "error", "message"),
     [
         (lambda x, grid, block: (x, grid, tuple(block)), TypeError,
-         "block: got tuple, expected PyramidBlock"),
+         "block: got tuple, expected TransformerBlock"),
         (lambda x, grid, block: (3.0, grid, block), TypeError, "x: got float, expected a tensor"),
         (lambda x, grid, block: (x[0], grid, block), ValueError, "x: got shape"),
         (lambda x, grid, block: (x.int(), grid, block), TypeError, "x: got dtype int32"),
         (lambda x, grid, block: (x, (6, 6), block), ValueError, "grid: got 6×6 for 30 tokens"),
         (lambda x, grid, block: (x, [6, 5], block), TypeError, r"grid: got \[6, 5\], expected a tuple"),
-        (with_block(linears=[]), TypeError, "block.linears: got list, expected tuple"),
+        (with_block(linears=[]), TypeError, "block.linears: got list, expected a tuple"),
         (with_block(linears=()), ValueError, "block.linears: got 0, expected those of Q, of K and of V"),
         (with_block(linears=(1, 2, 3)), TypeError, r"block.linears\[0\]: got int, expected Linear"),
-        (with_block(reduction=3), TypeError, "block.reduction: got int, expected Reduction"),
-        (with_part("reduction", norm=None), TypeError, "block.reduction.norm: got NoneType, expected Norm"),
-        (with_part("reduction", weight=torch.ones(24, 24)), ValueError, "block.reduction.weight: got shape"),
-        (with_part("reduction", weight=torch.ones(24, 24, 2, 3)), ValueError,
-         "block.reduction.weight: got shape"),
-        (with_part("reduction", weight=torch.ones(24, 24, 6, 6)), ValueError,
-         "block.reduction.weight: got a kernel of 6×6 for a grid of 6×5, expected at most its sizes"),
-        (with_part("reduction", bias=torch.ones(5)), ValueError, r"block.reduction.bias: got shape \(5,\)"),
-        (with_part("reduction", norm=ck.Norm(torch.ones(3), None)), ValueError,
-         "block.reduction.norm.weight: got shape"),
-        (with_block(conv=torch.ones(3)), TypeError, "block.conv: got Tensor, expected DepthwiseConv"),
-        (with_part("conv", weight=torch.ones(24, 1, 3, 3)), ValueError, "block.conv.weight: got shape"),
-        (with_part("conv", bias=torch.ones(24)), ValueError, "block.conv.bias: got shape"),
+        (with_block(reduce=3), TypeError, "block.reduce: got int, expected a tuple, a Reduction or None"),
+        (with_part("reduce", norm=None), TypeError, "block.reduce.norm: got NoneType, expected Norm"),
+        (with_part("reduce", weight=torch.ones(24, 24)), ValueError, "block.reduce.weight: got shape"),
+        (with_part("reduce", weight=torch.ones(24, 24, 2, 3)), ValueError,
+         "block.reduce.weight: got shape"),
+        (with_part("reduce", weight=torch.ones(24, 24, 6, 6)), ValueError,
+         "block.reduce.weight: got a kernel of 6×6 for a grid of 6×5, expected at most its sizes"),
+        (with_part("reduce", bias=torch.ones(5)), ValueError, r"block.reduce.bias: got shape \(5,\)"),
+        (with_part("reduce", norm=ck.Norm(torch.ones(3), None)), ValueError,
+         "block.reduce.norm.weight: got shape"),
+        (with_block(mix=torch.ones(3)), TypeError, "block.mix: got Tensor, expected DepthwiseConv"),
+        (with_part("mix", weight=torch.ones(24, 1, 3, 3)), ValueError, "block.mix.weight: got shape"),
+        (with_part("mix", bias=torch.ones(24)), ValueError, "block.mix.bias: got shape"),
         (with_block(proj=None), TypeError, "block.proj: got NoneType, expected Linear"),
         (with_block(norm2=1e-5), TypeError, "block.norm2: got float, expected Norm"),
         (with_block(approximate="fast"), ValueError, "approximate: got 'fast'"),
@@ -355,13 +413,13 @@ def with_query(**changes):
 )  # fmt: skip
 def test_bad_arguments(change, error, message):
     with pytest.raises(error, match=message), torch.no_grad():
-        ck.pyramid_block(*change(*make()))
+        ck.transformer_block(*change(*make()))
 
 
 def test_bad_calls_in_place():
     x, grid, block = make()
     with torch.no_grad(), pytest.raises(ValueError, match="x: is not contiguous"):
-        ck.pyramid_block(x.transpose(1, 2).contiguous().transpose(1, 2), grid, block, inplace=True)
+        ck.transformer_block(x.transpose(1, 2).contiguous().transpose(1, 2), grid, block, inplace=True)
     block.fc1.weight.requires_grad_()
     with pytest.raises(ValueError, match="inplace: got True where a gradient is wanted"):
-        ck.pyramid_block(x, grid, block, inplace=True)
+        ck.transformer_block(x, grid, block, inplace=True)

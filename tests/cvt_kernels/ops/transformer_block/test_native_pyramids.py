@@ -1,4 +1,4 @@
-"""pyramid_block by the compiled extension: every instruction set, threads, and its loops under sanitizers."""
+"""Blocks of SegFormer and PVT by the compiled extension: instruction sets, threads, sanitizers."""
 
 import shutil
 
@@ -8,26 +8,26 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import reference
 from tests.checks import compiler, every_instruction_set, not_built, run_on_instruction_set, run_sanitized
-from tests.cvt_kernels.ops.pyramid_block.test_pyramid_block import make
+from tests.cvt_kernels.ops.transformer_block.test_pyramids import make
 
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
-from tests.cvt_kernels.ops.pyramid_block.test_pyramid_block import in_float64, make
+from tests.cvt_kernels.ops.transformer_block.test_pyramids import in_float64, make
 torch.manual_seed(0)
 for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
     for convolves in (True, False):
         arguments = make(3, (11, 9), 40, heads=5, hidden=600, ratio=2, convolves=convolves, dtype=dtype)
         with ck.use_backend("native"), torch.no_grad():
             torch.set_num_threads(2)
-            out = ck.pyramid_block(*arguments)
+            out = ck.transformer_block(*arguments)
             torch.set_num_threads(1)
             x, *rest = arguments
-            alone = [ck.pyramid_block(image[None], *rest) for image in x]
+            alone = [ck.transformer_block(image[None], *rest) for image in x]
         torch.testing.assert_close(torch.cat(alone), out, rtol=0, atol=0)  # cut into other parts
         torch.testing.assert_close(
-            out.double(), ck.reference.pyramid_block(*in_float64(arguments)), rtol=0, atol=atol
+            out.double(), ck.reference.transformer_block(*in_float64(arguments)), rtol=0, atol=atol
         )
 """
 
@@ -52,10 +52,10 @@ def test_the_same_bits_for_any_number_of_threads(grid, threads):
     arguments = make(1, grid, ratio=1 if grid == (1, 1) else 2)
     before = torch.get_num_threads()
     with ck.use_backend("native"):
-        expected = ck.pyramid_block(*arguments)
+        expected = ck.transformer_block(*arguments)
         try:
             torch.set_num_threads(threads)
-            assert torch.equal(ck.pyramid_block(*arguments), expected)
+            assert torch.equal(ck.transformer_block(*arguments), expected)
         finally:
             torch.set_num_threads(before)
 
@@ -81,17 +81,17 @@ def test_every_changed_parameter_is_packed_anew():
         block.proj,
         block.fc1,
         block.fc2,
-        block.reduction,
-        block.conv,
+        block.reduce,
+        block.mix,
     ]
     parameters = {f"{name}.{i}": part[i] for name, part in zip(names, parts, strict=True) for i in range(2)}
-    parameters |= {f"reduction.norm.{i}": block.reduction.norm[i] for i in range(2)}
+    parameters |= {f"reduction.norm.{i}": block.reduce.norm[i] for i in range(2)}
     with ck.use_backend("native"):
         for name, tensor in parameters.items():
-            before = ck.pyramid_block(x, grid, block)
+            before = ck.transformer_block(x, grid, block)
             tensor.add_(0.5)
-            out = ck.pyramid_block(x, grid, block)
-            torch.testing.assert_close(out, reference.pyramid_block(x, grid, block), rtol=1e-4, atol=1e-4)
+            out = ck.transformer_block(x, grid, block)
+            torch.testing.assert_close(out, reference.transformer_block(x, grid, block), rtol=1e-4, atol=1e-4)
             # Constants added to all scores of a query change no probability, and LayerNorm takes out a mean.
             assert name in ("linears[1].1", "reduction.1") or not torch.equal(out, before), name
 
@@ -101,8 +101,8 @@ def test_every_changed_parameter_is_packed_anew():
 def test_more_images_than_find_room_between_the_steps():
     x, grid, block = make(5, (128, 128), 64, heads=1, hidden=1, ratio=16)
     with ck.use_backend("native"):
-        out = ck.pyramid_block(x, grid, block)
-        alone = [ck.pyramid_block(image[None], grid, block) for image in x]
+        out = ck.transformer_block(x, grid, block)
+        alone = [ck.transformer_block(image[None], grid, block) for image in x]
     assert torch.equal(torch.cat(alone), out)
 
 
@@ -114,20 +114,20 @@ def test_what_it_refuses():
     class Subclass(torch.Tensor):
         pass
 
-    compiled = torch.compile(ck.pyramid_block, backend="eager")
+    compiled = torch.compile(ck.transformer_block, backend="eager")
     with ck.use_backend("native"):
         with pytest.raises(Exception, match=r"is not for torch\.compile"):
             compiled(x, grid, block)
         with pytest.raises(ck.BackendUnavailable, match="packs plain tensors only"):
-            ck.pyramid_block(x.as_subclass(Subclass), grid, block)
+            ck.transformer_block(x.as_subclass(Subclass), grid, block)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
-            ck.pyramid_block(x, grid, block)
+            ck.transformer_block(x, grid, block)
         with pytest.raises(ck.BackendUnavailable, match="serves float32, bfloat16 and float16"):
-            ck.pyramid_block(*make(dtype=torch.float64))
+            ck.transformer_block(*make(dtype=torch.float64))
         with pytest.raises(ck.BackendUnavailable, match="heads have 260 channels, more than 256"):
-            ck.pyramid_block(*make(channels=260, heads=1))
+            ck.transformer_block(*make(channels=260, heads=1))
         with torch.enable_grad(), pytest.raises(ck.BackendUnavailable, match="has no gradients"):
-            ck.pyramid_block(x.requires_grad_(), grid, block)
+            ck.transformer_block(x.requires_grad_(), grid, block)
 
 
 @needs_extension

@@ -1,0 +1,108 @@
+"""A transformer block by other operators of this package one after the other, each by its own verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ... import checks
+from ...backends import Record
+from ...records import AnyLinear, Linear, QuantizedLinear, Reduction, TransformerBlock
+from ...reference import attended_keys
+from ..attention import attention
+from ..conv_linear import conv_linear
+from ..conv_projection import conv_projection
+from ..depthwise_conv_gelu import depthwise_conv_gelu
+from ..layer_norm_gelu import layer_norm
+from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
+from ..linear_int8 import layer_norm_quantize, linear_int8
+from ..rows import gather_rows, scatter_rows
+from .reduction import reduce_tokens
+
+
+def transformer_block(call: Record) -> Any:
+    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    x, grid, block, rows, scores, inplace = call
+    y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
+    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))
+    y = attention(q, k, v, scale=block.scale).flatten(2)
+    if rows is None:
+        out = _finish(y, x, grid, block, inplace)
+        out = x.copy_(out) if inplace and out is not x else out
+    else:
+        gathered = gather_rows(x, rows)
+        may_replace = checks.may_change(gathered, *block.tensors())
+        out = scatter_rows(x, rows, _finish(y, gathered, grid, block, may_replace), inplace=inplace)
+    if scores is None:
+        return out
+    class_tokens = x.shape[1] - grid[0] * grid[1]
+    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
+
+
+def _project(
+    y: Tensor, grid: tuple[int, int], block: TransformerBlock, rows: Tensor | None
+) -> Sequence[Tensor]:
+    """Returns queries, keys and values."""
+    plain = [layer for layer in block.linears if isinstance(layer, Linear)]
+    if block.convs and rows is None and len(plain) == len(block.linears):
+        return conv_linear(y, grid, block.convs, plain)
+    queries, *kept = tokens_to_project(y, grid, block)
+    queries = queries if rows is None else gather_rows(queries, rows)
+    return [_apply(tokens, layer) for tokens, layer in zip((queries, *kept), block.linears, strict=True)]
+
+
+def tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
+    """Returns the tokens of which queries, keys and values are made, all of the queries."""
+    if isinstance(block.reduce, Reduction):
+        kept = reduce_tokens(y, grid, block.reduce)
+        return y, kept, kept
+    return conv_projection(y, grid, block.convs, training=False) if block.convs else (y, y, y)
+
+
+def _finish(y: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> Tensor:
+    """Returns x after the block, from the result of attention."""
+    stream, hidden = _add_and_hide(y, x, grid, block, inplace)
+    # PyTorch lays out a sum as its first summand.
+    may_replace = stream.is_contiguous() and checks.may_change(stream, hidden, *block.fc2)
+    return _add(hidden, block.fc2, stream, inplace=may_replace)
+
+
+def _add_and_hide(
+    y: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the stream, x + proj(y), and the hidden channels of the MLP after their GELU."""
+    norm, proj, fc1, approximate = block.norm2, block.proj, block.fc1, block.approximate
+    if isinstance(fc1, QuantizedLinear):
+        stream = _add(y, proj, x, inplace)
+        weight, scale, bias, input_scale = fc1
+        settings: dict[str, Any] = {"scale": input_scale, "dtype": weight.dtype}
+        rows = layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
+        activation = None if block.mix is not None else approximate
+        hidden = linear_int8(rows, weight, scale, bias, approximate=activation, dtype=stream.dtype)
+    else:
+        if isinstance(proj, Linear):
+            stream, y = linear_add_layer_norm(
+                y, *proj, x, norm.weight, norm.bias, eps=norm.eps, inplace=inplace
+            )
+        else:
+            stream = _add(y, proj, x, inplace)
+            y = layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
+        if block.mix is None:
+            return stream, linear_gelu(y, *fc1, approximate=approximate)
+        hidden = linear(y, *fc1)
+    if block.mix is not None:
+        hidden = depthwise_conv_gelu(hidden, grid, *block.mix, approximate=approximate)
+    return stream, hidden
+
+
+def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
+    return linear(x, *layer) if isinstance(layer, Linear) else linear_int8(x, **layer._asdict())
+
+
+def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
+    """Returns the sum of the stream and a linear layer, for a float layer in the place of the stream."""
+    if isinstance(layer, Linear):
+        return linear_add(y, *layer, stream, inplace=inplace)
+    return linear_int8(y, **layer._asdict(), residual=stream, dtype=stream.dtype)
