@@ -56,6 +56,7 @@ FOUND = (
     "transformer_block dtype=bfloat16 values=nan_row channels=16 inplace=True count=1 seed=0",
     "transformer_block dtype=bfloat16 values=tiny parameters=zeros inplace=True seed=0",
     "transformer_block values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
+    "transformer_block dtype=float16 autocast=True bare=True quantized_layers=3 reduce=squares seed=0",
     "gelu_quantize values=large seed=7174",
     "conv_linear dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
     "layer_norm_mlp dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",

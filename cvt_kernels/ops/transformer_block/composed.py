@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import checks
@@ -105,4 +106,5 @@ def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
     """Returns the sum of the stream and a linear layer, for a float layer in the place of the stream."""
     if isinstance(layer, Linear):
         return linear_add(y, *layer, stream, inplace=inplace)
-    return linear_int8(y, **layer._asdict(), residual=stream, dtype=stream.dtype)
+    dtype = torch.promote_types(stream.dtype, checks.autocast_dtype(stream) or stream.dtype)
+    return linear_int8(y, **layer._asdict(), residual=stream, dtype=dtype)
