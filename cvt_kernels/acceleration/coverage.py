@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -182,9 +183,10 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
     rows = {model.get_submodule(path): i for i, path in enumerate(paths)}
     called: list[dict[str, _Counts]] = [{} for _ in paths]
     within: list[int] = []
+    thread = threading.get_ident()
 
     def note(operator: str, backend: str) -> None:
-        if within and not dispatch.is_proving():
+        if within and threading.get_ident() == thread and not dispatch.is_proving():
             called[within[-1]].setdefault(operator, collections.Counter())[backend] += 1
 
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -192,8 +194,8 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
         torch.random.fork_rng(devices=cuda),
         torch.set_grad_enabled(any(block.training for block in rows)),
         torch.compiler.set_stance("force_eager"),
+        _noted(note),  # in which threads take turns
         _entered(rows, within),
-        _noted(note),
     ):
         call_model(model, inputs)
     return called

@@ -1,4 +1,4 @@
-"""A whole stage of a CvT for serving: what it consists of, what is folded, and its forward in few calls.
+"""A whole stage of a CvT for serving: what is folded, and its forward in few calls.
 
 The residual stream is one tensor, in whose place each block puts its result. On a CPU a block is one
 operator, ``transformer_block``. Elsewhere it is a few launches, whose matrix products accumulate into the
@@ -32,14 +32,7 @@ from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
-from ..records import (
-    AnyLinear,
-    Linear,
-    Norm,
-    QuantizedLinear,
-    QuantizedRows,
-    TransformerBlock,
-)
+from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, TransformerBlock
 from .parts import BlockParts, StageParts, wide
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import re
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -607,6 +608,28 @@ def test_coverage_looks_into_wrappers():
         assert [row.backends for row in rows] == expected
         assert rows[1].path.endswith(".stage0.blocks.0")
     assert [row.backends for row in ck.coverage(nn.Sequential(model), images())] == expected
+
+
+def test_coverage_in_two_threads_counts_the_calls_of_each():
+    model, own_call = ck.accelerate(microsoft(), freeze=False).eval(), nn.Module.__call__
+    found = []
+
+    def observe():
+        with ck.use_backend("reference"):
+            found.append(ck.coverage(model, images()).called)
+
+    observe()
+    (expected,) = found
+    threads = [Thread(target=observe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        with torch.no_grad():
+            model(images())
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 5
+    assert nn.Module.__call__ is own_call
 
 
 def test_coverage_puts_everything_back_after_an_error():
