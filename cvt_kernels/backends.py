@@ -454,7 +454,8 @@ def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
     if reason is None and backend in _UNTRANSFORMED:
         reason = _why_transformed()
     if reason is None:
-        ask = implementations[operator][backend].why_unsupported
+        # Another thread may have replaced the implementations since: this one may not have been loaded.
+        ask = implementations[operator][backend].load().why_unsupported
         reason = None if ask is None else ask(call)
     return reason
 

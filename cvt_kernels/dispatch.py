@@ -178,7 +178,7 @@ def _first_able(operator: str, names: Sequence[str], call: Record, *, notes: boo
 
 def _choice(operator: str, eager: str, in_graphs: str | None = None, *, lasts: bool = True) -> Choice:
     known = backends.implementations[operator]
-    return Choice(known[eager], known[in_graphs or eager], lasts)
+    return Choice(known[eager].load(), known[in_graphs or eager].load(), lasts)
 
 
 def _choose(operator: str, call: Record) -> Choice:

@@ -6,9 +6,9 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The files, each on those before it: ``fused`` (operations on submodules), ``parts`` (the modules
 of a block), ``entries`` (of the table), ``stages`` (whole stages for serving), ``pyramid`` (what SegFormer
-and PVT share), ``decode_head`` (SegFormer's), ``ours``, ``huggingface``, ``microsoft``, ``segformer``,
-``pvt`` and ``glpn`` (forwards and entries), ``matching`` (which block is which), ``layers`` (layers of
-pyramids for serving), ``freezing`` (which stage or layer can be served as one), ``compiling`` (both under
+and PVT share), ``decode_head`` (SegFormer's), ``ours``, ``huggingface``, ``microsoft``, ``segformer`` (with
+GLPN) and ``pvt`` (forwards and entries), ``matching`` (which block is which), ``layers`` (layers of pyramids
+for serving), ``freezing`` (which stage or layer can be served as one), ``compiling`` (both under
 torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
 """
 

@@ -191,10 +191,10 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
 
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
+        _noted(note),  # first: it lets threads take turns, and what follows is the process's
         torch.random.fork_rng(devices=cuda),
         torch.set_grad_enabled(any(block.training for block in rows)),
         torch.compiler.set_stance("force_eager"),
-        _noted(note),  # in which threads take turns
         _entered(rows, within),
     ):
         call_model(model, inputs)

@@ -15,7 +15,7 @@ from .. import backends
 from ..ops.programs import Programs
 from ..ops.transformer_block import transformer_block
 from ..records import Reduction, TransformerBlock
-from . import glpn, pvt, segformer
+from . import pvt, segformer
 from .entries import BlockEntry, StageEntry, why_another_class
 from .fused import GELU_VARIANTS, is_plain_linear
 from .matching import TABLE
@@ -81,7 +81,7 @@ _CLASSES: dict[str, tuple[str, Callable[[Any], BlockParts | None]]] = {
     "SegformerLayer": ("Segformer", segformer.parts),
     "PvtLayer": ("Pvt", pvt.parts),
     "PvtV2BlockLayer": ("PvtV2", pvt.parts_of_v2),
-    "GLPNLayer": ("GLPN", glpn.parts),
+    "GLPNLayer": ("GLPN", segformer.parts),
 }
 
 #: The ends of these names.

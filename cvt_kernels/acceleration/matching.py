@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
-from . import glpn, huggingface, microsoft, ours, pvt, segformer
+from . import huggingface, microsoft, ours, pvt, segformer
 from .entries import BlockEntry, BypassedPart, why_another_class
 from .fused import is_watched, patch_of, why_must_be_called
 
-_PYRAMIDS = segformer, pvt, glpn
+_PYRAMIDS = segformer, pvt
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {

@@ -178,7 +178,7 @@ def layer_entry(
     )
 
 
-def entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
+def _entries_of_4(prefix: str) -> tuple[BlockEntry, ...]:
     """Returns the entries of the classes that SegFormer had before transformers 5, and GLPN has.
 
     Args:
@@ -308,7 +308,9 @@ _ENTRIES_OF_5 = (
     _head_entry("linear_projections", "kwargs"),
 )
 
-ENTRIES = variants_by_name(*_ENTRIES_OF_5, *entries_of_4("Segformer"), _head_entry("linear_c"))
+ENTRIES = variants_by_name(
+    *_ENTRIES_OF_5, *_entries_of_4("Segformer"), _head_entry("linear_c"), *_entries_of_4("GLPN")
+)
 
 
 def recognize(module: nn.Module) -> BlockEntry | None:
@@ -323,8 +325,8 @@ def recognize(module: nn.Module) -> BlockEntry | None:
 
 
 def parts(layer: Any) -> BlockParts:
-    """Returns the parts of a ``SegformerLayer``, of transformers 4 or 5."""
-    return parts_of_4(layer) if "layer_norm_1" in layer._modules else _parts_of_5(layer)
+    """Returns the parts of a ``SegformerLayer``, of transformers 4 or 5, or of a ``GLPNLayer``."""
+    return _parts_of_4(layer) if "layer_norm_1" in layer._modules else _parts_of_5(layer)
 
 
 def _parts_of_5(layer: Any) -> BlockParts:
@@ -346,7 +348,7 @@ def _parts_of_5(layer: Any) -> BlockParts:
     )
 
 
-def parts_of_4(layer: Any) -> BlockParts:
+def _parts_of_4(layer: Any) -> BlockParts:
     """Returns the parts of a layer of SegFormer in transformers 4, or of GLPN."""
     attention, mlp = layer.attention.self, layer.mlp
     reduces = attention.sr_ratio > 1

@@ -630,6 +630,8 @@ def test_coverage_in_two_threads_counts_the_calls_of_each():
         thread.join()
     assert found == [expected] * 5
     assert nn.Module.__call__ is own_call
+    compiled = torch.compile(lambda x: torch.compiler.is_compiling(), backend="eager")
+    assert compiled(images())  # threads have left torch.compile as it was
 
 
 def test_coverage_puts_everything_back_after_an_error():

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import glpn as glpn_blocks
 from cvt_kernels.acceleration import pvt as pvt_blocks
 from cvt_kernels.acceleration import segformer as segformer_blocks
 from tests.checks import assert_accurate, python_blocks, record_all_calls, record_calls, run_blocks
@@ -192,7 +191,7 @@ def test_the_parts_are_those_of_the_block():
         (segformer, "SegformerLayer", segformer_blocks.parts),
         (pvt, "PvtLayer", pvt_blocks.parts),
         (pvt_v2, "PvtV2BlockLayer", pvt_blocks.parts_of_v2),
-        (glpn, "GLPNLayer", glpn_blocks.parts),
+        (glpn, "GLPNLayer", segformer_blocks.parts),
     )
     for make, name, parts_of in found:
         layers = [module for module in make().modules() if type(module).__name__ == name]
