@@ -46,6 +46,13 @@ def test_auto_takes_the_backend_of_the_verdict_if_it_can_serve_the_call():
     assert ck.fallbacks()["gelu", "native"] == "serves cuda tensors, not cpu"
 
 
+def test_an_implementation_is_loaded_where_it_is_chosen():
+    """Another thread may have replaced those that were loaded since they were asked."""
+    with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.kinds:size_class")):
+        choice = dispatch._choice("gelu", "native")
+    assert choice.eager.function is choice.in_graphs.function is size_class
+
+
 def no_tanh(x, *, approximate):
     return "no tanh" if approximate == "tanh" else None
 

@@ -25,7 +25,7 @@ from .reduction import reduce_tokens
 
 def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
-    x, grid, block, rows, scores, inplace = call
+    x, grid, block, rows, _, inplace = call
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
     q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))
     y = attention(q, k, v, scale=block.scale).flatten(2)
@@ -36,6 +36,12 @@ def transformer_block(call: Record) -> Any:
         gathered = gather_rows(x, rows)
         may_replace = checks.may_change(gathered, *block.tensors())
         out = scatter_rows(x, rows, _finish(y, gathered, grid, block, may_replace), inplace=inplace)
+    return with_scores(out, q, k, call)
+
+
+def with_scores(out: Tensor, q: Tensor, k: Tensor, call: Record) -> Any:
+    """Returns the result of a call: x after the block, and the scores if it asks for them."""
+    x, grid, block, rows, scores, _ = call
     if scores is None:
         return out
     class_tokens = x.shape[1] - grid[0] * grid[1]
@@ -49,12 +55,12 @@ def _project(
     plain = [layer for layer in block.linears if isinstance(layer, Linear)]
     if block.convs and rows is None and len(plain) == len(block.linears):
         return conv_linear(y, grid, block.convs, plain)
-    queries, *kept = tokens_to_project(y, grid, block)
+    queries, *kept = _tokens_to_project(y, grid, block)
     queries = queries if rows is None else gather_rows(queries, rows)
     return [_apply(tokens, layer) for tokens, layer in zip((queries, *kept), block.linears, strict=True)]
 
 
-def tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
+def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
     """Returns the tokens of which queries, keys and values are made, all of the queries."""
     if isinstance(block.reduce, Reduction):
         kept = reduce_tokens(y, grid, block.reduce)

@@ -71,11 +71,9 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
     if any(conv.running_mean is None for conv in block.convs):
         return "normalizes by running statistics only"
     kernel = max(conv.weight.shape[3] for conv in block.convs)
-    return (
-        f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
-        if kernel > _MAX_KERNEL
-        else None
-    )
+    if kernel > _MAX_KERNEL:
+        return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
+    return None
 
 
 def _why_pyramidal_unsupported(call: Record) -> str | None:
@@ -241,13 +239,14 @@ def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
     """Returns the operator on tokens, with the parameters packed; None for calls that are not served so."""
-    if call.rows is not None or call.scores is not None or not call.x.numel():
+    in_place = bool(call.block.convs)  # as the operator computes it
+    if call.inplace != in_place or call.rows is not None or call.scores is not None or not call.x.numel():
         return None
-    if call.block.convs:
+    if in_place:
         arguments = _arguments_of_convolutional(call)
-        return (lambda x: _run_in_place(x, arguments)) if call.inplace else None
+        return lambda x: _run_in_place(x, arguments)
     arguments = _arguments_of_pyramidal(call)
-    return None if call.inplace else lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)
+    return lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)
 
 
 @bound_by(_bind)

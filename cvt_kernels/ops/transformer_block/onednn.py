@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...backends import Record
 from ...records import Linear, Reduction, TransformerBlock
-from ...reference import attended_keys
 from .. import packed_linear as packed
 from ..attention import attention
 from ..conv_projection import conv_projection
@@ -22,6 +21,7 @@ from ..depthwise_conv_gelu import depthwise_conv_gelu
 from ..layer_norm_gelu import layer_norm
 from ..packed_linear import ACTIVATIONS, packed_linear, packed_linear_add
 from ..rows import gather_rows, scatter_rows
+from .composed import with_scores
 from .reduction import matrix_of, squares_of
 
 
@@ -38,7 +38,7 @@ def why_unsupported(call: Record) -> str | None:
 
 def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
-    x, grid, block, rows, scores, inplace = call
+    x, grid, block, rows, _, inplace = call
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)
     q, k, v = (part.unflatten(2, (heads, -1)) for part in _project(y, grid, block, rows))
@@ -54,10 +54,7 @@ def transformer_block(call: Record) -> Any:
     y = packed_linear_add(hidden, block.fc2, stream, factor)
     out = y if rows is None else scatter_rows(x, rows, y, inplace=inplace)
     out = x.copy_(out) if inplace and out is not x else out
-    if scores is None:
-        return out
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
+    return with_scores(out, q, k, call)
 
 
 def _project(

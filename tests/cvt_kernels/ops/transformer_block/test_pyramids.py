@@ -1,19 +1,20 @@
 """Blocks of SegFormer and PVT on a CPU: every backend against float64, what is accepted and what refused."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch.autograd import gradcheck
-from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, proofs, reference
 from cvt_kernels.ops import packing
 from cvt_kernels.records import DepthwiseConv, Reduction, TransformerBlock
-from tests.checks import assert_accurate
+from tests.cvt_kernels.ops.transformer_block import test_transformer_block
 from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels, with_quantized
-from tests.cvt_kernels.ops.transformer_block.test_transformer_block import random_conv
+from tests.cvt_kernels.ops.transformer_block.test_transformer_block import in_float64
+from tests.cvt_kernels.test_reference import random_conv
 
 #: The backends under test, each with those that serve its parts.
 BACKENDS = {
@@ -68,27 +69,7 @@ def make(
     return randn(batch, grid[0] * grid[1], channels), grid, block
 
 
-def in_float64(arguments):
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.double, arguments)
-
-
-def check(backend, arguments, **assertions):
-    """Compares a call, a second one like it, and one in place, with the reference and with float64."""
-    x, grid, block = arguments
-    same, exact = reference.transformer_block(*arguments), reference.transformer_block(*in_float64(arguments))
-    given = x.clone()
-    with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        out = ck.transformer_block(*arguments)
-        assert torch.equal(ck.transformer_block(*arguments), out)
-        assert torch.equal(x, given)
-        if x.is_contiguous():
-            assert out.is_contiguous()
-            for _ in range(2):
-                stream = x.clone()
-                assert ck.transformer_block(stream, grid, block, inplace=True) is stream
-                assert torch.equal(stream, out)
-    # The sums of oneDNN's products are in another order than those of MKL, with their own luck.
-    assert_accurate(out, same, exact, **({"floor": 4.0} | assertions))
+check = functools.partial(test_transformer_block.check, among=BACKENDS)
 
 
 @every_backend

@@ -59,12 +59,12 @@ def in_float64(arguments):
     return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, arguments)
 
 
-def check(backend, arguments, **assertions):
+def check(backend, arguments, among=BACKENDS, **assertions):
     """Compares a call, a second one like it, and one in place, with the reference and with float64."""
     x, grid, block = arguments
     same, exact = reference.transformer_block(*arguments), reference.transformer_block(*in_float64(arguments))
     given = x.clone()
-    with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
+    with torch.no_grad(), ck.use_backend(*among[backend]):
         out = ck.transformer_block(*arguments)
         assert torch.equal(ck.transformer_block(*arguments), out)
         assert torch.equal(x, given)
