@@ -13,21 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cvt_kernels.acceleration.entries import BATCH_NORMS
-from cvt_kernels.acceleration.fused import (
-    add_and_normalize_for,
-    apply_layer_norm,
-    apply_linear,
-    apply_linear_and_gelu,
-    normalize_for_layers,
-)
-from cvt_kernels.acceleration.matching import why_not_now
-from cvt_kernels.acceleration.ours import ENTRIES, attention_entry
+from cvt_kernels.acceleration.cvt import OWN_BLOCK
+from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
+from cvt_kernels.acceleration.matching import parts_if_fused
+from cvt_kernels.acceleration.parts import BATCH_NORMS
 from cvt_kernels.checks import autocast_enabled, check_kind, check_tensor, is_transformed
-from cvt_kernels.ops.attention import attention
 from cvt_kernels.ops.attention.modules import attend_by_modules
-from cvt_kernels.ops.conv_projection.modules import project
-from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from cvt_kernels.ops.layer_norm_gelu import gelu
+from cvt_kernels.ops.rows import gather_rows, scatter_rows
 from cvt_kernels.ops.token_selection import score_tokens, select_tokens
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import resize_table
@@ -36,8 +29,6 @@ from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
-
-_BLOCK = ENTRIES["Block"]
 
 
 class DropPath(nn.Module):
@@ -142,38 +133,28 @@ class Attention(nn.Module):
             self.position_bias = nn.Parameter(torch.zeros(config.num_heads, *sizes))
 
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
-        """Attends from all tokens, or from those of ``rows`` (B, K), to all keys.
+        """Attends from all tokens, or from those of ``rows`` (B, K), to all keys, by its modules.
 
         Returns:
             (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
             :func:`cvt_kernels.ops.token_selection.score_tokens`.
         """
-        fused = why_not_now(self, attention_entry(self)) is None
-        projected = self._project(x, grid, fused)
+        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
+        projected = [self._project(branch, x, grid) for branch in branches]
         if rows is not None:
             projected[0] = gather_rows(projected[0], rows)
         layers = (self.proj_q, self.proj_k, self.proj_v)
         q, k, v = (
-            apply_linear(layer, tokens).unflatten(2, (self.num_heads, -1))
+            layer(tokens).unflatten(2, (self.num_heads, -1))
             for layer, tokens in zip(layers, projected, strict=True)
         )
         position = self.position_for(grid, rows)
-        if fused:
-            dropout_p = self.attn_drop.p if self.attn_drop.training else 0.0
-            y = attention(q, k, v, scale=self.scale, dropout_p=dropout_p, position=position).flatten(2)
-        else:
-            y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale, position=position)
-        out = self.proj_drop(apply_linear(self.proj, y))
+        y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale, position=position)
+        out = self.proj_drop(self.proj(y))
         if not with_scores:
             return out
         scores = score_tokens(q, k, grid, stride=self.stride_kv, scale=self.scale, pool=self.pool, rows=rows)
         return out, scores
-
-    def _project(self, x: Tensor, grid: Grid, fused: bool) -> list[Tensor]:
-        branches = (self.conv_proj_q, self.conv_proj_k, self.conv_proj_v)
-        if fused:
-            return list(project(x, grid, [branch.summands() for branch in branches]))
-        return [self._project_by_module(branch, x, grid) for branch in branches]
 
     def position_for(self, grid: Grid, rows: Tensor | None = None) -> PositionBias | None:
         """Returns the bias for a grid, its table interpolated if made for another one; None without."""
@@ -185,7 +166,7 @@ class Attention(nn.Module):
         return PositionBias(table, grid, (height, width), stride, rows)
 
     @staticmethod
-    def _project_by_module(branch: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+    def _project(branch: nn.Module, x: Tensor, grid: Grid) -> Tensor:
         y = branch(tokens_to_map(x, grid)).permute(0, 2, 3, 1).flatten(1, 2)
         class_token = x[:, : x.shape[1] - grid[0] * grid[1]]
         return torch.cat([class_token.to(y.dtype), y], dim=1)
@@ -203,8 +184,8 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = apply_linear_and_gelu(self.fc1, x, approximate=self.approximate)
-        return self.drop(apply_linear(self.fc2, self.drop(x)))
+        x = gelu(self.fc1(x), approximate=self.approximate)
+        return self.drop(self.fc2(self.drop(x)))
 
 
 class Block(nn.Module):
@@ -233,36 +214,25 @@ class Block(nn.Module):
         Returns:
             (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
         """
-        is_fused = why_not_now(self, _BLOCK) is None
-        y = normalize_for_layers(self.norm1, x) if is_fused else self.norm1(x)
-        scores = None
-        given = () if rows is None else (rows,)
-        if with_scores:
-            branch, scores = self.attn(y, grid, *given, with_scores=True)
+        parts = parts_if_fused(self, OWN_BLOCK)
+        if parts is None:
+            out, scores = self._call_modules(x, grid, rows, with_scores)
         else:
-            branch = self.attn(y, grid, *given)
-        branch = self.drop_path(self.ls1(branch))
-        if rows is not None:
-            out = self._finish_rows(x, rows, branch, is_fused)
-        else:
-            if is_fused:
-                x, y = add_and_normalize_for(self.mlp, "fc1", self.norm2, branch, x)
-            else:
-                x = branch + x
-                y = self.norm2(x)
-            out = x + self.drop_path(self.ls2(self.mlp(y)))
+            out, scores = forward_block(parts, x, grid, rows, with_scores=with_scores)
         return (out, scores) if with_scores else out
 
-    def _finish_rows(self, x: Tensor, rows: Tensor, branch: Tensor, is_fused: bool) -> Tensor:
-        """Returns the tokens after the block, from the branch of attention (B, K, C) of some rows."""
-        if is_fused:
-            h, y = gather_add_layer_norm(
-                x, rows, branch, self.norm2.weight, self.norm2.bias, eps=self.norm2.eps
-            )
+    def _call_modules(
+        self, x: Tensor, grid: Grid, rows: Tensor | None, with_scores: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the block by its modules, where somebody would notice that one is not called."""
+        scores, given = None, () if rows is None else (rows,)
+        if with_scores:
+            branch, scores = self.attn(self.norm1(x), grid, *given, with_scores=True)
         else:
-            h = gather_rows(x, rows) + branch
-            y = self.norm2(h)
-        return scatter_rows(x, rows, h, self.drop_path(self.ls2(self.mlp(y))))
+            branch = self.attn(self.norm1(x), grid, *given)
+        stream = self.drop_path(self.ls1(branch)) + (x if rows is None else gather_rows(x, rows))
+        branch = self.drop_path(self.ls2(self.mlp(self.norm2(stream))))
+        return stream + branch if rows is None else scatter_rows(x, rows, stream, branch), scores
 
 
 class Stage(nn.Module):

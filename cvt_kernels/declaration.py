@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import backends, checks, dispatch, machine, reference
 from .backends import Implementation, Record
@@ -306,6 +307,7 @@ def _may_be_kept(key: Any) -> bool:
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _threads = torch.get_num_threads
 _modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.maybe_current_level
 
 
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
@@ -315,7 +317,10 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
         grad: Whether gradients are enabled.
         x: The first argument of the call.
     """
-    if machine.is_intercepting() or checks.is_transformed() or checks.forward_mode_enabled() or _modes():
+    # Every call asks, so that these are not functions of machine and checks.
+    if machine.interception is not None or _transform() is not None or _modes():
+        return None
+    if getattr(forward_ad, "_current_level", 0) >= 0:
         return None
     precision = None
     if (x.is_cuda or machine.INTERPRETING) and x.dtype is torch.float32:

@@ -392,7 +392,8 @@ class _Interception(NamedTuple):
     take: Callable[[Launch], Any]
 
 
-_interception: _Interception | None = None
+#: Who gets launches instead of the GPU; None for nobody.
+interception: _Interception | None = None
 
 
 @contextlib.contextmanager
@@ -411,12 +412,12 @@ def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None
         take: Is called with each launch, and may start it.
         chip: The GPU that the launches are planned for; None for the one that there is.
     """
-    global _interception
-    previous, _interception = _interception, _Interception(chip, take)
+    global interception
+    previous, interception = interception, _Interception(chip, take)
     try:
         yield
     finally:
-        _interception = previous
+        interception = previous
 
 
 class _Planning(threading.local):
@@ -438,15 +439,10 @@ def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
         _planning.take = previous
 
 
-def is_intercepting() -> bool:
-    """Says whether launches are given to somebody instead of being started."""
-    return _interception is not None
-
-
 def chip(device: torch.device) -> Chip:
     """Returns the GPU of a device; for Triton's interpreter on the CPU, an sm_90 of one multiprocessor."""
-    if _interception is not None and _interception.chip is not None:
-        return _interception.chip
+    if interception is not None and interception.chip is not None:
+        return interception.chip
     return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
 
 
@@ -466,7 +462,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         options: Triton's options, such as ``num_warps``.
         arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
     """
-    take = _planning.take if _interception is None else _interception.take
+    take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))
         return

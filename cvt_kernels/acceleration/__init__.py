@@ -4,17 +4,18 @@ A supported block changes its class, to a subclass that overrides ``forward`` an
 parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and so does the name of the class.
 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
-forward runs. The files, each on those before it: ``fused`` (operations on submodules), ``parts`` (the modules
-of a block), ``entries`` (of the table), ``stages`` (whole stages for serving), ``pyramid`` (what SegFormer
-and PVT share), ``decode_head`` (SegFormer's), ``ours``, ``huggingface``, ``microsoft``, ``segformer`` (with
-GLPN) and ``pvt`` (forwards and entries), ``matching`` (which block is which), ``layers`` (layers of pyramids
-for serving), ``freezing`` (which stage or layer can be served as one), ``compiling`` (both under
-torch.compile), this file (the swap of classes), ``coverage`` and ``verify``.
+forward runs. The files, each on those before it: ``watching`` (who would notice that a module is not called),
+``parts`` (the modules of a block), ``fused`` (operations on them, and the fused forward), ``entries`` (of the
+table), ``cvt``, ``decode_head`` and ``pyramids`` (the entries of each upstream), ``matching`` (which block
+is which, and whether it runs fused), ``stages`` (whole stages and layers for serving), ``freezing`` (which
+can be served), ``compiling`` (serving under torch.compile), this file (the swap of classes), ``coverage``
+and ``verify``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from .compiling import (
     try_to_trace_as_one,
     without_number,
 )
+from .entries import BlockEntry, block_of
 from .freezing import (
     STAGES,
     find_stages,
@@ -41,14 +43,17 @@ from .freezing import (
     try_to_serve_in_evaluation,
     why_not_freezable,
 )
+from .fused import forward_block
 from .matching import (
     TABLE,
     find_blocks,
     is_fused,
     original_class,
+    parts_if_fused,
+    why_another_forward,
     why_mismatched,
-    why_not_now,
 )
+from .parts import BlockParts
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -104,7 +109,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     stages = _freezable_stages(model) if freeze else []
     warn_of_missing_kernels()
     for block, entry in supported:
-        if entry.forward is not None and not is_fused(block):
+        if entry.arguments and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (is_serving(stage) or is_frozen(stage)):
@@ -119,9 +124,9 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
 def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns the stages and layers that may be served as one, with the keys of their entries."""
     return [
-        (stage, entry.key)
+        (stage, entry.serving_key)
         for _, stage, entry in find_stages(model)
-        if why_mismatched(stage, entry.block) is None
+        if why_another_forward(stage, block_of(entry)) is None
     ]
 
 
@@ -146,7 +151,7 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
             f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
         )
     return [
-        (stage, entry.key)
+        (stage, entry.serving_key)
         for (_, stage, entry), reason in zip(stages, reasons, strict=True)
         if reason is None
     ]
@@ -187,15 +192,35 @@ def _fused_class(original: Any, key: str) -> Any:
     """Returns the subclass of ``original`` with the fused forward of the entry named ``key``."""
     entry = TABLE[key]
 
+    run = _run_block if entry.forward is None else _run_module
+
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _is_recorded(args, kwargs) and why_not_now(self, entry) is None:
-            result = entry.forward(self, *args, **kwargs)  # type: ignore[misc]
+        if not _is_recorded(args, kwargs):
+            parts = parts_if_fused(self, entry)
+            result = NotImplemented if parts is None else run(entry, self, parts, args, kwargs)
             if result is not NotImplemented:
                 return result
         return original.forward(self, *args, **kwargs)
 
     return _derived(original, key, forward=forward)
+
+
+def _run_module(entry: BlockEntry, module: nn.Module, parts: Any, args: Any, kwargs: Any) -> Any:
+    """Computes a call of an embedding or a head; NotImplemented for one that is left to its own forward."""
+    assert entry.forward is not None
+    return entry.forward(module, *args, **kwargs)
+
+
+def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any, kwargs: Any) -> Any:
+    """Computes a call of a block; NotImplemented for one that is left to its own forward."""
+    call = entry.call_of(args, kwargs)
+    if call is None:
+        return NotImplemented
+    x, grid = call
+    if parts.reduction is not None and min(grid) < parts.reduction[0].kernel_size[0]:
+        return NotImplemented  # upstream has an error for it
+    return entry.result(forward_block(parts, x, grid)[0], grid)
 
 
 @cached
@@ -248,7 +273,7 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether ``torch.jit.trace`` or ``torch.fx`` records a call, which is then the module's own."""
     if torch.jit.is_tracing():
         return True
-    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
+    return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))
 
 
 def _derived(original: Any, key: str, **members: Any) -> Any:

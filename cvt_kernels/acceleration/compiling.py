@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks
-from .entries import StageEntry
+from .entries import BlockEntry, ServedEntry, StageEntry
 from .freezing import has_gradient, refuse_to_train, tokens_served, why_not_freezable
-from .layers import FrozenEntry, LayerEntry
 
 _NUMBER, _ENTRY = "_cvt_kernels_number", "_cvt_kernels_entry"
 _numbers = itertools.count()
 _stages: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
-def members_of_numbered(entry: FrozenEntry) -> dict[str, Any]:
+def members_of_numbered(entry: ServedEntry) -> dict[str, Any]:
     """Returns the members of a class whose objects get a number by :func:`give_number`."""
     return {_ENTRY: entry, _NUMBER: None}
 
@@ -55,7 +54,7 @@ def without_number(state: Any) -> Any:
     return {name: value for name, value in state.items() if name != _NUMBER}
 
 
-def _numbered(number: int) -> tuple[nn.Module, FrozenEntry]:
+def _numbered(number: int) -> tuple[nn.Module, ServedEntry]:
     stage = _stages.get(number)
     if stage is None:
         raise RuntimeError("the frozen module for which this code was compiled is no longer frozen")
@@ -116,7 +115,7 @@ for _name, _function, _shape_of in (
 
 
 def try_to_trace_as_one(
-    stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
+    stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Traces a frozen stage or layer as one operator; None where its own modules are to be traced.
 
@@ -131,7 +130,7 @@ def try_to_trace_as_one(
         return None
     if _why_not_freezable(number) is not None or (not stage.training and has_gradient(stage, call[0])):
         return None
-    if isinstance(entry, LayerEntry):
+    if isinstance(entry, BlockEntry):
         return _trace_layer(stage, entry, number, *call)
     return _trace_stage(stage, entry, number, call[0])
 
@@ -149,7 +148,7 @@ def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor
 
 
 def _trace_layer(
-    layer: nn.Module, entry: LayerEntry, number: int, x: Tensor, grid: tuple[int, int] | None
+    layer: nn.Module, entry: BlockEntry, number: int, x: Tensor, grid: tuple[int, int] | None
 ) -> Any:
     parts = entry.parts(layer)
     assert parts is not None

@@ -164,7 +164,7 @@ def _row(path: str, module: nn.Module, reason: str | None) -> BlockCoverage:
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
     reason = why_mismatched(block, entry)
-    if reason is None and entry.forward is not None and not is_fused(block):
+    if reason is None and entry.arguments and not is_fused(block):
         reason = "accelerate() has not been called"
     if reason is None:
         reason = why_not_now(block, entry)

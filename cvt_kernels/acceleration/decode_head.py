@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..ops.linear import linear
-from .entries import class_name
-from .fused import is_watched, why_must_be_called
-from .pyramid import as_map, drop
+from .fused import as_map, drop
+from .parts import class_name
+from .watching import is_watched
 
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
@@ -138,19 +138,4 @@ def why_head_unsupported(head: Any, projections: Any) -> str | None:
         return "linear_fuse has a bias"
     if type(projections) is not nn.ModuleList:
         return f"the projections are a {class_name(type(projections))}, expected a ModuleList"
-    for i, projection in enumerate(projections):
-        if (
-            type(projection).__name__ != "SegformerMLP"
-            or type(projection._modules.get("proj")) is not nn.Linear
-        ):
-            return f"the projection of stage {i} is not upstream's SegformerMLP with a linear layer"
-    return None
-
-
-def why_head_not_now(projections: Any) -> str | None:
-    """Says who would notice that projections are not called; None if nobody would."""
-    for i, projection in enumerate(projections):
-        reason = why_must_be_called(projection) or why_must_be_called(projection.proj)
-        if reason is not None:
-            return f"the projection of stage {i} {reason}"
     return None

@@ -10,10 +10,9 @@ module is examined and folded again.
 from __future__ import annotations
 
 import itertools
-import operator
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,155 +21,93 @@ from torch.nn.modules import module as torch_module
 
 from .. import checks
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.packing import Snapshot
 from ..ops.programs import Programs
 from ..records import TransformerBlock
 from ..verdicts import stacklevel_of_caller
-from . import huggingface, layers, microsoft, ours
-from .entries import class_name, why_another_class, why_convolutions_unsupported, why_norms_unsupported
-from .fused import GELU_VARIANTS, is_watched, patch_of, why_must_be_called
-from .layers import FrozenEntry, LayerEntry
-from .matching import find_blocks, is_named, original_class, recognize, why_mismatched, why_not_now
-from .parts import BlockParts, StageParts
-from .stages import FoldedStage, fold, serve
+from . import cvt, pyramids
+from .entries import ServedEntry, StageEntry, block_of
+from .matching import PLAIN, blocks_in, original_class, why_another_forward, why_not_now
+from .parts import (
+    GELU_VARIANTS,
+    BlockParts,
+    StageParts,
+    Unsupported,
+    class_name,
+    is_named,
+    why_another_class,
+    why_convolutions_unsupported,
+    why_norms_unsupported,
+)
+from .stages import FoldedStage, fold, serve, serve_layer
+from .watching import Watch, is_only_recorded, is_plain_linear, is_watched, patch_of, why_must_be_called
 
 #: Every entry by its key.
-STAGES: dict[str, FrozenEntry] = {
-    **{each.key: each for each in (huggingface.STAGE, microsoft.STAGE, ours.STAGE)},
-    **layers.LAYERS,
-}
-
-#: The classes that a frozen module may consist of, besides upstream's: those of torch.nn, and LinearInt8.
-_PLAIN = frozenset(
-    (
-        nn.BatchNorm2d,
-        nn.Conv2d,
-        nn.Dropout,
-        nn.GELU,
-        nn.Identity,
-        nn.LayerNorm,
-        nn.Linear,
-        LinearInt8,
-        nn.ModuleList,
-        nn.Sequential,
-        nn.SyncBatchNorm,
-    )
-)
-
+STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in cvt.STAGES}
+STAGES |= {entry.serving_key: entry for entry in pyramids.ENTRIES if entry.is_layer}
 
 #: The classes whose work a served module does only where it expects them, and the names of upstream's.
 _WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, LinearInt8, nn.SyncBatchNorm)
 _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
-def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, FrozenEntry]]:
+def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
     """Returns path, module and entry of every stage of a CvT and layer of a pyramid, freezable or not."""
     found = []
     for path, module in model.named_modules():
-        entry = _recognize(module)
+        layer = pyramids.recognize(module)
+        entry = layer if layer is not None and layer.is_layer else cvt.recognize_stage(module)
         if entry is not None:
             found.append((path, module, entry))
     return found
 
 
-def _recognize(module: nn.Module) -> FrozenEntry | None:
-    """Returns the entry of a module by the names of its classes and what it consists of; None for others."""
-    block = recognize(module, None)
-    if block is not None:
-        return layers.entry_of(block)
-    names = {cls.__name__ for cls in type(module).__mro__}
-    if ours.own_class(type(module)) is not None:
-        return ours.STAGE if ours.STAGE.block.name in names else None
-    if huggingface.STAGE.block.name in names:
-        return huggingface.STAGE
-    # Other transformers have a class of this name too.
-    is_stage = microsoft.STAGE.block.name in names and microsoft.is_stage(module)
-    return microsoft.STAGE if is_stage else None
-
-
-class _Kind(NamedTuple):
-    """The differences between stages and layers.
-
-    Attributes:
-        why_parts_unsupported: Says why parts of upstream's structure cannot be served as one.
-        fold: Returns parts as they are served.
-        serve: Computes the result's tokens and grid from what is served, a tensor, its grid, and the programs
-            of earlier calls; None for a tensor that is not as expected.
-    """
-
-    why_parts_unsupported: Callable[[Any], str | None]
-    fold: Callable[[Any], Any]
-    serve: Callable[[Any, Any, Any, Programs], tuple[Tensor, tuple[int, int]] | None]
-
-
-def _kind_of(entry: FrozenEntry) -> _Kind:
-    return _LAYER if isinstance(entry, LayerEntry) else _STAGE
-
-
 # Whether a module can be served as one --------------------------------------------------------------------
 
 
-def why_not_freezable(stage: nn.Module, entry: FrozenEntry) -> str | None:
+def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Says why a stage or a layer cannot be served as one as it is now; None if it can."""
-    reason = why_mismatched(stage, entry.block) or _why_other_modules(stage, entry)
+    reason = why_another_forward(stage, block_of(entry))
     if reason is not None:
         return reason
     try:
-        parts: Any = entry.parts(stage)
-    except (AttributeError, KeyError) as error:
+        parts: StageParts | BlockParts = entry.parts(stage)
+    except Unsupported as error:
+        return str(error)
+    except AttributeError as error:
         return f"is not built as upstream's: {error}"
+    if isinstance(parts, BlockParts) and parts.pooling is not None:
+        return "its attention is linear, which no operator computes together with the rest of the layer"
+    reason = _why_other_modules(stage, entry)
+    if reason is None and isinstance(entry, StageEntry):
+        reason = entry.why_unsupported(stage)
     return (
-        _kind_of(entry).why_parts_unsupported(parts)
+        reason
+        or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else _why_layer_unsupported(parts))
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage, parts)
     )
 
 
-def _why_other_modules(stage: nn.Module, entry: FrozenEntry) -> str | None:
+def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Says which module within a stage is not what upstream has there; None if all are."""
-    for path, block, block_entry in find_blocks(stage):
-        reason = why_mismatched(block, block_entry)
-        if reason is None:
-            reason = why_not_now(block, block_entry)
+    for path, block, block_entry in blocks_in(stage):
+        reason = why_another_forward(block, block_entry) or why_not_now(block, block_entry)
         if reason is not None:
             return f"{path} is not as upstream has it: {reason}" if path else reason
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
-        if kind not in _PLAIN and not is_named(kind, entry.classes):
+        if kind not in PLAIN and not is_named(kind, entry.classes):
             return f"{path} {why_another_class(module)}"
         has_forward = kind.forward is not nn.Module.forward
-        if has_forward and kind not in _PLAIN and (patch := patch_of(kind)) is not None:
+        if has_forward and kind not in PLAIN and (patch := patch_of(kind)) is not None:
             return f"the forward of {path} is patched by {patch}"
-        if (reason := why_must_be_called(module)) is not None and not _is_only_recorded(module):
+        if (reason := why_must_be_called(module)) is not None and not is_only_recorded(module):
             return f"{path} {reason}"
     for path, module in stage.named_modules():
         for name in (*module._parameters, *module._buffers, *module._modules):
             if name in vars(module):
                 return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
     return None
-
-
-def _is_only_recorded(module: nn.Module) -> bool:
-    """Says whether only a recorder, which gets nothing of it, would notice that a module is not called."""
-    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    if any(others) or torch_module._has_any_global_hook() or "forward" in vars(module):
-        return False
-    return not _is_noticed(module._forward_hooks)
-
-
-def _is_noticed(hooks: Mapping[int, Any]) -> bool:
-    """Says whether there is a hook, other than those by which transformers records attention maps.
-
-    These stay in a model once any outputs have been recorded. They find no maps where attention makes none,
-    and attention that makes some is not frozen.
-    """
-    for hook in hooks.values():
-        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-            return True
-        held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-        if "key" not in held or held["key"].cell_contents != "attentions":
-            return True
-    return False
 
 
 def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
@@ -188,9 +125,9 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
         if (reason := why_norms_unsupported(norm)) is not None:
             return reason
     for block in parts.blocks:
-        if (reason := why_convolutions_unsupported(block.branches)) is not None:
+        if (reason := why_convolutions_unsupported(block.pairs())) is not None:
             return reason
-        if any(bn.running_mean is None for _, bn in block.branches):
+        if any(bn.running_mean is None for _, bn in block.pairs()):
             return "a BatchNorm has no running statistics"
         if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in block.layers()):
             return "a linear layer is not a plain nn.Linear or LinearInt8"
@@ -205,6 +142,17 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
         return (
             "the convolution of the embedding is not the same in both directions, dense and padded by zeros"
         )
+    return None
+
+
+#: Names for the linear layers.
+_LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
+
+
+def _why_layer_unsupported(parts: BlockParts) -> str | None:
+    for name, layer in zip(_LINEARS, parts.layers(), strict=True):
+        if not is_plain_linear(layer):
+            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear')}"
     return None
 
 
@@ -225,86 +173,7 @@ def _folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
     return parts.folded() if isinstance(parts, StageParts) else []
 
 
-# What a frozen module is watched for ----------------------------------------------------------------------
-
-
-#: The numbers and names that the work of the stage or of a module depends on, besides those of convolutions.
-_SETTINGS = (
-    "eps",
-    "num_heads",
-    "num_attention_heads",
-    "attention_head_size",
-    "head_dim",
-    "scale",
-    "scaling",
-    "approximate",
-    "act",
-    "token_keep",
-    "token_keep_bounds",
-    "pool",
-    "stride_kv",
-    "linear_attention",
-    "sequence_reduction_ratio",
-    "sequences_reduction_ratio",
-    "spatial_reduction_ratio",
-    "sr_ratio",
-)
-
-
-_CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class _Watch:
-    """Everything that a stage was folded from, to be compared with what it is.
-
-    It refers to the modules within the stage, not to the stage itself, which it must not keep alive. Every
-    call compares about a thousand members, so that loops are left to C.
-    """
-
-    def __init__(self, stage: nn.Module, parts: StageParts | BlockParts):
-        modules = list(itertools.islice(stage.modules(), 1, None))
-        self._modules = modules
-        self._spaces = [vars(module) for module in modules]
-        self._classes = list({type(module) for module in modules})
-        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
-        # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
-        spaces = [vars(stage), *self._spaces]
-        names = ("_modules", "_parameters", "_buffers")
-        self._members_of = [space[name] for space in spaces for name in names if space[name]]
-        self._folded = _folded_of(parts)
-        self._snapshot = Snapshot(self._folded)
-        settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
-        settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
-        self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
-        self._configs = [space["config"] for space in spaces if "config" in space]
-        self._before = self._state()
-
-    def _state(self) -> tuple[Any, ...]:
-        members = itertools.chain.from_iterable(map(dict.values, self._members_of))
-        return (
-            [*map(id, members)],
-            [*map(len, self._spaces)],  # an attribute may shadow a parameter
-            [*map(type, self._modules)],
-            [*map(_forward_of, self._classes)],
-            [*map(dict.get, self._settings_of, self._settings)],
-            [getattr(config, "_attn_implementation", None) for config in self._configs],
-        )
-
-    def is_changed(self) -> bool:
-        """Says whether the stage has to be examined again."""
-        if any(self._hooks) and any(map(_is_noticed, filter(None, self._hooks))):
-            return True
-        if any(map(operator.contains, self._spaces, itertools.repeat("forward"))):
-            return True
-        return not self._snapshot.holds(self._folded) or self._state() != self._before
-
-    def is_training(self) -> bool:
-        """Says whether a module within the stage is in training mode."""
-        return any(map(_training_of, self._spaces))
-
-
-_forward_of, _training_of = operator.attrgetter("forward"), operator.itemgetter("training")
+# What is served ----------------------------------------------------------------------------------------
 
 
 class _Frozen(NamedTuple):
@@ -318,7 +187,7 @@ class _Frozen(NamedTuple):
     """
 
     folded: FoldedStage | TransformerBlock
-    watch: _Watch
+    watch: Watch
     number: int
     programs: Programs
 
@@ -329,7 +198,7 @@ _numbers = itertools.count()
 _frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
 
 
-def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
+def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
     known = _frozen.get(stage)
     if known is None or known.watch.is_changed():
@@ -338,14 +207,15 @@ def _frozen_or_why_not(stage: nn.Module, entry: FrozenEntry) -> _Frozen | str:
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
-        watch = _Watch(stage, parts)  # first: what changes while it folds is noticed
-        known = _frozen[stage] = _Frozen(_kind_of(entry).fold(parts), watch, next(_numbers), Programs())
+        modules = list(itertools.islice(stage.modules(), 1, None))
+        watch = Watch(stage, modules, _folded_of(parts))  # first: what changes while it folds is noticed
+        known = _frozen[stage] = _Frozen(_fold(parts), watch, next(_numbers), Programs())
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
 
 
-def why_not_served(stage: nn.Module, entry: FrozenEntry) -> str | None:
+def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Says why a frozen stage or layer would not be served as one now; None if it would."""
     if stage.training:
         return "is in training mode"
@@ -358,7 +228,7 @@ def why_not_served(stage: nn.Module, entry: FrozenEntry) -> str | None:
 # The forward ----------------------------------------------------------------------------------------------
 
 
-def try_to_serve(stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Computes a call of a frozen stage or layer; None where its own forward has to.
 
     Raises:
@@ -381,7 +251,7 @@ def try_to_serve(stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwar
 
 
 def try_to_serve_in_evaluation(
-    stage: nn.Module, entry: FrozenEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
+    stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Computes a call of a stage or layer on a CPU without gradients; None where its own forward has to."""
     call = entry.call_of(args, kwargs)
@@ -406,7 +276,7 @@ def refuse_to_train(stage: nn.Module) -> None:
 
 
 def tokens_served(
-    stage: nn.Module, entry: FrozenEntry, x: Any, grid: Any = None
+    stage: nn.Module, entry: ServedEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes the tokens of a frozen stage or layer and their grid; None where its own forward has to."""
     if torch_module._has_any_global_hook() or checks.autocast_enabled(x) or checks.is_transformed():
@@ -414,25 +284,26 @@ def tokens_served(
     found = _frozen_or_why_not(stage, entry)
     if isinstance(found, str):
         return None
-    return _kind_of(entry).serve(found.folded, x, grid, found.programs)
+    folded = found.folded
+    if isinstance(folded, TransformerBlock):
+        return serve_layer(folded, x, grid, found.programs)
+    return _serve_stage(folded, x, found.programs)
 
 
-def _fold_stage(parts: StageParts) -> FoldedStage:
-    return fold(parts, parts.conv.weight.device.type)
+def _fold(parts: StageParts | BlockParts) -> FoldedStage | TransformerBlock:
+    return (
+        parts.as_operator() if isinstance(parts, BlockParts) else fold(parts, parts.conv.weight.device.type)
+    )
 
 
 def _serve_stage(
-    folded: FoldedStage, image: Tensor, grid: None, programs: Programs
+    folded: FoldedStage, image: Tensor, programs: Programs
 ) -> tuple[Tensor, tuple[int, int]] | None:
     weight = folded.conv_weight
     differs = image.dtype != weight.dtype or image.device != weight.device
     if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
     return serve(folded, image, programs)
-
-
-_STAGE = _Kind(_why_stage_unsupported, _fold_stage, _serve_stage)
-_LAYER = _Kind(layers.why_parts_unsupported, BlockParts.as_operator, layers.serve)
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
@@ -444,7 +315,7 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
 
 
-def graph_key(stage: nn.Module, entry: FrozenEntry) -> Any:
+def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
     """Returns what tells apart the states in which a captured graph of a frozen module is right."""
     found = _frozen_or_why_not(stage, entry)
     return found if isinstance(found, str) else found.number

@@ -1,26 +1,37 @@
-"""Fused operations on the submodules of a block, which the forwards of all upstreams share.
+"""Fused operations on the submodules of a block, and the fused forward of a block.
 
-Each does the work of some submodules without calling them, by the public operators, which choose their
-backend.
+Each operation does the work of some submodules without calling them, by the public operators, which choose
+their backend.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from typing import Any, cast
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_module
 
 from .. import checks
+from ..ops.attention import attention
+from ..ops.conv_embedding import conv_embedding
+from ..ops.conv_projection import conv_projection
+from ..ops.conv_projection.modules import project
+from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
-from ..records import GeluVariant, QuantizedRows
+from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from ..ops.token_selection import score_tokens
+from ..ops.transformer_block.reduction import matrix_of, squares_of
+from ..records import GeluVariant, Linear, QuantizedRows
+from .parts import BlockParts, gelu_variant
+from .watching import is_plain_linear, is_watched
+
+_training_of = operator.attrgetter("training")
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -57,49 +68,28 @@ def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of a branch and the residual stream, and the LayerNorm of this sum for layers."""
-    casts = type(norm) is not nn.LayerNorm and not branch.dtype == stream.dtype == torch.float32
-    weight = norm.weight
-    if casts or _dtypes_differ(branch, stream) or _dtypes_differ(branch, weight):
+    weight, dtype = norm.weight, branch.dtype
+    casts = type(norm) is not nn.LayerNorm and not dtype == stream.dtype == torch.float32
+    mixed = dtype != stream.dtype or (weight is not None and weight.dtype != dtype)
+    if casts or (mixed and (_dtypes_differ(branch, stream) or _dtypes_differ(branch, weight))):
         stream = branch + stream
         return stream, normalize_for_layers(norm, stream)
-    dtype = checks.dtype_for_layers(stream)
-    return add_layer_norm(branch, stream, weight, norm.bias, eps=norm.eps, dtype=dtype)
+    for_layers = checks.dtype_for_layers(stream)
+    return add_layer_norm(branch, stream, weight, norm.bias, eps=norm.eps, dtype=for_layers)
 
 
 def add_and_normalize_for(
-    caller: nn.Module, name: str, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
+    layer: Any, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
 ) -> tuple[Tensor, Any]:
-    """Does as :func:`add_and_normalize`, but a quantized layer that reads the LayerNorm gets 8-bit numbers.
-
-    Args:
-        caller: The module that is called with the LayerNorm.
-        name: The linear layer in it that reads the LayerNorm.
-        norm: The LayerNorm.
-        branch: The branch.
-        stream: The residual stream.
-    """
-    if not takes_rows(caller, name) or torch.jit.is_tracing():
+    """Does as :func:`add_and_normalize`, but a quantized layer that reads the result gets 8-bit numbers."""
+    if type(layer) is Linear or not is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
-    layer: Any = caller._modules[name]
     differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
     if differ or checks.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
         return add_and_normalize(norm, branch, stream)
     stream = branch + stream
     settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}
     return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
-
-
-def takes_rows(caller: nn.Module, name: str) -> bool:
-    """Says whether a layer reads 8-bit numbers, and nobody would notice that its caller is handed them.
-
-    The forward of the caller is known to hand them to the layer only: it is of a class that ``accelerate``
-    has swapped, or one of ``cvt``.
-    """
-    layer: Any = caller._modules.get(name)
-    if not is_plain_int8(layer) or layer.bias is None or is_watched(caller):
-        return False
-    kind = type(caller)
-    return "_cvt_kernels_original" in vars(kind) or (kind.__module__, kind.__name__) == ("cvt.model", "Mlp")
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
@@ -109,12 +99,9 @@ def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the fastest primitive if it is a linear layer that nobody watches."""
+    if type(module) is Linear:  # is that of prepared parts
+        return linear(x, *module)
     return linear(x, module.weight, module.bias) if is_plain_linear(module) else module(x)
-
-
-def is_plain_linear(module: Any) -> bool:
-    """Says whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
-    return type(module) is nn.Linear and not is_watched(module)
 
 
 def is_plain_int8(module: Any) -> bool:
@@ -127,45 +114,14 @@ def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate
 
     ``x`` is quantized already only where the layer is, after :func:`add_and_normalize_for`.
     """
+    if type(module) is Linear or is_plain_linear(module):
+        assert isinstance(x, Tensor)
+        if _dtypes_differ(x, module.weight):
+            return gelu(F.linear(x, module.weight, module.bias), approximate=approximate)
+        return linear_gelu(x, module.weight, module.bias, approximate=approximate)
     if is_plain_int8(module) and not checks.wants_gradient(x, module.bias):
         return module.product(x, approximate=approximate)
-    if isinstance(x, QuantizedRows):
-        return gelu(module(x), approximate=approximate)
-    if is_plain_linear(module) and not _dtypes_differ(x, module.weight):
-        return linear_gelu(x, module.weight, module.bias, approximate=approximate)
     return gelu(module(x), approximate=approximate)
-
-
-#: Classes of GELU besides ``nn.GELU``, of Microsoft and of transformers, and what :func:`cvt_kernels.gelu`
-#: calls them.
-GELU_VARIANTS: dict[str, GeluVariant] = {
-    "QuickGELU": "quick",
-    "QuickGELUActivation": "quick",
-    "GELUActivation": "none",
-    "GELUTanh": "tanh",
-    "PytorchGELUTanh": "tanh",
-    "NewGELUActivation": "tanh",
-}
-
-
-def gelu_variant(activation: Any) -> GeluVariant:
-    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or a named one."""
-    if type(activation) is nn.GELU:
-        return cast(GeluVariant, activation.approximate)
-    return GELU_VARIANTS.get(type(activation).__name__, "quick")
-
-
-def why_gelu_replaced(activation: Any) -> str | None:
-    """Says that an activation has another function than its class gives it; None if it has not."""
-    act = vars(activation).get("act")
-    if act is None:
-        return None
-    function, settings = (act.func, act.keywords) if isinstance(act, functools.partial) else (act, {})
-    if function is F.gelu:
-        own = settings.get("approximate", "none") == gelu_variant(activation)
-    else:  # a method, which computes the same in several steps
-        own = getattr(act, "__func__", act) in vars(type(activation)).values()
-    return None if own else f"the function of {type(activation).__qualname__} has been replaced"
 
 
 def check_images(name: str, images: Tensor, projection: nn.Module) -> None:
@@ -177,6 +133,32 @@ def check_images(name: str, images: Tensor, projection: nn.Module) -> None:
         )
 
 
+def call(module: Any, x: Tensor, then: Any = None) -> Tensor:
+    """Computes ``then(module(x))``; None, and dropout in evaluation that nobody watches, are not called."""
+    for each in (module, then):
+        if each is not None and (each.training or type(each) is not nn.Dropout or is_watched(each)):
+            x = each(x)
+    return x
+
+
+def drop(dropout: Any, x: Tensor) -> Tensor:
+    """Calls the dropout after a convolution, on tokens or a map, so that it drops what it drops upstream.
+
+    Random numbers follow the order in memory, and for a batch of one the strides of upstream's views tell
+    PyTorch that channels are first.
+    """
+    is_active = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+    if is_active and x.shape[0] == 1:
+        x = x.contiguous() if x.ndim == 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
+    return call(dropout, x)
+
+
+def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
+    """Returns the map (B, C, H, W) of tokens, channels last in memory."""
+    # In this order a batch of one has the strides by which PyTorch knows that channels are last.
+    return tokens.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
+
+
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
     image = projection(image)
@@ -184,61 +166,116 @@ def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Says whether :func:`why_must_be_called` has a reason, sooner than it finds one."""
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-        return True
-    if module._backward_hooks or module._backward_pre_hooks:
-        return True
-    return torch_module._has_any_global_hook() or _is_patched(type(module))
+def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int, int]:
+    """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'."""
+    check_images("pixel_values", image, projection)
+    if _is_plain_embedding(projection) and image.dtype == norm.weight.dtype == projection.weight.dtype:
+        kernel, stride, padding = (
+            getattr(projection, name)[0] for name in ("kernel_size", "stride", "padding")
+        )
+        height, width = ((size + 2 * padding - kernel) // stride + 1 for size in image.shape[2:])
+        settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": norm.eps}
+        args = projection.weight, projection.bias, norm.weight, norm.bias
+        return conv_embedding(image, *args, **settings), height, width
+    image = projection(image)
+    height, width = image.shape[2:]
+    return normalize(norm, image.flatten(2).transpose(1, 2)), height, width
 
 
-def why_must_be_called(module: nn.Module) -> str | None:
-    """Says who would notice if the work of a module were done without calling it; None if nobody would."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has forward hooks"
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "has backward hooks"
-    if torch_module._has_any_global_hook():
-        return "is seen by a hook on all modules"
-    if "forward" in vars(module):
-        return "has a forward of its own"
-    if _is_patched(type(module)):
-        return f"has a forward that is patched by {patch_of(type(module))}"
-    return None
+def _is_plain_embedding(conv: Any) -> bool:
+    """Says whether ``conv_embedding`` computes a convolution, which nobody watches."""
+    if type(conv) is not nn.Conv2d or is_watched(conv) or conv.padding_mode != "zeros" or conv.groups != 1:
+        return False
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    return conv.dilation[0] == 1 and all(not isinstance(n, str) and n[0] == n[1] for n in sizes)
 
 
-def patch_of(cls: type) -> str | None:
-    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    forward = vars(owner)["forward"]
-    # functools.wraps gives a patch the names of what it wraps, but not its globals.
-    own = inspect.unwrap(forward)
-    homes = [getattr(each, "__globals__", {}).get("__name__") for each in (forward, own)]
-    is_own = homes[1] == owner.__module__ and own.__qualname__ == f"{owner.__qualname__}.forward"
-    if is_own and homes[0] in (owner.__module__, _WRAPPING):
-        return None
-    return f"{homes[0]}.{forward.__qualname__}"
+# A block --------------------------------------------------------------------------------------------------
 
 
-#: The module of transformers that wraps the forwards of layers, from 5.23 on, to checkpoint their gradients.
-_WRAPPING = "transformers.modeling_layers"
+def forward_block(
+    parts: BlockParts,
+    x: Tensor,
+    grid: tuple[int, int],
+    rows: Tensor | None = None,
+    *,
+    with_scores: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes a block by the operators, with gradients, BatchNorm statistics and dropout as in its modules.
+
+    Args:
+        parts: Its modules. Linear layers, dropout and stochastic depth are called if somebody watches them.
+        x: Tokens (B, T, C).
+        grid: (H, W) of the spatial ones.
+        rows: (B, K), the tokens that take part; None for all. The others stay as they are.
+        with_scores: Also score the tokens, as ``parts.pool`` says.
+
+    Returns:
+        Tokens like ``x``, and their scores (B, H·W) or None.
+    """
+    branch, scores = _attention_branch(parts, normalize_for_layers(parts.norm1, x), grid, rows, with_scores)
+    branch = call(parts.layer_scales[0], branch, parts.drop_path)
+    norm = parts.norm2
+    if rows is not None:
+        stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
+    else:
+        stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
+    branch = _mlp_branch(parts, y, grid)
+    if parts.drops_sum:
+        return call(parts.drop_path, branch + stream), scores
+    branch = call(parts.layer_scales[1], branch, parts.drop_path)
+    return stream + branch if rows is None else scatter_rows(x, rows, stream, branch), scores
 
 
-_BYPASSED = (
-    nn.BatchNorm2d,
-    nn.Conv2d,
-    nn.Dropout,
-    nn.GELU,
-    nn.LayerNorm,
-    nn.Linear,
-    nn.SyncBatchNorm,
-    LinearInt8,
-)
-#: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
-_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
+def _attention_branch(
+    parts: BlockParts, y: Tensor, grid: tuple[int, int], rows: Tensor | None, with_scores: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention of normalized tokens and the linear layer after it; if wanted, scores of tokens."""
+    tokens = _tokens_of_heads(parts, y, grid)
+    if rows is not None:
+        tokens[0] = gather_rows(tokens[0], rows)
+    of_q, of_k, of_v = parts.linears
+    heads = parts.num_heads, -1
+    q = apply_linear(of_q, tokens[0]).unflatten(2, heads)
+    k = apply_linear(of_k, tokens[1]).unflatten(2, heads)
+    v = apply_linear(of_v, tokens[2]).unflatten(2, heads)
+    dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
+    position = None if parts.position_for is None else parts.position_for(grid, rows)
+    y = attention(q, k, v, scale=parts.scale, dropout_p=dropout_p, position=position).flatten(2)
+    branch = call(parts.drops[0], apply_linear(parts.proj, y))
+    if not with_scores:
+        return branch, None
+    stride = parts.pairs()[2][0].stride[0]
+    settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
+    return branch, score_tokens(q, k, grid, **settings)
 
 
-def _is_patched(cls: Any) -> bool:
-    """Says, sooner than :func:`patch_of`, whether the forward of a bypassed class has been patched."""
-    return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
+def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
+    """Returns the tokens of which queries, keys and values are made."""
+    if parts.branches:
+        modes = set(map(_training_of, parts.norms))
+        if len(modes) == 1:
+            return list(conv_projection(y, grid, parts.convs, training=modes.pop()))
+        return list(project(y, grid, parts.branches))
+    kept = y
+    if parts.reduction is not None:
+        conv, norm = parts.reduction
+        squares = squares_of(y, grid, conv.kernel_size[0])
+        kept = normalize(norm, linear(squares, matrix_of(conv.weight), conv.bias))
+    elif parts.pooling is not None:
+        pool, conv, norm, act = parts.pooling
+        pooled = pool(as_map(y, grid)).permute(0, 2, 3, 1).flatten(1, 2)
+        kept = linear(pooled, conv.weight.flatten(1), conv.bias)
+        kept = normalize_and_gelu(norm, kept, approximate=gelu_variant(act))
+    return [y, kept, kept]
+
+
+def _mlp_branch(parts: BlockParts, y: Any, grid: tuple[int, int]) -> Tensor:
+    mix, approximate = parts.mix, parts.approximate
+    if mix is None:
+        hidden = call(parts.drops[1], apply_linear_and_gelu(parts.fc1, y, approximate=approximate))
+    else:
+        hidden = call(parts.relu, apply_linear(parts.fc1, y))
+        hidden = depthwise_conv_gelu(hidden, grid, mix.weight, mix.bias, approximate=approximate)
+        hidden = drop(parts.drops[1], hidden)
+    return call(parts.drops[2], apply_linear(parts.fc2, hidden))

@@ -1,30 +1,47 @@
-"""Recognition: which blocks of a model the table knows, and whether a block is what its entry expects.
+"""Finds the blocks of a model that the table knows, and says whether a block is what its entry expects.
 
-Blocks are recognized by the names and the structure of their classes; nothing upstream is imported. Two
-questions follow: :func:`why_mismatched`, once for all, and :func:`why_not_now`, in every call, since a
-submodule may have been replaced or got a hook in between.
+Two questions follow: :func:`why_mismatched`, when a model is accelerated, and :func:`parts_if_fused`, in
+every call, since a submodule may have been replaced or got a hook in between.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
-from types import NoneType
+import itertools
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
+from .. import checks
 from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
-from . import huggingface, microsoft, ours, pvt, segformer
-from .entries import BlockEntry, BypassedPart, why_another_class
-from .fused import is_watched, patch_of, why_must_be_called
-
-_PYRAMIDS = segformer, pvt
+from ..ops.linear_int8.modules import LinearInt8
+from . import cvt, pyramids
+from .entries import BlockEntry, Parts
+from .parts import BlockParts, BypassedParts, Kinds, Unsupported, is_named, why_another_class
+from .watching import Watch, is_only_recorded, is_watched, patch_of, why_must_be_called
 
 #: Every entry by its key.
-TABLE: dict[str, BlockEntry] = {
-    entry.key: entry for upstream in (huggingface, microsoft, ours) for entry in upstream.ENTRIES.values()
-} | {entry.key: entry for upstream in _PYRAMIDS for each in upstream.ENTRIES.values() for entry in each}
+TABLE: dict[str, BlockEntry] = {entry.key: entry for entry in (*cvt.ENTRIES, *pyramids.ENTRIES)}
+
+#: The classes that a block may consist of, besides upstream's: those of torch.nn, and LinearInt8.
+PLAIN = frozenset(
+    (
+        nn.BatchNorm2d,
+        nn.Conv2d,
+        nn.Dropout,
+        nn.GELU,
+        nn.Identity,
+        nn.LayerNorm,
+        nn.Linear,
+        LinearInt8,
+        nn.ModuleList,
+        nn.Sequential,
+        nn.SyncBatchNorm,
+    )
+)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
@@ -67,13 +84,7 @@ def check_module(model: object) -> None:
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
     """Returns the entry of a module, which may depend on the module that it is in; None for others."""
-    if ours.own_class(type(module)) is not None:
-        return ours.recognize(module)
-    for upstream in (huggingface, *_PYRAMIDS):
-        entry = upstream.recognize(module)
-        if entry is not None:
-            return entry
-    return microsoft.recognize(module, parent)
+    return cvt.recognize(module, parent) or pyramids.recognize(module)
 
 
 # Whether a block is of the class that its entry describes -------------------------------------------------
@@ -81,11 +92,20 @@ def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
 
 def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
     """Says why a block is not of the class whose work the fused forward does; None if it is."""
-    owner = next(cls for cls in original_class(type(block)).__mro__ if "forward" in vars(cls))
+    reason = why_another_forward(block, entry)
+    if reason is not None:
+        return reason
+    parts = parts_or_why_not(block, entry)
+    return parts if isinstance(parts, str) else _why_another_holder(block, entry, parts)
+
+
+def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
+    """Says why the forward and the members of a block are not upstream's; None if they are."""
+    owner = _owner_of_forward(block)
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
     if not entry.arguments:  # of cvt's blocks nothing more is said
-        return None if owner.__module__ == ours.MODULE else f"{owner.__qualname__} has a forward of its own"
+        return None if owner.__module__ == cvt.MODULE else f"{owner.__qualname__} has a forward of its own"
     replaced = _replaced_method(block, owner)
     if replaced is not None:
         return f"{replaced} is not that of {entry.upstream}'s {entry.name}"
@@ -96,17 +116,21 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
     unknown = sorted(set(members) - entry.children)
     if unknown:
         return f"has {', '.join(unknown)}, which {entry.upstream}'s {entry.name} has not"
-    return _why_parts_unsupported(block, entry)
+    return None
 
 
-def _replaced_method(block: nn.Module, owner: type) -> str | None:
-    """Returns a method of ``owner`` that is patched, or overridden by the block or a class of it, or None."""
+def _owner_of_forward(module: nn.Module) -> Any:
+    return next(cls for cls in original_class(type(module)).__mro__ if "forward" in vars(cls))
+
+
+def _replaced_method(module: nn.Module, owner: Any) -> str | None:
+    """Returns a method of ``owner`` that is patched, or overridden by a module or its class, or None."""
     patch = patch_of(owner)
     if patch is not None:
         return f"forward, patched by {patch},"
     public = (name for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_")
-    mro = original_class(type(block)).__mro__
-    overriding = [vars(block), *(vars(cls) for cls in mro[: mro.index(owner)])]
+    mro = original_class(type(module)).__mro__
+    overriding = [vars(module), *(vars(cls) for cls in mro[: mro.index(owner)])]
     # A forward set on the object is seen by coverage, since it may come and go.
     replaced = (
         name for name in public if name != "forward" and any(name in members for members in overriding)
@@ -114,81 +138,130 @@ def _replaced_method(block: nn.Module, owner: type) -> str | None:
     return next(replaced, None)
 
 
-# Whether the fused forward does justice to the submodules that it does not call ---------------------------
+def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
+    """Returns the modules whose work the fused forward of a block does, or says why it cannot."""
+    try:
+        parts: Parts = entry.parts(block)
+    except Unsupported as error:
+        return str(error)
+    except AttributeError as error:
+        return f"is not built as upstream's: {error}"
+    for module, kinds in parts.bypassed():
+        if type(module) not in kinds and not is_named(type(module), kinds):
+            return f"{_path_of(block, module)} {_why_another_kind(module, kinds)}"
+    return parts.why_unsupported() or parts
 
 
-def _why_parts_unsupported(block: nn.Module, entry: BlockEntry) -> str | None:
-    for part in entry.parts:
-        module = _part_of(block, part)
-        reason = _why_another_kind(module, part)
-        if reason is not None:
-            return f"{'.'.join(part.path)} {reason}"
-        patch = None if module is None else patch_of(type(module))
-        if patch is not None:
-            return f"the forward of {'.'.join(part.path)} is patched by {patch}"
-    return entry.why_unsupported(block)
+def _why_another_kind(module: Any, kinds: Kinds) -> str:
+    names = (kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+    expected = " or ".join(dict.fromkeys(names))
+    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
+
+
+def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
+    """Says which of the modules that hold the parts of a block is another's; None if all are upstream's."""
+    for module in _holders(block, parts):
+        owner = _owner_of_forward(module)
+        if type(module) not in PLAIN and not is_named(owner, entry.classes):
+            return f"{_path_of(block, module)} {why_another_class(module)}"
+        replaced = None if type(module) in PLAIN else _replaced_method(module, owner)
+        if replaced is not None:
+            return (
+                f"{replaced} of {_path_of(block, module)} is not that of {entry.upstream}'s {owner.__name__}"
+            )
+    return None
+
+
+def _holders(block: nn.Module, parts: Parts) -> list[nn.Module]:
+    """Returns the modules within a block that hold its parts, and are called neither."""
+    if isinstance(parts, BypassedParts):
+        return []
+    known = {id(module) for module, _ in parts.bypassed()} | {id(block)}
+    known.update(id(inner) for module in parts.called() for inner in module.modules())
+    return [module for module in block.modules() if id(module) not in known]
+
+
+def _path_of(block: nn.Module, wanted: Any) -> str:
+    return next((path for path, module in block.named_modules() if module is wanted), "a module")
+
+
+# Whether it runs fused now --------------------------------------------------------------------------------
+
+#: The modules of the blocks that were called, None for those that do not run fused, and what they are watched
+#: for.
+_examined: weakref.WeakKeyDictionary[nn.Module, tuple[Parts | None, Watch]] = weakref.WeakKeyDictionary()
+
+
+def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
+    """Returns the modules of a block whose fused forward may run now; None if its own has to.
+
+    Every call asks. ``torch.compile`` asks when it traces.
+    """
+    if torch.compiler.is_compiling():
+        parts = _parts_if_traced(block, entry)
+    elif torch_module._has_any_global_hook():
+        return None
+    else:
+        known = _examined.get(block)
+        if known is None or known[1].is_changed():
+            known = _examine(block, entry)
+            # A transform and a mode have put tensors in the places of parameters, which must not be kept.
+            if not checks.is_transformed() and not torch._C._len_torch_dispatch_stack():
+                _examined[block] = known
+        parts = known[0]
+    if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
+        return None
+    return parts
+
+
+def _examine(block: nn.Module, entry: BlockEntry) -> tuple[Parts | None, Watch]:
+    parts = parts_or_why_not(block, entry)
+    modules = list(itertools.islice(block.modules(), 1, None))
+    if isinstance(parts, BypassedParts):
+        modules = [module for module, _ in parts.modules]
+    watch = Watch(block, modules)
+    if isinstance(parts, str) or _why_other_parts(block, entry, parts) is not None:
+        return None, watch
+    return parts.prepared(), watch
+
+
+def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
+    """Returns the parts by what ``torch.compile`` can trace, and guard."""
+    parts = parts_or_why_not(block, entry)
+    if isinstance(parts, str):
+        return None
+    modules = [module for module, _ in parts.bypassed()]
+    if isinstance(parts, BlockParts):
+        modules += [
+            module for module in block.modules() if type(module) not in _CALLED and module is not block
+        ]
+    return None if any(map(is_watched, modules)) else parts
+
+
+#: The classes whose modules are called where somebody watches them.
+_CALLED = nn.Linear, nn.Dropout, nn.Identity, LinearInt8
 
 
 def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
     """Says why a block that was of the right class cannot run fused at the moment; None if it can."""
-    if not _are_parts_bypassable(block, entry.parts):
-        for part in entry.parts:
-            module = _part_of(block, part)
-            reason = _why_another_kind(module, part)
-            if reason is None and module is not None:
-                reason = why_must_be_called(module)
-            if reason is not None:
-                return f"{'.'.join(part.path)} {reason}"
-    return entry.why_unsupported(block) or entry.why_not_now(block)
+    parts = parts_or_why_not(block, entry)
+    if isinstance(parts, str):
+        return parts
+    reason = _why_other_parts(block, entry, parts)
+    if reason is None and isinstance(parts, BlockParts):
+        reason = parts.why_dropout_active()
+    return reason
 
 
-def _are_parts_bypassable(block: nn.Module, parts: tuple[BypassedPart, ...]) -> bool:
-    """Says whether all parts are of their kinds and unwatched, sooner than the reason is found.
-
-    Every call asks. False may also mean that only :func:`_part_of` finds a part.
-    """
-    for path, kinds in parts:
-        module = block
-        for name in path:
-            found = module._modules.get(name)
-            if found is None:
-                break
-            module = found
-        if found is None:
-            if NoneType in kinds:
-                continue
-            return False
-        kind = type(module)
-        if (kind not in kinds and not is_named(kind, kinds)) or is_watched(module):
-            return False
-    return True
-
-
-def _part_of(block: nn.Module, part: BypassedPart) -> Any:
-    module: Any = block
-    for name in part.path:
-        children = module._modules
-        if name in children:
-            module = children[name]
-        elif name.isdigit() and int(name) < len(children):
-            module = list(children.values())[int(name)]
-        else:
-            return None
-    return module
-
-
-def _why_another_kind(module: nn.Module | None, part: BypassedPart) -> str | None:
-    kind = type(module)
-    if kind in part.kinds or is_named(kind, part.kinds):
-        return None
-    kinds = [k for k in part.kinds if k is not NoneType]
-    expected = " or ".join(k if isinstance(k, str) else k.__name__ for k in kinds)
-    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
-
-
-def is_named(kind: type, names: Collection[Any]) -> bool:
-    """Says whether the name of a class, with or without its module, is among some names."""
-    return kind.__name__ in names or f"{kind.__module__}.{kind.__name__}" in names
+def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
+    """Says which module is another's, or who would notice that it is not called; None if nobody would."""
+    for module in (*(module for module, _ in parts.bypassed()), *_holders(block, parts)):
+        reason = why_must_be_called(module)
+        if reason is not None and not is_only_recorded(module):
+            return f"{_path_of(block, module)} {reason}"
+        if type(module) not in PLAIN and (patch := patch_of(original_class(type(module)))) is not None:
+            return f"the forward of {_path_of(block, module)} is patched by {patch}"
+    return _why_another_holder(block, entry, parts)
 
 
 # Classes without fused forwards ---------------------------------------------------------------------------

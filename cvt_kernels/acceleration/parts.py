@@ -1,27 +1,90 @@
-"""The modules of a block and of a stage, whatever their upstream calls them, and their tensors."""
+"""The modules of a block and of a stage, whatever their upstream calls them, and their tensors.
+
+Parts say which modules a fused forward does the work of (``bypassed``), and why they are not such that it
+computes what they do (``why_unsupported``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ..ops.conv_projection.modules import branch_of
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.token_selection import TokenKeep
 from ..records import (
     AnyLinear,
+    Branch,
     ConvBatchNorm,
     DepthwiseConv,
     GeluVariant,
     Linear,
     Norm,
     Pool,
+    PositionBias,
     QuantizedLinear,
     Reduction,
     TransformerBlock,
 )
+from .watching import is_plain_linear, is_watched
+
+#: What a module may be: exact classes, or names of classes, with or without their module.
+Kinds = tuple[type | str, ...]
+
+#: What the BatchNorm of a projection may be.
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+#: What a LayerNorm may be: PyTorch's or Microsoft's.
+LAYER_NORMS: Kinds = (nn.LayerNorm, "LayerNorm")
+#: Classes of GELU besides ``nn.GELU``, of Microsoft and of transformers, and what :func:`cvt_kernels.gelu`
+#: calls them.
+GELU_VARIANTS: dict[str, GeluVariant] = {
+    "QuickGELU": "quick",
+    "QuickGELUActivation": "quick",
+    "GELUActivation": "none",
+    "GELUTanh": "tanh",
+    "PytorchGELUTanh": "tanh",
+    "NewGELUActivation": "tanh",
+}
+#: What the activation of an MLP may be.
+GELUS: Kinds = (nn.GELU, *GELU_VARIANTS)
+
+
+class Unsupported(Exception):  # noqa: N818 (it says what a block is, and never leaves this package)
+    """A block has no parts for a fused forward; says why."""
+
+
+class BypassedParts(NamedTuple):
+    """The modules that a fused forward does not call, of one that calls most.
+
+    Attributes:
+        modules: The modules whose work it does, each with what it may be.
+        reason: Says why they are not supported; None if they are.
+    """
+
+    modules: Sequence[tuple[Any, Kinds]]
+    reason: str | None = None
+
+    def bypassed(self) -> Sequence[tuple[Any, Kinds]]:
+        """Returns the modules whose work the fused forward does, each with what it may be."""
+        return self.modules
+
+    def why_unsupported(self) -> str | None:
+        """Says why modules of the right kinds are not supported all the same; None if they are."""
+        return self.reason
+
+    def prepared(self) -> BypassedParts:
+        """Returns the parts for calls as long as nothing changes."""
+        return self
+
+
+def parts_of_norm(norm: Any) -> BypassedParts:
+    """Returns the parts of a module of which only the LayerNorm is not called."""
+    return BypassedParts([(norm, LAYER_NORMS)], why_norms_unsupported(norm))
 
 
 class BlockParts(NamedTuple):
@@ -36,39 +99,134 @@ class BlockParts(NamedTuple):
         fc1, fc2: Those of the MLP.
         approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
         activation: The module of its GELU; None where it is none.
-        branches: Convolution and BatchNorm of Q, of K and of V; empty where there are none.
+        branches: Convolution and BatchNorm of Q, of K and of V, or lists of such pairs that are summed; empty
+            where there are none.
         reduction: The convolution that makes the tokens of keys and values, and its LayerNorm; None where
             there is none.
+        pooling: The same in linear attention: pooling, a 1×1 convolution, a LayerNorm and a GELU.
         mix: The depthwise convolution before the GELU; None where there is none.
-        layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma``; None where
-            there are none.
+        relu: What comes before this convolution; None where nothing does.
+        attention_drop: The module whose dropout of attention probabilities counts.
+        drops_probabilities: True if the operator may drop them, False if only the upstream's forward may.
+        drops: Dropout after ``proj``, after the GELU and after ``fc2``.
+        drop_path: The stochastic depth of both branches.
+        drops_sum: True if the second one drops the residual stream with its branch, as Hugging Face's CvT
+            has it.
+        layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma`` if it has
+            one.
+        position_for: Returns the bias of the scores for a grid and the rows that are kept; None where there
+            is none.
         token_keep: How many tokens stay after the block; 1 for all.
         pool: The query that says which.
+        convs, norms: The tensors and the BatchNorms of ``branches``, if they are prepared.
     """
 
     norm1: nn.LayerNorm
-    linears: Sequence[nn.Linear | LinearInt8]
+    linears: Sequence[Any]
     num_heads: int
     scale: float
-    proj: nn.Linear | LinearInt8
+    proj: Any
     norm2: nn.LayerNorm
-    fc1: nn.Linear | LinearInt8
+    fc1: Any
     approximate: GeluVariant
-    fc2: nn.Linear | LinearInt8
+    fc2: Any
+    attention_drop: Any
+    drops: tuple[Any, Any, Any]
+    drop_path: Any
     activation: nn.Module | None = None
-    branches: Sequence[tuple[Any, Any]] = ()
+    branches: Sequence[Any] = ()
     reduction: tuple[nn.Conv2d, nn.LayerNorm] | None = None
+    pooling: tuple[nn.Module, nn.Conv2d, nn.LayerNorm, nn.Module] | None = None
     mix: nn.Conv2d | None = None
+    relu: nn.Module | None = None
+    drops_probabilities: bool = False
+    drops_sum: bool = False
     layer_scales: tuple[Any, Any] = (None, None)
+    position_for: Callable[..., PositionBias | None] | None = None
     token_keep: TokenKeep = 1.0
     pool: Pool = "cls"
+    convs: tuple[Branch, ...] = ()
+    norms: tuple[Any, ...] = ()
+
+    def prepared(self) -> BlockParts:
+        """Returns the parts for calls as long as nothing changes: tensors in the places of some modules.
+
+        Linear layers that nobody watches are :class:`~cvt_kernels.records.Linear`, identities None.
+        """
+        q, k, v, proj, fc1, fc2 = map(_prepared_linear, self.layers())
+        pairs = self.pairs()
+        shadowed = any(_is_shadowed(module) for pair in pairs for module in pair)
+        return self._replace(
+            linears=(q, k, v),
+            proj=proj,
+            fc1=fc1,
+            fc2=fc2,
+            drops=tuple(map(_unless_identity, self.drops)),
+            drop_path=_unless_identity(self.drop_path),
+            layer_scales=tuple(map(_unless_identity, self.layer_scales)),
+            relu=_unless_identity(self.relu),
+            convs=() if shadowed else tuple(map(branch_of, self.branches)),
+            norms=() if shadowed else tuple(norm for _, norm in pairs),
+        )
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Returns convolution and BatchNorm of every branch, or of every summand of it."""
+        return [
+            pair for branch in self.branches for pair in (branch if isinstance(branch, list) else (branch,))
+        ]
+
+    def bypassed(self) -> list[tuple[Any, Kinds]]:
+        """Returns the modules whose work the fused forward does without calling them, if they are such."""
+        found: list[tuple[Any, Kinds]] = [(self.norm1, LAYER_NORMS), (self.norm2, LAYER_NORMS)]
+        for conv, norm in self.pairs():
+            found += [(conv, (nn.Conv2d,)), (norm, BATCH_NORMS)]
+        if self.reduction is not None:
+            found += zip(self.reduction, ((nn.Conv2d,), (nn.LayerNorm,)), strict=True)
+        if self.pooling is not None:
+            kinds: Sequence[Kinds] = ((nn.Conv2d,), (nn.LayerNorm,), (nn.GELU,))
+            found += zip(self.pooling[1:], kinds, strict=True)
+        if self.mix is not None:
+            found.append((self.mix, (nn.Conv2d,)))
+        if self.activation is not None:
+            found.append((self.activation, GELUS))
+        if not hasattr(self.attention_drop, "attention_dropout"):
+            found.append((self.attention_drop, (nn.Dropout,)))
+        return found
+
+    def called(self) -> list[nn.Module]:
+        """Returns the modules that the fused forward calls where somebody would notice if it did not."""
+        pool = None if self.pooling is None else self.pooling[0]
+        others = (*self.drops, self.drop_path, *self.layer_scales, self.relu, pool)
+        return [*self.layers(), *(module for module in others if module is not None)]
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a served block does."""
-        branches = (module for branch in self.branches for module in branch)
-        others = (self.activation, self.mix, *(self.reduction or ()), *self.layer_scales)
-        found = (self.norm1, self.norm2, *branches, *self.layers(), *others)
-        return [module for module in found if module is not None]
+        """Returns the modules whose work a block does that is served as one operator."""
+        scales = [scale for scale in self.layer_scales if scale is not None]
+        return [*(module for module, _ in self.bypassed()), *self.layers(), *scales]
+
+    def why_unsupported(self) -> str | None:
+        """Says why modules of the right kinds are not supported all the same; None if they are."""
+        reason = why_norms_unsupported(self.norm1, self.norm2) or why_convolutions_unsupported(self.pairs())
+        if reason is None and self.reduction is not None:
+            reason = _why_reduction_unsupported(*self.reduction)
+        if reason is None and self.pooling is not None:
+            reason = _why_pooling_unsupported(self.pooling[1], self.pooling[2])
+        if reason is None and self.mix is not None:
+            reason = _why_mix_unsupported(self.mix)
+        return reason or why_gelu_replaced(self.activation)
+
+    def dropout_p(self) -> float:
+        """Returns the probability of dropping an attention probability now."""
+        drop = self.attention_drop
+        if drop is None or not drop.training:
+            return 0.0
+        p: float = drop.p if hasattr(drop, "p") else drop.attention_dropout
+        return p
+
+    def why_dropout_active(self) -> str | None:
+        """Says that the dropout of attention probabilities is left to the upstream's forward now, if so."""
+        p = 0.0 if self.drops_probabilities else self.dropout_p()
+        return f"dropout of attention probabilities is active (p = {p:g}, training)" if p > 0 else None
 
     def layers(self) -> list[nn.Linear | LinearInt8]:
         """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
@@ -76,7 +234,7 @@ class BlockParts(NamedTuple):
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factors of the layer scales; None where there are none."""
-        first, second = (None if scale is None else scale.gamma for scale in self.layer_scales)
+        first, second = (getattr(scale, "gamma", None) for scale in self.layer_scales)
         return first, second
 
     def folded(self) -> list[Tensor | None]:
@@ -106,7 +264,7 @@ class BlockParts(NamedTuple):
 
     def _reduce(self) -> tuple[ConvBatchNorm, ConvBatchNorm, ConvBatchNorm] | Reduction | None:
         if self.branches:
-            q, k, v = (ConvBatchNorm.from_modules(*branch) for branch in self.branches)
+            q, k, v = (ConvBatchNorm.from_modules(*pair) for pair in self.pairs())
             return q, k, v
         if self.reduction is None:
             return None
@@ -148,6 +306,21 @@ class StageParts(NamedTuple):
         return [tensor for tensor in sources if tensor is not None]
 
 
+def _prepared_linear(module: Any) -> Any:
+    """Returns the tensors of a linear layer, or the layer if somebody would notice that it is not called."""
+    is_plain = is_plain_linear(module) and not _is_shadowed(module)
+    return Linear(module.weight, module.bias) if is_plain else module
+
+
+def _is_shadowed(module: nn.Module) -> bool:
+    """Says whether attributes are in the places of parameters: others may be, in every call."""
+    return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
+
+
+def _unless_identity(module: Any) -> Any:
+    return None if type(module) is nn.Identity and not is_watched(module) else module
+
+
 def norm_of(norm: nn.LayerNorm) -> Norm:
     """Returns the live tensors of a LayerNorm."""
     return Norm(norm.weight, norm.bias, norm.eps)
@@ -178,3 +351,100 @@ def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear
         scales = (wide(factors) * linear.weight_scale).float()
         return QuantizedLinear(linear.weight, scales, bias, linear.input_scale)
     return Linear((wide(factors)[:, None] * linear.weight).to(linear.weight.dtype), bias)
+
+
+def gelu_variant(activation: Any) -> GeluVariant:
+    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or a named one."""
+    if type(activation) is nn.GELU:
+        return cast(GeluVariant, activation.approximate)
+    return GELU_VARIANTS.get(type(activation).__name__, "quick")
+
+
+# Reasons --------------------------------------------------------------------------------------------------
+
+
+def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None:
+    """Says why the pairs of convolution and BatchNorm are not those of a CvT; None if they are."""
+    for conv, bn in pairs:
+        # As an attribute it takes far longer to find. One that is no parameter may be any tensor.
+        if conv._parameters.get("bias", conv) is not None:
+            return "a convolution has a bias"
+        if not conv.groups == conv.in_channels == conv.out_channels:
+            return "a convolution is not depthwise"
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            return f"a convolution pads by {conv.padding_mode!r}, {conv.padding!r}; expected numbers of zeros"
+        kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+        if (kernel[0], stride[0], padding[0], dilation[0]) != (kernel[1], stride[1], padding[1], dilation[1]):
+            return "a convolution is not the same in both directions"
+        if not bn.track_running_stats and bn.running_mean is not None:
+            return "a BatchNorm has running statistics that it no longer tracks"
+    return None
+
+
+def why_norms_unsupported(*norms: Any) -> str | None:
+    """Says which of the modules is no LayerNorm over the last dimension of positive eps; None if all are."""
+    for norm in norms:
+        plain = type(norm) is nn.LayerNorm or type(norm).__bases__ == (nn.LayerNorm,)
+        if not plain or len(norm.normalized_shape) != 1:
+            return f"{class_name(type(norm))} is not a LayerNorm over the last dimension"
+        if not norm.eps > 0:
+            return f"{type(norm).__qualname__} has eps = {norm.eps:g}, expected more than 0"
+    return None
+
+
+def _why_reduction_unsupported(conv: Any, norm: Any) -> str | None:
+    """Says why a convolution and a LayerNorm make no reduction by a linear layer; None if they do."""
+    if conv.groups != 1 or conv.dilation != (1, 1) or conv.padding != (0, 0):
+        return "the reduction is not a plain convolution without padding"
+    if conv.kernel_size != conv.stride or conv.stride[0] != conv.stride[1]:
+        return f"the reduction has stride {conv.stride}, expected its kernel size, {conv.kernel_size}"
+    return why_norms_unsupported(norm)
+
+
+def _why_pooling_unsupported(conv: Any, norm: Any) -> str | None:
+    if (conv.kernel_size, conv.stride, conv.padding, conv.groups) != ((1, 1), (1, 1), (0, 0), 1):
+        return "the convolution after pooling is not one of 1×1"
+    return why_norms_unsupported(norm)
+
+
+def _why_mix_unsupported(conv: Any) -> str | None:
+    """Says why ``depthwise_conv_gelu`` does not compute a convolution; None if it does."""
+    if not conv.groups == conv.in_channels == conv.out_channels:
+        return "the convolution is not depthwise"
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    if geometry != ((3, 3), (1, 1), (1, 1), (1, 1)) or conv.padding_mode != "zeros":
+        return "the convolution is not one of 3×3 with stride 1, padded by one zero on each side"
+    return None
+
+
+def why_gelu_replaced(activation: Any) -> str | None:
+    """Says that an activation has another function than its class gives it; None if it has not."""
+    act = None if activation is None else vars(activation).get("act")
+    if act is None:
+        return None
+    function, settings = (act.func, act.keywords) if isinstance(act, functools.partial) else (act, {})
+    if function is F.gelu:
+        own = settings.get("approximate", "none") == gelu_variant(activation)
+    else:  # a method, which computes the same in several steps
+        own = getattr(act, "__func__", act) in vars(type(activation)).values()
+    return None if own else f"the function of {type(activation).__qualname__} has been replaced"
+
+
+def class_name(kind: type) -> str:
+    """Returns the name of a class, with its module if PyTorch has another class of that name."""
+    name = kind.__qualname__
+    return name if getattr(nn, name, kind) is kind else f"{kind.__module__}.{name}"
+
+
+def why_another_class(module: Any, expected: str | None = None) -> str:
+    """Says that a module is not of the class that is expected, and how it becomes one if it is peft's."""
+    kind = type(module)
+    reason = f"is a {class_name(kind)}" + ("" if expected is None else f", expected {expected}")
+    if kind.__module__.partition(".")[0] == "peft":
+        reason += "; merge_and_unload() of the model with adapters puts plain layers back"
+    return reason
+
+
+def is_named(kind: type, names: Collection[Any]) -> bool:
+    """Says whether the name of a class, with or without its module, is among some names."""
+    return kind.__name__ in names or f"{kind.__module__}.{kind.__name__}" in names

@@ -32,7 +32,7 @@ from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
-from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, TransformerBlock
+from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, Reduction, TransformerBlock
 from .parts import BlockParts, StageParts, wide
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
@@ -325,3 +325,42 @@ def _add_and_normalize(
         )
     stream = _add(layer, y, stream)
     return stream, layer_norm(stream, norm.weight, norm.bias, eps=norm.eps, shift=shift)
+
+
+# A layer of a pyramid -----------------------------------------------------------------------------------
+
+
+def serve_layer(
+    block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
+) -> tuple[Tensor, tuple[int, int]] | None:
+    """Computes a layer; None for tokens that are not such, so that its own forward says what is wrong.
+
+    The result is a tensor of its own, since others may hold ``x``.
+    """
+    if not _are_tokens(block, x, grid):
+        return None
+    out = programs.run(x, grid)
+    if out is None:
+        out = transformer_block(x, grid, block)
+        programs.add(x, block.tensors, lambda: _bound_layer(block, x, grid), grid)
+    return out, grid
+
+
+def _bound_layer(
+    block: TransformerBlock, x: Tensor, grid: tuple[int, int]
+) -> list[Callable[[Tensor], Tensor]] | None:
+    operator: Any = backends.operators["transformer_block"]
+    step = operator.bound(operator.bind(x, grid, block))
+    return None if step is None else [step]
+
+
+def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:
+    weight = block.linears[0].weight
+    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 3) or x.shape[2] != weight.shape[1]:
+        return False
+    if not all(isinstance(size, int) for size in grid):
+        return False
+    if block.mix is None and block.reduce is None:
+        return True  # of a PVT, which may have a class token
+    ratio = block.reduce.weight.shape[3] if isinstance(block.reduce, Reduction) else 1
+    return x.shape[1] == grid[0] * grid[1] and min(grid) >= ratio

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..acceleration.entries import why_another_class
-from ..acceleration.fused import why_must_be_called
 from ..acceleration.matching import blocks_in, why_mismatched
+from ..acceleration.parts import why_another_class
+from ..acceleration.watching import why_must_be_called
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 
@@ -41,8 +41,9 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
     for path, block, entry in blocks_in(model):
         reason = why_mismatched(block, entry)
         for name in entry.layers:
-            module = block._modules.get(name)
-            if module is None:
+            try:
+                module = block.get_submodule(name)
+            except AttributeError:
                 continue
             if entry.is_embedding:
                 of_images = getattr(module, "in_channels", None)

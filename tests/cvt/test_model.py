@@ -606,9 +606,11 @@ def test_under_autocast_a_gpus_norms_write_what_their_layers_read(monkeypatch, n
     if norm is not None:
         block.norm1 = norm(block.norm1.normalized_shape)
     seen = {}
-    block.attn.register_forward_hook(lambda module, args, out: seen.update(attn=args[0].dtype))
-    block.mlp.register_forward_hook(lambda module, args, out: seen.update(mlp=args[0].dtype))
+    for name in ("proj_q", "fc1"):
+        layer = block.attn.proj_q if name == "proj_q" else block.mlp.fc1
+        layer.register_forward_hook(lambda module, args, out, name=name: seen.update({name: args[0].dtype}))
     with torch.autocast("cpu", torch.bfloat16):
         out = block(torch.randn(2, 16, 64), (4, 4))
     own = torch.float32 if norm is not None else torch.bfloat16
-    assert (seen["attn"], seen["mlp"], out.dtype) == (own, own, torch.float32)
+    assert (seen["fc1"], out.dtype) == (own, torch.float32)
+    assert seen["proj_q"] == torch.bfloat16

@@ -19,7 +19,7 @@ from cvt_kernels.quantization.layers import find_layers
 
 from ...config import DTYPES, PRESETS, TokenKeep
 from ...factory import create_model
-from ...model import Mlp
+from ...model import Block
 
 #: The backends to request, so that an operator that is composed of others asks of these too.
 COMPOSED: tuple[backends.Backend, ...] = ("composed", "native", "reference")
@@ -151,6 +151,7 @@ class _Collector:
     def __init__(self) -> None:
         self.questions: dict[str, Question] = {}
         self._autocast: torch.dtype | None = None
+        self._first_layers: dict[Tensor, nn.Linear] = {}  # by the weight of the LayerNorm before
 
     def run(
         self,
@@ -190,15 +191,14 @@ class _Collector:
         """Lets calls be noted that the model makes elsewhere, or that upstreams make otherwise."""
         # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
         # stage 0 are strided, and for a single image those of every stage.
-        first_layers = {module.fc1 for module in model.modules() if isinstance(module, Mlp)}
         for name, module in model.named_modules():
             if name.endswith("patch_embed.norm"):
                 module.register_forward_pre_hook(self._record_layer_norms)
         for name, module in model.named_modules() if device.type == "cpu" else ():
-            # An MLP does not call its first layer, and would if that had hooks.
-            if isinstance(module, Mlp):
-                module.register_forward_pre_hook(self._record_first_linear)
-            elif isinstance(module, nn.Linear) and name != "head" and module not in first_layers:
+            # A block does not call the first layer of its MLP, and would if that had hooks.
+            if isinstance(module, Block):
+                self._first_layers[module.norm2.weight] = module.mlp.fc1
+            elif isinstance(module, nn.Linear) and name != "head" and not name.endswith("mlp.fc1"):
                 module.register_forward_pre_hook(self._record_linear)
 
     def _autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -225,7 +225,10 @@ class _Collector:
                 elif operator == "transformer_block":
                     block = call.block._replace(approximate=approximate)
                     self._record(operator, **arguments | {"block": block})
-            return function(call)
+            result = function(call)
+            if operator in ("add_layer_norm", "gather_add_layer_norm") and call.weight in self._first_layers:
+                self._record_linear(self._first_layers[call.weight], (result[1],))
+            return result
 
         return dataclasses.replace(implementation, function=serve, why_unsupported=None)
 
@@ -234,10 +237,6 @@ class _Collector:
         norm = cast(nn.LayerNorm, module)
         for x in (args[0], args[0].transpose(1, 2).contiguous().transpose(1, 2)):
             self._record("layer_norm", x, norm.weight, norm.bias, eps=norm.eps)
-
-    def _record_first_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Notes the call of the first linear layer of an MLP."""
-        self._record_linear(cast(Mlp, module).fc1, args)
 
     def _record_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of a linear layer; on tensors without memory the layer does not ask the registry."""

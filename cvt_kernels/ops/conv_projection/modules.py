@@ -27,7 +27,7 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
     """
     modes = {bn.training for branch in branches for _, bn in _pairs(branch)}
     if len(modes) == 1:
-        convs = tuple([_conv_of(branch) for branch in branches])
+        convs = tuple([branch_of(branch) for branch in branches])
         return conv_projection(x, grid, convs, training=modes.pop())
     # Somebody froze only some of them.
     return tuple(_sum(x, grid, _pairs(branch)) for branch in branches)
@@ -37,7 +37,8 @@ def _pairs(branch: Any) -> Sequence[Any]:
     return branch if isinstance(branch, list) else (branch,)
 
 
-def _conv_of(branch: Any) -> Branch:
+def branch_of(branch: Any) -> Branch:
+    """Returns the live tensors of a convolution and its BatchNorm, or of a list of such pairs."""
     if isinstance(branch, list) and len(branch) != 1:
         return tuple([ConvBatchNorm.from_modules(*pair) for pair in branch])
     return ConvBatchNorm.from_modules(*(branch[0] if isinstance(branch, list) else branch))

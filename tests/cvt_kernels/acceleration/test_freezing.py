@@ -384,7 +384,7 @@ def norm_of_another_kind(model):
     ("change", "reason"),
     [
         (hook_inside, "blocks.0 is not as upstream has it: norm2 has forward hooks"),
-        (backward_hook_inside, "blocks.0.mlp has backward hooks"),
+        (backward_hook_inside, "blocks.0 is not as upstream has it: mlp has backward hooks"),
         (own_forward_inside, "blocks.0.attn.proj_q has a forward of its own"),
         (adapter_inside, "a linear layer is not a plain nn.Linear"),
         (batch_norm_in_training, "a module within it is in training mode"),

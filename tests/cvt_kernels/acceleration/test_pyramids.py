@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import pvt as pvt_blocks
-from cvt_kernels.acceleration import segformer as segformer_blocks
+from cvt_kernels.acceleration import matching
 from tests.checks import assert_accurate, python_blocks, record_all_calls, record_calls, run_blocks
 from tests.upstream import (
     PYRAMIDS,
@@ -187,24 +186,16 @@ def test_compiled_as_one_graph(make):
 
 def test_the_parts_are_those_of_the_block():
     """The operator of a whole block, given the parts, computes the layer."""
-    found = (
-        (segformer, "SegformerLayer", segformer_blocks.parts),
-        (pvt, "PvtLayer", pvt_blocks.parts),
-        (pvt_v2, "PvtV2BlockLayer", pvt_blocks.parts_of_v2),
-        (glpn, "GLPNLayer", segformer_blocks.parts),
-    )
-    for make, name, parts_of in found:
-        layers = [module for module in make().modules() if type(module).__name__ == name]
+    for make in (segformer, pvt, pvt_v2, glpn):
+        layers = [(layer, entry) for _, layer, entry in matching.find_blocks(make()) if entry.is_layer]
         assert layers
-        for layer in layers:
-            parts = parts_of(layer)
+        for layer, entry in layers:
+            parts = entry.parts(layer)
             x = torch.randn(2, 20, parts.norm1.weight.shape[0])
             with torch.no_grad():
                 expected = layer(x, 5, 4)
                 expected = expected[0] if isinstance(expected, tuple) else expected
                 assert relative(ck.transformer_block(x, (5, 4), parts.as_operator()), expected) < 1e-5
-    layer = pvt_v2_linear().pvt_v2.encoder.layers[0].blocks[0]
-    assert pvt_blocks.parts_of_v2(layer) is None
 
 
 # What a fused forward leaves to the block -----------------------------------------------------------------

@@ -110,7 +110,7 @@ def strided_classifier(head):
 
 
 HEAD_CHANGES = [
-    (hook_projection, "the projection of stage 1 has forward hooks"),
+    (hook_projection, "linear_projections.1.proj has forward hooks"),
     (replace_fusion, "linear_fuse has a bias"),
     (strided_classifier, "classifier is not a 1×1 convolution"),
 ]

@@ -1,0 +1,349 @@
+"""The blocks of CvT: Hugging Face's (models/cvt/modeling_cvt.py), Microsoft's (cls_cvt.py) and ours (cvt).
+
+The classes of ``cvt`` call :func:`cvt_kernels.acceleration.fused.forward_block` themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .entries import BlockEntry, StageEntry, map_and_class_token, named, recognize_by_name, tokens_of_map
+from .fused import check_images, embed
+from .parts import BlockParts, StageParts, Unsupported, gelu_variant, parts_of_norm
+
+# Hugging Face's -------------------------------------------------------------------------------------------
+
+HUGGING_FACE = "Hugging Face"
+
+_WORDS = "query", "key", "value"
+
+
+def _hf_block(self: Any) -> BlockParts:
+    attention, activation = self.attention.attention, self.intermediate.activation
+    wrappers = [getattr(attention, f"convolution_projection_{word}") for word in _WORDS]
+    convs = [wrapper.convolution_projection for wrapper in wrappers]
+    return BlockParts(
+        norm1=self.layernorm_before,
+        branches=[(conv.convolution, conv.normalization) for conv in convs],
+        linears=[getattr(attention, f"projection_{word}") for word in _WORDS],
+        num_heads=attention.num_heads,
+        scale=attention.scale,
+        attention_drop=attention.dropout,
+        proj=self.attention.output.dense,
+        norm2=self.layernorm_after,
+        fc1=self.intermediate.dense,
+        approximate=gelu_variant(activation),
+        activation=activation,
+        fc2=self.output.dense,
+        drops=(self.attention.output.dropout, None, self.output.dropout),
+        drop_path=self.drop_path,
+        drops_sum=True,
+    )
+
+
+def _hf_embedding(self: Any, pixel_values: Tensor) -> Tensor:
+    check_images("pixel_values", pixel_values, self.projection)
+    return embed(self.projection, self.normalization, pixel_values)
+
+
+_HF_CLASSES = frozenset(
+    (
+        *("CvtAttention", "CvtSelfAttention", "CvtSelfOutput", "CvtIntermediate", "CvtOutput", "CvtDropPath"),
+        *(f"CvtSelfAttention{kind}Projection" for kind in ("", "Conv", "Linear")),
+    )
+)
+
+_HF_ENTRIES = named(
+    BlockEntry(
+        upstream=HUGGING_FACE,
+        name="CvtConvEmbeddings",
+        arguments=("pixel_values",),
+        children=frozenset(("projection", "normalization")),
+        layers=("projection",),
+        forward=_hf_embedding,
+        parts=lambda self: parts_of_norm(self.normalization),
+    ),
+    BlockEntry(
+        upstream=HUGGING_FACE,
+        name="CvtLayer",
+        arguments=("hidden_state", "height", "width"),
+        children=frozenset(
+            ("attention", "intermediate", "output", "drop_path", "layernorm_before", "layernorm_after")
+        ),
+        classes=_HF_CLASSES,
+        layers=(
+            *(f"attention.attention.projection_{word}" for word in _WORDS),
+            *("attention.output.dense", "intermediate.dense", "output.dense"),
+        ),
+        parts=_hf_block,
+    ),
+)
+
+
+def _hf_stage(self: Any) -> StageParts:
+    conv, class_token = _hf_stem(self)
+    norm = self.embedding.convolution_embeddings.normalization
+    return StageParts(conv, None, norm, class_token, [_hf_block(layer) for layer in self.layers])
+
+
+def _hf_stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
+    return self.embedding.convolution_embeddings.projection, getattr(self, "cls_token", None)
+
+
+_HF_STAGE = StageEntry(
+    block=BlockEntry(
+        upstream=HUGGING_FACE,
+        name="CvtStage",
+        parts=_hf_stage,
+        arguments=("hidden_state",),
+        children=frozenset(("cls_token", "embedding", "layers")),
+    ),
+    classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES},
+    parts=_hf_stage,
+    embedding=_hf_stem,
+    result=map_and_class_token,
+    tokens=tokens_of_map,
+)
+
+# Microsoft's ----------------------------------------------------------------------------------------------
+
+MICROSOFT = "Microsoft"
+
+_PROJECTIONS = "conv_proj_q", "conv_proj_k", "conv_proj_v"
+_MS_CHILDREN = frozenset(
+    (*_PROJECTIONS, "proj_q", "proj_k", "proj_v", "attn_drop", "proj", "proj_drop"),
+)
+#: The paths of the layers of a block of Microsoft's or ours.
+_LAYERS = "attn.proj_q", "attn.proj_k", "attn.proj_v", "attn.proj", "mlp.fc1", "mlp.fc2"
+
+
+def _ms_block(self: Any) -> BlockParts:
+    attn, mlp = self.attn, self.mlp
+    return BlockParts(
+        norm1=self.norm1,
+        branches=[_ms_branch(attn, name) for name in _PROJECTIONS],
+        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
+        num_heads=attn.num_heads,
+        scale=attn.scale,
+        attention_drop=attn.attn_drop,
+        proj=attn.proj,
+        norm2=self.norm2,
+        fc1=mlp.fc1,
+        approximate=gelu_variant(mlp.act),
+        activation=mlp.act,
+        fc2=mlp.fc2,
+        drops=(attn.proj_drop, mlp.drop, mlp.drop),
+        drop_path=self.drop_path,
+    )
+
+
+def _ms_branch(attention: Any, name: str) -> tuple[Any, Any]:
+    """Returns convolution and BatchNorm of a branch.
+
+    Raises:
+        Unsupported: The branch has other steps.
+    """
+    steps = getattr(attention, name)
+    if type(steps) is not nn.Sequential or len(steps) != 3 or type(steps[2]).__name__ != "Rearrange":
+        raise Unsupported(f"{name} is not a Sequential of convolution, BatchNorm and Rearrange")
+    pattern = getattr(steps[2], "pattern", "b c h w -> b (h w) c")
+    if pattern != "b c h w -> b (h w) c":
+        raise Unsupported(f"{name} rearranges by {pattern!r}")
+    return steps.get_submodule("conv"), steps.get_submodule("bn")
+
+
+def _ms_embedding(self: Any, x: Tensor) -> Tensor:
+    check_images("x", x, self.proj)
+    return embed(self.proj, self.norm, x)
+
+
+_MS_ENTRIES = {
+    entry.name: entry
+    for entry in (
+        BlockEntry(
+            upstream=MICROSOFT,
+            name="ConvEmbed",
+            arguments=("x",),
+            children=frozenset(("proj", "norm")),
+            layers=("proj",),
+            forward=_ms_embedding,
+            parts=lambda self: parts_of_norm(self.norm),
+        ),
+        BlockEntry(
+            upstream=MICROSOFT,
+            name="Block",
+            arguments=("x", "h", "w"),
+            children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
+            classes=frozenset(("Attention", "Mlp", "DropPath", "Rearrange")),
+            layers=_LAYERS,
+            parts=_ms_block,
+        ),
+    )
+}
+
+
+def _stage(self: Any) -> StageParts:
+    """Returns the parts of a stage of Microsoft's or ours."""
+    conv, class_token = _stem(self)
+    batch_norm = getattr(self.patch_embed, "bn", None)
+    block = _own_block if own_class(type(self)) is not None else _ms_block
+    return StageParts(
+        conv=conv,
+        batch_norm=batch_norm if isinstance(batch_norm, nn.BatchNorm2d) else None,
+        norm=self.patch_embed.norm,
+        class_token=class_token,
+        blocks=[block(each) for each in self.blocks],
+        token_keep_bounds=getattr(self, "token_keep_bounds", (0.0, 1.0)),
+    )
+
+
+def _stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
+    return self.patch_embed.proj, self.cls_token
+
+
+_MS_STAGE = StageEntry(
+    block=BlockEntry(
+        upstream=MICROSOFT,
+        name="VisionTransformer",
+        parts=_stage,
+        arguments=("x",),
+        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
+    ),
+    classes=_MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
+    parts=_stage,
+    embedding=_stem,
+    result=map_and_class_token,
+    tokens=tokens_of_map,
+)
+
+
+def _is_ms_stage(module: nn.Module) -> bool:
+    """Says whether a module, whose class has the right name, is a stage of a CvT."""
+    blocks = module._modules.get("blocks")
+    return blocks is not None and any(map(_is_ms_block, blocks.children()))
+
+
+def _is_ms_block(module: nn.Module | None) -> bool:
+    """Says whether a module has the attention of a CvT."""
+    attn = module._modules.get("attn") if module is not None else None
+    if attn is None or own_class(type(attn)) is not None:
+        return False
+    # A projection without a convolution is None.
+    attributes = (*_PROJECTIONS, "num_heads", "scale")
+    linears = {"proj", "proj_q", "proj_k", "proj_v"}
+    return linears <= set(attn._modules) and all(hasattr(attn, name) for name in attributes)
+
+
+# Ours -----------------------------------------------------------------------------------------------------
+
+#: The module that defines ours. (Nothing here imports it.)
+MODULE = "cvt.model"
+
+
+def _own_block(self: Any) -> BlockParts:
+    attn, mlp = self.attn, self.mlp
+    return BlockParts(
+        norm1=self.norm1,
+        branches=[getattr(attn, name).summands() for name in _PROJECTIONS],
+        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
+        num_heads=attn.num_heads,
+        scale=attn.scale,
+        attention_drop=attn.attn_drop,
+        drops_probabilities=True,
+        proj=attn.proj,
+        norm2=self.norm2,
+        fc1=mlp.fc1,
+        approximate=mlp.approximate,
+        fc2=mlp.fc2,
+        drops=(attn.proj_drop, mlp.drop, mlp.drop),
+        drop_path=self.drop_path,
+        layer_scales=(self.ls1, self.ls2),
+        position_for=None if attn.position_bias is None else attn.position_for,
+        token_keep=getattr(self, "token_keep", 1.0),
+        pool=getattr(attn, "pool", "cls"),
+    )
+
+
+def _why_own_stage_unsupported(stage: Any) -> str | None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
+    for block in stage.blocks:
+        if getattr(block, "token_keep", 1) != 1 and not on_cpu:
+            return "drops tokens, which frozen stages do on a CPU only"
+        attention = getattr(block, "attn", None)
+        if getattr(attention, "position_bias", None) is not None:
+            return "attention has a bias by position"
+        if hasattr(getattr(attention, "conv_proj_q", None), "dilated_conv"):
+            return "convolutions are summed"
+    return None
+
+
+_OWN_CLASSES = frozenset(f"{MODULE}.{name}" for name in ("Attention", "ConvProjection", "Mlp"))
+
+_OWN_ENTRIES = {
+    "ConvEmbed": BlockEntry(
+        "cvt", "ConvEmbed", parts=lambda self: parts_of_norm(self.norm), layers=("proj",)
+    ),
+    "Block": BlockEntry("cvt", "Block", parts=_own_block, classes=_OWN_CLASSES, layers=_LAYERS),
+}
+#: The entry of the blocks of ``cvt``.
+OWN_BLOCK = _OWN_ENTRIES["Block"]
+
+_OWN_STAGE = StageEntry(
+    block=BlockEntry(
+        upstream="cvt",
+        name="Stage",
+        parts=_stage,
+        arguments=("image",),
+        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
+    ),
+    classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
+    parts=_stage,
+    embedding=_stem,
+    result=lambda tokens, grid: (tokens, grid),
+    tokens=lambda result: result[0],
+    why_unsupported=_why_own_stage_unsupported,
+)
+
+
+def own_class(cls: type) -> type | None:
+    """Returns the class of ``cvt`` that ``cls`` is or derives from; None for other classes."""
+    return next((base for base in cls.__mro__ if base.__module__ == MODULE), None)
+
+
+# Recognition ----------------------------------------------------------------------------------------------
+
+#: Every entry of a block.
+ENTRIES = (*(each for entries in _HF_ENTRIES.values() for each in entries), *_MS_ENTRIES.values())
+ENTRIES += tuple(_OWN_ENTRIES.values())
+#: Every entry of a stage.
+STAGES: tuple[StageEntry, ...] = _HF_STAGE, _MS_STAGE, _OWN_STAGE
+
+
+def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+    """Returns the entry of a module, by the names of its classes and what it consists of; None for others.
+
+    Microsoft's names are those of half of all transformers: a ``Block`` must have an attention with
+    convolutional projections, and a ``ConvEmbed`` be in a stage of such.
+    """
+    own = own_class(type(module))
+    if own is not None:
+        return _OWN_ENTRIES.get(own.__name__)
+    names = {cls.__name__ for cls in type(module).__mro__}
+    if "Block" in names and _is_ms_block(module):
+        return _MS_ENTRIES["Block"]
+    if "ConvEmbed" in names and parent is not None and _is_ms_stage(parent):
+        return _MS_ENTRIES["ConvEmbed"]
+    return recognize_by_name(module, _HF_ENTRIES)
+
+
+def recognize_stage(module: nn.Module) -> StageEntry | None:
+    """Returns the entry of a stage; None for other modules."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    if own_class(type(module)) is not None:
+        return _OWN_STAGE if _OWN_STAGE.block.name in names else None
+    if _HF_STAGE.block.name in names:
+        return _HF_STAGE
+    # Other transformers have a class of this name too.
+    return _MS_STAGE if _MS_STAGE.block.name in names and _is_ms_stage(module) else None

@@ -1,0 +1,200 @@
+"""Says who would notice that a module is not called, and watches what a fused forward depends on.
+
+:func:`is_watched` asks for hooks and patches of one module. :class:`Watch` remembers what was found when a
+block, a stage or a layer was examined, and compares it with what there is in one flat pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ..ops.linear_int8.modules import LinearInt8
+from ..ops.packing import Snapshot
+
+# One module -----------------------------------------------------------------------------------------------
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Says whether :func:`why_must_be_called` has a reason, sooner than it finds one."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return True
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return torch_module._has_any_global_hook() or _is_patched(type(module))
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Says whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
+    return type(module) is nn.Linear and not is_watched(module)
+
+
+def why_must_be_called(module: nn.Module) -> str | None:
+    """Says who would notice if the work of a module were done without calling it; None if nobody would."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "has backward hooks"
+    if torch_module._has_any_global_hook():
+        return "is seen by a hook on all modules"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    if _is_patched(type(module)):
+        return f"has a forward that is patched by {patch_of(type(module))}"
+    return None
+
+
+def is_only_recorded(module: nn.Module) -> bool:
+    """Says whether only a recorder, which gets nothing of it, would notice that a module is not called."""
+    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if any(others) or "forward" in vars(module) or _is_patched(type(module)):
+        return False
+    return not torch_module._has_any_global_hook() and not _is_noticed(module._forward_hooks)
+
+
+def _is_noticed(hooks: Mapping[int, Any]) -> bool:
+    """Says whether there is a hook, other than those by which transformers records attention maps.
+
+    These stay in a model once any outputs have been recorded. They find no maps where attention makes none,
+    and attention that makes some does not run fused.
+    """
+    for hook in hooks.values():
+        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+            return True
+        held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        if "key" not in held or held["key"].cell_contents != "attentions":
+            return True
+    return False
+
+
+def patch_of(cls: type) -> str | None:
+    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    # functools.wraps gives a patch the names of what it wraps, but not its globals.
+    own = inspect.unwrap(forward)
+    homes = [getattr(each, "__globals__", {}).get("__name__") for each in (forward, own)]
+    is_own = homes[1] == owner.__module__ and own.__qualname__ == f"{owner.__qualname__}.forward"
+    if is_own and homes[0] in (owner.__module__, _WRAPPING):
+        return None
+    return f"{homes[0]}.{forward.__qualname__}"
+
+
+#: The module of transformers that wraps the forwards of layers, from 5.23 on, to checkpoint their gradients.
+_WRAPPING = "transformers.modeling_layers"
+
+
+_BYPASSED = (
+    nn.BatchNorm2d,
+    nn.Conv2d,
+    nn.Dropout,
+    nn.GELU,
+    nn.LayerNorm,
+    nn.Linear,
+    nn.SyncBatchNorm,
+    LinearInt8,
+)
+#: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
+_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
+
+
+def _is_patched(cls: Any) -> bool:
+    """Says, sooner than :func:`patch_of`, whether the forward of a bypassed class has been patched."""
+    return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
+
+
+# Many modules ---------------------------------------------------------------------------------------------
+
+#: The numbers and names that the work of a block depends on, besides those of convolutions.
+_SETTINGS = (
+    "eps",
+    "num_heads",
+    "num_attention_heads",
+    "attention_head_size",
+    "head_dim",
+    "scale",
+    "scaling",
+    "approximate",
+    "act",
+    "momentum",
+    "process_group",
+    "track_running_stats",
+    "token_keep",
+    "token_keep_bounds",
+    "pool",
+    "stride_kv",
+    "linear_attention",
+    "sequence_reduction_ratio",
+    "sequences_reduction_ratio",
+    "spatial_reduction_ratio",
+    "sr_ratio",
+)
+_CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Watch:
+    """The state of a module when it was examined, to be compared with later ones.
+
+    It refers to the modules within, not to the module itself, which it must not keep alive. Every call
+    compares some hundreds of members, so that loops are left to C.
+
+    Args:
+        owner: The module.
+        modules: Those within it that matter.
+        folded: Tensors of which copies are served: they are watched for changes of values, too.
+    """
+
+    def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
+        self._modules = modules
+        self._spaces = [vars(module) for module in modules]
+        self._classes = list({type(module) for module in modules})
+        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
+        # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
+        spaces = [vars(owner), *self._spaces]
+        names = ("_modules", "_parameters", "_buffers")
+        self._members_of = [space[name] for space in spaces for name in names if space[name]]
+        self._folded = folded
+        self._snapshot = Snapshot(folded)
+        settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
+        settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
+        self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
+        self._configs = [space["config"] for space in spaces if "config" in space]
+        self._hooked = self._hook_numbers()
+        self._before = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        members = itertools.chain.from_iterable(map(dict.values, self._members_of))
+        return (
+            [*map(id, members)],
+            [*map(len, self._spaces)],  # an attribute may shadow a parameter
+            [*map(operator.contains, self._spaces, itertools.repeat("forward"))],
+            [*map(type, self._modules)],
+            [*map(_forward_of, self._classes)],
+            [*map(dict.get, self._settings_of, self._settings)],
+            [getattr(config, "_attn_implementation", None) for config in self._configs],
+        )
+
+    def _hook_numbers(self) -> list[list[int]]:
+        """Returns the numbers of all hooks; PyTorch gives no number twice."""
+        return [list(hooks) for hooks in self._hooks if hooks and _is_noticed(hooks)]
+
+    def is_changed(self) -> bool:
+        """Says whether the module has to be examined again."""
+        if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
+            return True
+        return not self._snapshot.holds(self._folded) or self._state() != self._before
+
+    def is_training(self) -> bool:
+        """Says whether a module within is in training mode."""
+        return any(map(_training_of, self._spaces))
+
+
+_forward_of: Callable[[Any], Any] = operator.attrgetter("forward")
+_training_of: Callable[[Any], bool] = operator.itemgetter("training")
