@@ -36,17 +36,15 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, checks, machine, verdicts
+from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import packing
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: The number of graphs that a model keeps unless :func:`graphed` is told another.
 MOST = 8
 #: The attribute of a graphed model that holds its graphs.
 _ATTRIBUTE = "_cvt_kernels_graphs"
-#: The attribute of a class of ours that names the class without graphs.
-UNGRAPHED = "_cvt_kernels_ungraphed"
 
 
 def graphed(model: _Model, *, most: int = MOST) -> _Model:
@@ -126,16 +124,6 @@ def _check_module(model: object) -> None:
 # Classes with graphs --------------------------------------------------------------------------------------
 
 
-def cached(function: _Function) -> _Function:
-    """Remembers the results of a function whose arguments are classes."""
-    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
-
-
-def is_graphed(module: nn.Module) -> bool:
-    """Says whether the class of a module is one that :func:`graphed` gave it."""
-    return ungraphed_class(type(module)) is not type(module)
-
-
 @cached
 def _graphed_class(under: Any) -> Any:
     """Returns the subclass of ``under`` whose calls are replayed."""
@@ -157,10 +145,7 @@ def _graphed_class(under: Any) -> Any:
             arguments = (under,)
         return (_new_graphed, (build, arguments), *state)
 
-    members = {"forward": forward, "_apply": _apply, "__reduce_ex__": __reduce_ex__, UNGRAPHED: under}
-    for name in ("__module__", "__qualname__", "__doc__"):
-        members[name] = getattr(under, name)
-    return type(under.__name__, (under,), members)
+    return derived(under, UNGRAPHED, forward=forward, _apply=_apply, __reduce_ex__=__reduce_ex__)
 
 
 def _new_graphed(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
@@ -168,22 +153,6 @@ def _new_graphed(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) ->
     module = build(*arguments)
     module.__class__ = _graphed_class(type(module))
     return module
-
-
-@cached
-def ungraphed_class(cls: Any) -> Any:
-    """Returns a class without graphs, its own or its bases' (``fully_shard`` derives from ours)."""
-    if UNGRAPHED in vars(cls):
-        return vars(cls)[UNGRAPHED]
-    return with_bases(cls, tuple(map(ungraphed_class, cls.__bases__)))
-
-
-def with_bases(cls: Any, bases: tuple[Any, ...]) -> Any:
-    """Returns a class that differs from ``cls`` in its bases only: itself if they are the same."""
-    if bases == cls.__bases__:
-        return cls
-    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, bases, members)
 
 
 def change_class(module: nn.Module, changed: Callable[[Any], Any]) -> None:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from .. import checks
-from ..graphs import cached, change_class, ungraphed
+from ..classes import UNFUSED, cached, derived, is_fused, original_class
+from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .compiling import (
@@ -47,8 +48,6 @@ from .fused import forward_block
 from .matching import (
     TABLE,
     find_blocks,
-    is_fused,
-    original_class,
     parts_if_fused,
     why_another_forward,
     why_mismatched,
@@ -285,10 +284,7 @@ def _derived(original: Any, key: str, **members: Any) -> Any:
         # Pickle finds classes by name, and under this name it would find the original.
         return _new_module, made_of, without_number(object.__reduce_ex__(self, 2)[2])
 
-    members |= {"__reduce_ex__": __reduce_ex__, "_cvt_kernels_original": original, _MADE_OF: made_of}
-    for name in ("__module__", "__qualname__", "__doc__"):
-        members[name] = getattr(original, name)
-    return type(original.__name__, (original,), members)
+    return derived(original, UNFUSED, **members, __reduce_ex__=__reduce_ex__, **{_MADE_OF: made_of})
 
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks
+from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Programs
 from ..records import TransformerBlock
 from ..verdicts import stacklevel_of_caller
 from . import cvt, pyramids
 from .entries import ServedEntry, StageEntry, block_of
-from .matching import PLAIN, blocks_in, original_class, why_another_forward, why_not_now
+from .matching import PLAIN, blocks_in, why_another_forward, why_not_now
 from .parts import (
     GELU_VARIANTS,
     BlockParts,

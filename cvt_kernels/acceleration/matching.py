@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks
-from ..graphs import UNGRAPHED, cached, ungraphed_class, with_bases
+from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from . import cvt, pyramids
 from .entries import BlockEntry, Parts
@@ -262,21 +262,3 @@ def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str |
         if type(module) not in PLAIN and (patch := patch_of(original_class(type(module)))) is not None:
             return f"the forward of {_path_of(block, module)} is patched by {patch}"
     return _why_another_holder(block, entry, parts)
-
-
-# Classes without fused forwards ---------------------------------------------------------------------------
-
-
-@cached
-def original_class(cls: Any) -> Any:
-    """Returns a class without fused forwards and CUDA graphs, its own or its bases'."""
-    for mark in (UNGRAPHED, "_cvt_kernels_original"):
-        if mark in vars(cls):
-            return original_class(vars(cls)[mark])
-    # fully_shard derives from ours
-    return with_bases(cls, tuple(map(original_class, cls.__bases__)))
-
-
-def is_fused(block: nn.Module) -> bool:
-    """Says whether the class of a block has a fused forward."""
-    return original_class(type(block)) is not ungraphed_class(type(block))

@@ -15,13 +15,14 @@ from .. import accuracy
 from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
 from ..checks import autocast_dtype, check_flag, check_int, dtype_name
+from ..classes import is_fused, original_class
 from ..tables import aligned
 from ..verdicts import store_for
 from . import accelerate, give_classes_back
 from .compiling import is_frozen
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .freezing import find_stages, is_serving
-from .matching import find_blocks, is_fused, original_class
+from .matching import find_blocks
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.
