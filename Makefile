@@ -19,22 +19,23 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Linters, the tests and a smoke test of the benchmarks, side by side, in 10 to 13 minutes on 2 processors. The tests have one
-# more worker than processors, since some wait; files with few but long tests are not left to the end, as --dist loadfile would.
+# Linters, the tests and a smoke test of the benchmarks, side by side, in about 5 minutes on 2 processors. The tests are
+# the part of them that has every value of every parameter (tests/tiers.py). They have one more worker than processors, since
+# some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 # Processes that tests start find compiled modules, even on a machine that is told to write none.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 
-# make test, then what takes minutes more: every kernel compiled with both versions of Triton, every call in the emulator of
-# compiled kernels, and the sanitizers.
+# make test, then the rest: the other combinations of parameters, every kernel compiled with both versions of Triton, every call
+# in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
 test-all: $(INSTALLED)
 	$(MAKE) --no-print-directory test
-	$(PYTEST) --dist worksteal -m 'sanitized or slow'
+	$(PYTEST) --dist worksteal --tier rest
 
 suite: $(INSTALLED)
-	$(PYTEST) -m 'not sanitized and not slow'
+	$(PYTEST) --tier test
 
 smoke: $(INSTALLED)
 	mkdir -p build

@@ -22,6 +22,7 @@ os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
 from cvt_kernels import backends, machine, missing, verdicts
 from cvt_kernels.quantization import calibration
+from tests import tiers
 
 missing._said = True
 if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
@@ -57,6 +58,19 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU m
 
 
 _test_numbers = itertools.count()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that chooses between ``make test`` and the rest of ``make test-all``."""
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="which cases: see tests/tiers.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the cases of the other tier."""
+    kept, others = tiers.split(items, config.getoption("--tier"))
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

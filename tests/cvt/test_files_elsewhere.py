@@ -164,6 +164,7 @@ assert sorted(os.listdir()) == sorted(writers) and not os.listdir("folder")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     """The limit of a file's size is met in the same places as a full disk is."""
     monkeypatch.chdir(tmp_path)

@@ -498,6 +498,7 @@ def test_compiles_without_graph_breaks():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiles_with_dynamic_shapes():
     stage = Stage(CvTConfig(cls_token=True).stages[0]).eval()
     compiled = torch.compile(stage, fullgraph=True, backend="eager", dynamic=True)

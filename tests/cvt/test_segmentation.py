@@ -357,6 +357,7 @@ def test_scenes_of_digits(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_the_page_of_segmentation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "segmentation.md"

@@ -306,6 +306,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(ours, each)
 
 
+@pytest.mark.slow
 def test_compiled_without_a_break():
     x = X[:2, :, :32, :32]
     model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
@@ -395,6 +396,7 @@ def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
     assert "--token-keep: got 2.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_exported(tmp_path):
     model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
     with ck.use_backend("auto"):

@@ -200,6 +200,7 @@ def test_smoke_part_of_the_calls_is_right():
     _assert_good(SMOKE, SMOKE)
 
 
+@pytest.mark.slow
 def test_bulk_copies_and_products_of_four_warps_are_right():
     _assert_good(["--arch", "90", *SMOKE_90], SMOKE_90)
 

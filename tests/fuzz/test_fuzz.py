@@ -104,6 +104,7 @@ def test_sequences_of_changes_to_models():
     assert sum(answer.served for answer in answers.values()) > 50
 
 
+@pytest.mark.slow
 def test_a_forward_with_old_weights_is_found(monkeypatch):
     monkeypatch.setattr(packing, "note_written", lambda tensors: None)
     answers = [ask(f"models mode=frozen backend=onednn second=step seed={seed}") for seed in range(30)]

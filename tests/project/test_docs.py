@@ -17,6 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "accelerate.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_accelerate_page(capsys):
     blocks = python_blocks(PAGE)
     assert len(blocks) == 11

@@ -24,6 +24,7 @@ def run_page(name):
     return run_blocks(python_blocks((DOCS / name).read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_model_page(tmp_path, monkeypatch, recwarn, hub):
     monkeypatch.chdir(tmp_path)
     model = create_model("cvt_13")

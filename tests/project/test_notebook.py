@@ -23,6 +23,7 @@ def test_it_is_stored_without_outputs(notebook):
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 def test_it_runs(notebook, monkeypatch, tmp_path):
     from nbclient import NotebookClient
 

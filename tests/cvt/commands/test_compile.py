@@ -134,7 +134,7 @@ def accesses(row, kind):
 # minutes: cvt compile --arch sm_80 sm_90 sm_100.
 @pytest.mark.parametrize(
     ("arch", "dtype", "stages"),
-    [("sm_90", "bfloat16", "3"), ("sm_100", "bfloat16", "1")],
+    [("sm_90", "bfloat16", "3"), pytest.param("sm_100", "bfloat16", "1", marks=pytest.mark.slow)],
 )
 def test_conv_projection(compile_ahead, arch, dtype, stages):
     _, rows = compile_ahead(
@@ -166,7 +166,10 @@ def test_conv_projection(compile_ahead, arch, dtype, stages):
 # Stage 3 has the widest tiles and the most registers.
 @pytest.mark.parametrize(
     ("arch", "operators"),
-    [("sm_90", ("linear_gelu", "linear_add", "linear_add_layer_norm")), ("sm_100", ("linear_gelu",))],
+    [
+        ("sm_90", ("linear_gelu", "linear_add", "linear_add_layer_norm")),
+        pytest.param("sm_100", ("linear_gelu",), marks=pytest.mark.slow),
+    ],
     ids=["sm_90", "sm_100"],
 )
 def test_linear(compile_ahead, arch, operators):
@@ -189,6 +192,7 @@ def last_launches(operator, count):
     )
 
 
+@pytest.mark.slow
 def test_8_bit_numbers(compile_ahead):
     """Stage 3, without Q and proj: products of integers on tensor cores; what rounds is bound by memory."""
     operators = ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8")
@@ -210,6 +214,7 @@ def test_8_bit_numbers(compile_ahead):
     assert_documented(rows)
 
 
+@pytest.mark.slow
 def test_tensor_cores_of_8_bit_numbers(compile_ahead):
     """The last layer of stage 1, on every generation that has products of its numbers."""
     prelude = f"{last_launches('linear_int8', 1)}; {last_launches('linear_float8', 1)}"
@@ -233,7 +238,7 @@ def test_tensor_cores_of_8_bit_numbers(compile_ahead):
     }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_layer_norm_mlp(compile_ahead, arch):
     """CvT-13's first stage at 224²; on sm_90 its weights stay in shared memory."""
     _, rows = compile_ahead("--operator", "layer_norm_mlp", "--arch", arch, "--dtype", "bfloat16")
@@ -249,6 +254,7 @@ def test_layer_norm_mlp(compile_ahead, arch):
         assert row["resources"]["occupancy"] == 0.25
 
 
+@pytest.mark.slow
 def test_conv_linear(compile_ahead):
     """CvT-13's first stage, on tensor cores within its budget."""
     _, rows = compile_ahead(
@@ -266,7 +272,13 @@ def test_conv_linear(compile_ahead):
     assert analysis["predicted"]["share_of_floor"] > 0.9
 
 
-@pytest.mark.parametrize(("arch", "stages"), [("sm_80", "1"), ("sm_90", "123"), ("sm_100", "3")])
+@pytest.mark.parametrize(
+    ("arch", "stages"),
+    [
+        ("sm_90", "123"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sm_80", "1"), ("sm_100", "3"))),
+    ],
+)
 def test_attention(compile_ahead, arch, stages):
     """CvT-13's three stages at 224²: the products on tensor cores."""
     arguments = ["--operator", "attention", "--arch", arch, "--dtype", "bfloat16"]
@@ -296,6 +308,7 @@ def test_attention(compile_ahead, arch, stages):
     assert_documented(rows)
 
 
+@pytest.mark.slow
 def test_attention_with_a_bias_by_position(compile_ahead):
     _, rows = compile_ahead(
         "--operator", "attention_by_position", "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"
@@ -325,6 +338,7 @@ def test_conv_embedding(compile_ahead):
         assert 0 < analysis["predicted"]["share_of_floor"] <= 1
 
 
+@pytest.mark.slow
 def test_cuda_kernels_of_the_extension(compile_ahead):
     architectures = [name for name in load_extension().architectures.split(",") if name.startswith("sm_")]
     if not architectures:
@@ -357,6 +371,7 @@ def test_cuda_kernels_of_the_extension(compile_ahead):
             assert accesses(row, "loads") == {16}, row
 
 
+@pytest.mark.slow
 def test_cuda_kernels_by_nvcc(compile_ahead):
     """Compiles for a GPU that the extension was not built for."""
     if shutil.which("nvcc") is None:

@@ -90,6 +90,7 @@ def test_budgets_and_work():
     assert not budgets.is_budgeted("segformer_b0", 224, 256, "bfloat16")
 
 
+@pytest.mark.slow
 def test_it_compiles_for_a_gpu_within_its_budgets(tmp_path):
     """Runs the command in a process of its own: the other tests import the kernels for the interpreter."""
     report = tmp_path / "report.json"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from cvt.commands.compile import budgets, launches, work
@@ -47,6 +48,7 @@ def test_each_row_is_moved_once():
     assert found == expected
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_gpu_within_their_budgets(tmp_path):
     """Runs the command in a process of its own: the other tests import the kernels for the interpreter."""
     report = tmp_path / "report.json"

@@ -38,6 +38,7 @@ def relative(actual, expected):
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
+@pytest.mark.slow
 def test_onnx(model, tmp_path):
     path = tmp_path / "model.onnx"
     assert export(model, path, "onnx", image_size=32).difference < 1e-5
@@ -121,6 +122,7 @@ def assert_near(actual, model, images):
     assert (actual - expected).square().sum() < 1e-4 * expected.square().sum()  # 40 dB
 
 
+@pytest.mark.slow
 def test_onnx_of_a_quantized_model(tmp_path):
     model = quantized(ONE_STAGE, scheme="static")
     attention, mlp = model.stage0.blocks[0].attn, model.stage0.blocks[0].mlp
@@ -175,6 +177,7 @@ def test_float8_is_not_for_onnx(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_pt2_of_a_quantized_model(tmp_path):
     model = quantized(ONE_STAGE)
     path = tmp_path / "q.pt2"

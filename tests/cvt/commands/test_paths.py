@@ -148,6 +148,7 @@ def test_folders_of_the_system_hold_no_images(source, capsys, files):
     ],
     ids=lambda arguments: arguments[0],
 )
+@pytest.mark.slow
 def test_a_report_on_standard_output(arguments, capsys, files):
     assert main([*arguments, "--json", "-"]) == 0
     captured = capsys.readouterr()

@@ -123,6 +123,7 @@ assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.S
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.slow
 def test_a_signal_ends_a_command_without_leftovers(name, tmp_path, photo):
     folder, number = tmp_path / "folder", int(getattr(signal, name))
     folder.mkdir()

@@ -85,6 +85,7 @@ def test_the_file_says_all(digits):
     assert torch.equal(model.head.weight, exact.head.weight.half().float())
 
 
+@pytest.mark.slow
 def test_the_other_commands_take_the_file(digits, capsys, tmp_path):
     path = str(digits[0] / "q.safetensors")
     seven = str(save_digits(tmp_path / "digits")[7])

@@ -39,6 +39,7 @@ def digits(tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 def test_digits_are_learned(digits):
     log = list(csv.DictReader((digits / "log.csv").read_text().splitlines()))
     assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]

@@ -56,6 +56,7 @@ def figures(output):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unkilled, tmp_path):
     expected, count = unkilled
     assert count in (6, 7)  # the second epoch may be no better

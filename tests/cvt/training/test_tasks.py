@@ -138,6 +138,7 @@ def _join(rank, port, folder, output):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_add_up_their_pixels(label_maps, tmp_path):
     """Three images of validation, so that the processes have two and one."""
     with socket.socket() as free:

@@ -325,6 +325,7 @@ def test_resume_refuses_what_was_trained_otherwise(uninterrupted, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on(uninterrupted, tmp_path):
     """SIGKILL in the middle of the second epoch; what was on disk is whole, and leads to the same weights."""
     code = f"import tests.cvt.training.test_trainer as t;t.trainer({str(tmp_path)!r}, **t.EVERYTHING).fit()"
@@ -456,6 +457,7 @@ def _process(rank, port, directory):
         assert_same_bits(torch.load(path, weights_only=True), before)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does_from_the_joined_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -203,6 +203,7 @@ def test_exports_under_auto_hold_pytorchs_own(make):
 
 @pytest.mark.parametrize("proves", ["0", "1"])
 @pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.slow
 def test_compiles_under_auto_by_remembered_verdicts(make, proves, proving, monkeypatch):
     own, fused = one_stage(make).eval(), ck.accelerate(one_stage(make)).eval()
     fused.load_state_dict(own.state_dict())
@@ -217,6 +218,7 @@ def test_compiles_under_auto_by_remembered_verdicts(make, proves, proving, monke
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.slow
 def test_a_restored_model_exports_to_onnx(make, tmp_path):
     from onnx.reference import ReferenceEvaluator
 
@@ -338,6 +340,7 @@ def _fsdp_step(rank, make, accelerated):
     assert relative(logits(sharded(own_share)).detach(), after) < 1e-4
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """DDP and SyncBatchNorm against one process with the joined batch, and FSDP2."""
     run_ranks(_process, str(tmp_path))

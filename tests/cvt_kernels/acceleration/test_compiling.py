@@ -188,6 +188,7 @@ def test_models_of_the_same_architecture_are_told_apart():
     assert not torch.equal(compiled(other, images()), first)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_not_kept_alive():
     fused = frozen(ours())
     Compiled(fused)(images())

@@ -632,6 +632,7 @@ def test_changes_after_it_was_compiled():
     assert (len(calls), len(seen)) == (4, 1)
 
 
+@pytest.mark.slow
 def test_compiled_where_the_modules_of_a_layer_are_traced():
     fused = frozen(pvt_v2())
     layer, x = layers_of(fused)[0], torch.randn(2, 30, 16)

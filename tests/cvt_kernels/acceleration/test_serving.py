@@ -155,6 +155,7 @@ def test_coverage_has_a_row_for_a_stage_that_is_served_as_one():
     assert not {row.path for row in ck.coverage(twin(model.eval(), freeze=False))} & set(paths)
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_the_blocks():
     model, graphs = accelerated(microsoft), []
 

@@ -94,6 +94,7 @@ def test_traces_are_those_of_the_model(make):
 
 @torch.no_grad()
 @every_model
+@pytest.mark.slow
 def test_onnx_by_the_old_exporter(make):
     for model, own in models(make, make()):
         file = io.BytesIO()
@@ -114,6 +115,7 @@ def test_onnx_by_the_old_exporter(make):
 @pytest.mark.parametrize(
     ("make", "strict"), [(huggingface, False), (microsoft, False), (ours, False), (ours, True)]
 )
+@pytest.mark.slow
 def test_exported_programs_hold_pytorchs_own(make, strict):
     for model, own in models(make, small(make)):
         program = torch.export.export(model, (images(),), dynamic_shapes=(BATCH,), strict=strict)

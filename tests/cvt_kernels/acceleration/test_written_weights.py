@@ -91,6 +91,7 @@ def sharing(request):
 
 
 @pytest.mark.parametrize(("kind", "mode"), OPTIMIZERS)
+@pytest.mark.slow
 def test_steps_of_every_optimizer(sharing, kind, mode):
     parameters = list(sharing.own.parameters())
     with torch.no_grad():

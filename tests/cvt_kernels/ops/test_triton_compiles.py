@@ -102,6 +102,7 @@ for kernel in kernels.values():
     ],
     ids=["few", "all"],
 )
+@pytest.mark.slow
 def test_kernels_compile_where_integers_are_1(kernels):
     found = set(printed_by(ONES, *kernels))
     assert found == set(kernels) if kernels else len(found) > 20
@@ -196,6 +197,7 @@ WIDE, ODD, FLOAT32, NARROW, OTHER = (
         pytest.param((WIDE, ODD, FLOAT32, NARROW, OTHER), 5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_products_of_8_bits_are_not_serialized(shapes, configurations):
     assert printed_by(PRODUCTS, f"[{', '.join(shapes)}]") == [str(configurations)]
 

@@ -55,6 +55,7 @@ def test_bench_compares_on_real_photographs(capsys, tmp_path):
     assert "GELU" not in err  # the directory says which one was measured
 
 
+@pytest.mark.slow
 def test_bench_with_given_weights_and_photos(capsys, weights, photos):
     arguments = [
         "bench",

@@ -176,6 +176,7 @@ def processes_of_group(group):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "cvt", *SMALL],

@@ -281,6 +281,7 @@ def _train_on_a_share(rank, backend):
         compare([nn.SyncBatchNorm(6).double().to(device) for _ in convs], x[own], slice(None))
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_batch(tmp_path):
     run_ranks(_process, str(tmp_path))
 

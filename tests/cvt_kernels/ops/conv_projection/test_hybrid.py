@@ -485,6 +485,7 @@ def test_sync_batch_norms_take_the_places():
     assert all(row.fused for row in ck.coverage(model))
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_compiles_whole():
     model = hybrid()
     with torch.no_grad():

@@ -485,6 +485,7 @@ def test_an_empty_batch_goes_to_the_reference():
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.slow
 def test_compiles_without_graph_breaks_as_a_block(training):
     from cvt import CvTConfig
     from cvt.model import Block

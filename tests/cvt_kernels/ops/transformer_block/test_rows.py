@@ -183,6 +183,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 @needs_extension
 @every_instruction_set
+@pytest.mark.slow
 def test_instruction_sets(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 

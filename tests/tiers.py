@@ -1,0 +1,47 @@
+"""The two tiers of the tests: ``make test`` runs a part of the cases, ``make test-all`` the rest too.
+
+Of a parametrized test the part has every value of every parameter at least once, but not every combination
+of them: three dtypes at five shapes are five cases, not fifteen. Tests marked ``slow`` or ``sanitized`` are
+not in it.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+#: The values of ``--tier``: the part of ``make test``, what ``make test-all`` runs besides, and all.
+TIERS = ("test", "rest", "all")
+
+
+def split(items: list[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Returns the cases of a tier, in their order, and the others."""
+    if tier == "all":
+        return items, []
+    by_test = collections.defaultdict(list)
+    for item in items:
+        if not any(map(item.get_closest_marker, ("slow", "sanitized"))):
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    part = {item for cases in by_test.values() for item in _with_every_value(cases)}
+    kept = [item for item in items if (item in part) == (tier == "test")]
+    return kept, [item for item in items if (item in part) != (tier == "test")]
+
+
+def _with_every_value(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns few cases of one test which have every value of every parameter."""
+    missing = {value for case in cases for value in _values_of(case)}
+    if not missing:
+        return cases
+    chosen: list[pytest.Item] = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & _values_of(case)))
+        missing -= _values_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def _values_of(case: pytest.Item) -> set[tuple[int, str]]:
+    """Returns the parameters of a case, numbered, each with the name of its value."""
+    callspec = getattr(case, "callspec", None)
+    return set() if callspec is None else set(enumerate(callspec._idlist))
