@@ -8,7 +8,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test test-all suite smoke sanitize fuzz matrix docs bench gpu gpu-pack results lint wheel clean
+.PHONY: demo test test-all combinations suite smoke sanitize fuzz matrix docs bench gpu gpu-pack results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which proves the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -33,6 +33,10 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(MAKE) --no-print-directory test
 	$(PYTEST) --dist worksteal --tier rest
+
+# The other combinations of parameters of the tests of make test.
+combinations: $(INSTALLED)
+	$(PYTEST) --tier rest -m 'not sanitized and not slow'
 
 suite: $(INSTALLED)
 	$(PYTEST) --tier test

@@ -1,0 +1,52 @@
+"""Every value of every parameter is in the part of the tests that ``make test`` runs."""
+
+import pytest
+
+from tests import tiers
+
+pytest_plugins = ["pytester"]
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("b", ["x", "y"])
+@pytest.mark.parametrize("c", [pytest.param(0, marks=pytest.mark.slow), 4, 5])
+def test_three(a, b, c):
+    pass
+
+def test_plain():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+"""
+
+
+@pytest.fixture
+def items(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    sanitized\n")
+    return pytester.getitems(CASES)
+
+
+def names(items):
+    return [item.name for item in items]
+
+
+def test_the_tiers_are_all_cases(items):
+    part, rest = tiers.split(items, "test")
+    assert tiers.split(items, "rest") == (rest, part)
+    assert sorted(names(part) + names(rest)) == sorted(names(items))
+    assert tiers.split(items, "all") == (items, [])
+
+
+def test_the_part_has_every_value_in_few_cases(items):
+    part, _ = tiers.split(items, "test")
+    of_three = [item.callspec.params for item in part if item.name.startswith("test_three")]
+    assert {params["a"] for params in of_three} == {1, 2, 3}
+    assert {params["b"] for params in of_three} == {"x", "y"}
+    assert {params["c"] for params in of_three} == {4, 5}  # 0 is slow
+    assert len(of_three) == 3
+    assert "test_plain" in names(part)
+    assert "test_slow" not in names(part)
