@@ -388,10 +388,11 @@ class CvT(Stages, PretrainedModel):
         Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
         (B, num_classes), or (B, num_features) without a head.
 
-    A fused operator does the work of several modules without calling them: LayerNorms, linear layers,
-    ``attn.conv_proj_*`` with their ``conv`` and ``bn``, and ``attn.attn_drop``. Where somebody would notice,
-    since one of them has hooks, parametrizations or a forward of its own, or is of another class, the modules
-    are called one by one. ``cvt_kernels.coverage`` says which blocks do so and why.
+    A block does the work of its modules by fused operators, without calling them. Where somebody would
+    notice, since attention, the MLP, a LayerNorm, convolution, BatchNorm or ``attn.attn_drop`` has hooks,
+    parametrizations or a forward of its own, or is of another class, the block calls all its modules one by
+    one. Linear layers, ``drop_path`` and other dropout are called where they have hooks or are of another
+    class, and the rest stays fused. ``cvt_kernels.coverage`` says which blocks call their modules, and why.
     """
 
     def __init__(self, config: CvTConfig):
