@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cvt_kernels.acceleration.blocks import BATCH_NORMS
 from cvt_kernels.acceleration.cvt import OWN_BLOCK
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
-from cvt_kernels.acceleration.parts import BATCH_NORMS
 from cvt_kernels.checks import autocast_enabled, check_kind, check_tensor, is_transformed
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.layer_norm_gelu import gelu

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import reference
 from .acceleration import accelerate, restore
-from .acceleration.attention_interface import register_attention
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
 from .ops.attention import attention
+from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear

@@ -5,11 +5,10 @@ parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and 
 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The files, each on those before it: ``watching`` (who would notice that a module is not called),
-``parts`` (the modules of a block), ``fused`` (operations on them, and the fused forward), ``entries`` (of the
-table), ``cvt``, ``decode_head`` and ``pyramids`` (the entries of each upstream), ``matching`` (which block
-is which, and whether it runs fused), ``stages`` (whole stages and layers for serving), ``freezing`` (which
-can be served), ``compiling`` (serving under torch.compile), this file (the swap of classes), ``coverage``
-and ``verify``.
+``blocks`` (the modules of a block, the form of an entry), ``fused`` (operations on them, and the fused
+forward), ``stages`` (whole stages and layers for serving), ``cvt`` and ``pyramids`` (the entries of each
+upstream), ``matching`` (which block is which, and whether it runs fused), ``freezing`` (which stages and
+layers can be served, and their forward), this file (the swap of classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -26,23 +25,21 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from .compiling import (
-    give_number,
-    is_frozen,
-    members_of_numbered,
-    take_number,
-    try_to_trace_as_one,
-    without_number,
-)
-from .entries import BlockEntry, block_of
+from .blocks import BlockEntry, BlockParts, block_of
 from .freezing import (
     STAGES,
     find_stages,
+    give_number,
     graph_key,
+    is_frozen,
     is_serving,
+    members_of_numbered,
+    take_number,
     try_to_serve,
     try_to_serve_in_evaluation,
+    try_to_trace_as_one,
     why_not_freezable,
+    without_number,
 )
 from .fused import forward_block
 from .matching import (
@@ -52,7 +49,6 @@ from .matching import (
     why_another_forward,
     why_mismatched,
 )
-from .parts import BlockParts
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

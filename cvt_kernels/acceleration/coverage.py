@@ -20,9 +20,8 @@ from ..backends import Implementation
 from ..classes import is_fused
 from ..graphs import ungraphed
 from ..tables import aligned
-from .compiling import is_frozen
-from .entries import BlockEntry
-from .freezing import find_stages, is_serving, why_not_served
+from .blocks import BlockEntry
+from .freezing import find_stages, is_frozen, is_serving, why_not_served
 from .matching import find_blocks, why_mismatched, why_not_now
 
 #: A path with a number; the last one, if there are some.

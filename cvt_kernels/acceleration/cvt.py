@@ -9,13 +9,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .entries import BlockEntry, StageEntry, map_and_class_token, named, recognize_by_name, tokens_of_map
+from .blocks import (
+    HUGGING_FACE,
+    BlockEntry,
+    BlockParts,
+    StageEntry,
+    StageParts,
+    Unsupported,
+    gelu_variant,
+    map_and_class_token,
+    named,
+    parts_of_norm,
+    recognize_by_name,
+    tokens_of_map,
+)
 from .fused import check_images, embed
-from .parts import BlockParts, StageParts, Unsupported, gelu_variant, parts_of_norm
 
 # Hugging Face's -------------------------------------------------------------------------------------------
-
-HUGGING_FACE = "Hugging Face"
 
 _WORDS = "query", "key", "value"
 

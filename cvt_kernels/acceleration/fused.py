@@ -28,7 +28,7 @@ from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
 from ..records import GeluVariant, Linear, QuantizedRows
-from .parts import BlockParts, gelu_variant
+from .blocks import BlockParts, gelu_variant
 from .watching import is_plain_linear, is_watched
 
 _training_of = operator.attrgetter("training")

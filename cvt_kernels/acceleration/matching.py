@@ -19,8 +19,16 @@ from .. import checks
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from . import cvt, pyramids
-from .entries import BlockEntry, Parts
-from .parts import BlockParts, BypassedParts, Kinds, Unsupported, is_named, why_another_class
+from .blocks import (
+    BlockEntry,
+    BlockParts,
+    BypassedParts,
+    Kinds,
+    Parts,
+    Unsupported,
+    is_named,
+    why_another_class,
+)
 from .watching import Watch, is_only_recorded, is_watched, patch_of, why_must_be_called
 
 #: Every entry by its key.

@@ -33,7 +33,7 @@ from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, Reduction, TransformerBlock
-from .parts import BlockParts, StageParts, wide
+from .blocks import BlockParts, StageParts, wide
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64

@@ -19,9 +19,8 @@ from ..classes import is_fused, original_class
 from ..tables import aligned
 from ..verdicts import store_for
 from . import accelerate, give_classes_back
-from .compiling import is_frozen
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
-from .freezing import find_stages, is_serving
+from .freezing import find_stages, is_frozen, is_serving
 from .matching import find_blocks
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is

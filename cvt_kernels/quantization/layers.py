@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..acceleration.blocks import why_another_class
 from ..acceleration.matching import blocks_in, why_mismatched
-from ..acceleration.parts import why_another_class
 from ..acceleration.watching import why_must_be_called
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer

@@ -8,7 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt_kernels.acceleration.entries import block_of
+from cvt_kernels.acceleration.blocks import block_of
 from cvt_kernels.acceleration.freezing import STAGES
 from cvt_kernels.acceleration.matching import TABLE
 from tests.checks import python_blocks, run_blocks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import compiling, freezing, stages
+from cvt_kernels.acceleration import freezing, stages
 from tests.upstream import UPSTREAMS, images, logits, microsoft, ours, relative
 
 MODELS = [*UPSTREAMS, ours]
@@ -262,4 +262,4 @@ def test_an_exported_program_holds_the_blocks(strict):
 
 
 def test_copies_of_state_that_is_no_dictionary_are_as_they_are():
-    assert compiling.without_number((1, 2)) == (1, 2)
+    assert freezing.without_number((1, 2)) == (1, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import attention
+from . import attention
 
 _NAME = "cvt_kernels"
 _TRANSFORMERS = "transformers>=4.53"  # the first with an interface for masks
