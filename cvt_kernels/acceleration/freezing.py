@@ -1,7 +1,7 @@
 """Modules that are served as one: which can be, what they are watched for, and their forward.
 
-They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. A frozen stage has folded its
-biases (``stages``), a frozen layer is an operator of its tensors; both hold as long as nothing within changes.
+They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. A frozen stage has folded
+its biases (``stages``), a frozen layer is an operator of its tensors; both hold as long as nothing changes.
 Every call compares what was found at first with what there is: modules, parameters and buffers by identity,
 folded tensors by version, memory and layout, settings by value. After a change the module is examined and
 folded again.

@@ -261,7 +261,7 @@ def test_transformers_is_missing_or_too_old(monkeypatch, module, error, message)
 
 
 def test_the_page_runs_as_it_stands():
-    page = Path(__file__).parents[3] / "docs" / "attention_interface.md"
+    page = Path(__file__).parents[4] / "docs" / "attention_interface.md"
     names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
     assert names["model"].config._attn_implementation == "cvt_kernels"
     assert names["clip"].vision_model.config._attn_implementation == "cvt_kernels"
