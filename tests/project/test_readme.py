@@ -22,8 +22,10 @@ def test_python_blocks(capsys, hub):
     randomize(official)
     hub.publish("microsoft/cvt-13", official)
     names = {"model": huggingface(), "images": torch.randn(2, 3, 64, 96)}
-    accelerating, serving_others, loading = python_blocks(README)
+    accelerating, reporting, serving_others, loading = python_blocks(README)
     exec(accelerating, names)
+    assert any(row.fused for row in ck.coverage(names["model"]))
+    exec(reporting, names)
     out = capsys.readouterr().out
     assert "blocks fused\n" in out
     assert out.endswith("as accurate as it was\n")
