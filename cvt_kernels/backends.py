@@ -510,6 +510,16 @@ def forget() -> None:
     _ask_why_unavailable.cache_clear()
 
 
+def reset() -> None:
+    """Brings this process to "auto", without plans, fallbacks or agreements, as between two tests."""
+    global _requested, _requested_by, _requested_in_graph
+    _open_blocks(_OUTSIDE)
+    _requested, _requested_by, _requested_in_graph = _AUTO, None, None
+    _fallbacks.clear()
+    agreements.clear()
+    forget()
+
+
 # What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
 # does; to call it would import torch._dynamo, and with it Triton, and double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]

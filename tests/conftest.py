@@ -83,19 +83,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """Gives every test the same random numbers and an empty cache, and undoes its choices of backends."""
     torch.manual_seed(0)
-    backends._open_blocks(backends._OUTSIDE)
-    monkeypatch.setattr(backends, "_requested", ("auto",))
-    monkeypatch.setattr(backends, "_requested_in_graph", None)
-    monkeypatch.setattr(backends, "_fallbacks", {})
-    monkeypatch.setattr(backends, "plans", {})
-    monkeypatch.setattr(backends, "agreements", {})
-    monkeypatch.setattr(verdicts, "_stores", {})
-    monkeypatch.setattr(verdicts, "_warned", set())
+    backends.reset()
+    verdicts.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
     registry = {name: dict(by_backend) for name, by_backend in backends.implementations.items()}
     monkeypatch.setattr(backends, "implementations", registry)
     yield
-    backends._ask_why_unavailable.cache_clear()
+    backends.forget()
 
 
 @pytest.fixture
@@ -103,7 +97,7 @@ def proving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Lets ``auto`` prove kernels at first use; returns the cache directory of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CVT_KERNELS_PROVE", "1")
-    monkeypatch.setattr(verdicts, "_stores", {})
+    verdicts.forget()
     monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
     return tmp_path / "cache"
 

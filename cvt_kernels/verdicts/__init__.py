@@ -106,6 +106,13 @@ def _new_store(device_and_threads: tuple[torch.device, int]) -> Store:
         return _stores.setdefault(device_and_threads, same or Store(key))
 
 
+def forget() -> None:
+    """Forgets what this process has read from disk, and which warnings it has given."""
+    with _guard:
+        _stores.clear()
+        _warned.clear()
+
+
 class Store:
     """The verdicts of one machine key.
 

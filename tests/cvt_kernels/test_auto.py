@@ -55,7 +55,7 @@ def proven(monkeypatch, proving) -> list[str]:
 def new_process():
     """Lets the block run with what is on disk only."""
     backends.forget()
-    verdicts._stores.clear()
+    verdicts.forget()
     yield
 
 

@@ -408,9 +408,9 @@ def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(mon
     assert len(asked) == 3
 
 
-def test_process_groups_agree_again_only_where_a_backend_is_registered():
+def test_process_groups_agree_again_only_where_a_backend_is_registered(monkeypatch):
     """A process alone that asked the others again would wait for them."""
-    backends.agreements["group"] = {"call": ("native",)}
+    monkeypatch.setattr(backends, "agreements", {"group": {"call": ("native",)}})
     with backends.replaced(lambda operator, backend, implementation: implementation):
         assert backends.agreements["group"] == {"call": ("native",)}
     assert backends.agreements["group"] == {"call": ("native",)}

@@ -150,7 +150,7 @@ def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
     foreign.write_text(json.dumps(content))
     monkeypatch.setenv("CVT_KERNELS_VERDICTS", f"{good}:{foreign}:{missing}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_stores", {})
+    verdicts.forget()
     report = ck.doctor()
     known, *shipped = fact(report, "verdicts")
     assert known == f"cpu: 1 known, none of them in the cache; new ones go to {verdicts.store_for(CPU).path}"

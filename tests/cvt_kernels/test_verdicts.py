@@ -46,8 +46,7 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CVT_KERNELS_VERDICTS", raising=False)
     monkeypatch.delenv("CVT_KERNELS_PROVE", raising=False)
-    monkeypatch.setattr(verdicts, "_stores", {})
-    monkeypatch.setattr(verdicts, "_warned", set())
+    verdicts.forget()
 
 
 @pytest.fixture
@@ -707,7 +706,7 @@ def test_warnings_point_to_the_caller_of_the_package():
     write(Store(KEY).path, "{")
     with pytest.warns(RuntimeWarning) as caught:
         Store(KEY).get("q")
-    verdicts._warned.clear()
+    verdicts.forget()
     with pytest.warns(RuntimeWarning) as by_contextlib, Store(KEY).proving():
         pass
     assert {each[0].filename for each in (caught, by_contextlib)} == {__file__}

@@ -193,7 +193,7 @@ def _bounded(place: Path) -> Iterator[None]:
             signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         torch.set_num_threads(threads)
-        verdicts._stores.clear()
+        verdicts.forget()
         backends.forget()
         for name, value in previous.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

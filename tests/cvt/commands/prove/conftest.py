@@ -11,7 +11,7 @@ from tests.processes import CONTEXT
 def cache(tmp_path, monkeypatch):
     """Returns an empty cache directory; first-use proofs stay off."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_stores", {})
+    verdicts.forget()
     return tmp_path / "cache"
 
 

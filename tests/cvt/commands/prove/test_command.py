@@ -137,7 +137,7 @@ def test_it_replaces_what_is_remembered(cache, few_questions, monkeypatch):
 def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_questions, capsys, recwarn):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(verdicts, "_stores", {})
+    verdicts.forget()
     report = tmp_path / "report.json"
     assert main([*SMALL, "--json", str(report)]) == 0
     assert f"\nnot remembered in {tmp_path}" in capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_settings_that_keep_the_verdicts_from_serving_are_told(
     store = verdicts.store_for(CPU)
     store.remember({"a question": verdicts.Verdict("native", "native", {})})
     store.path.rename(shipped)
-    monkeypatch.setattr(verdicts, "_stores", {})
+    verdicts.forget()
     monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(shipped))
     with backends.use_backend("native", "reference"):
         assert main(SMALL) == 0
