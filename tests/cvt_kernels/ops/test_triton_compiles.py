@@ -159,6 +159,7 @@ def test_a_kernel_compiles_for_one_region():
 #: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
 PRODUCTS = """
 import sys, torch
+from benchmarks.machine_code.examined import examine
 from cvt.commands.compile import triton_kernels
 from cvt_kernels import machine
 from cvt_kernels.ops.linear_int8.triton import common, forward
@@ -177,7 +178,7 @@ for number in (torch.int8, torch.float8_e4m3fn):
             x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
             scales = meta(4096, 1), meta(outputs)
             forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
-        for compiled in triton_kernels.specialize(launches[0], 90).examine().values():
+        for compiled in examine(triton_kernels.specialize(launches[0], 90)).values():
             print(*[message.split(":")[0] for message in compiled.messages])
 print(len(seen))
 """
