@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,17 +57,39 @@ class TritonKernel(NamedTuple):
         return self.name.strip("_").removesuffix("_kernel")
 
     def compile(self) -> CompiledKernel:
-        """Compiles the kernel, or takes it from Triton's cache.
+        """Compiles the kernel into Triton's cache, under the key that a launch looks for, or finds it there.
 
         Raises:
             RuntimeError: It does not compile.
         """
         kernel = getattr(importlib.import_module(self.module), self.name)
-        source = ASTSource(kernel, self.signature, self.constants, self.attributes)
+        attributes = self.launch_attributes(kernel.params)
+        source = ASTSource(kernel, self.signature, self.constants, attributes)
         try:
             return triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way back to the parent
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
+
+    def launch_attributes(self, parameters: Sequence[Any]) -> dict[tuple[int, ...], list[list[Any]]]:
+        """Returns the attributes as a launch of Triton 3.7 writes them into its cache key.
+
+        Constants, and numbers and addresses that 16 does not divide, have an empty list.
+        """
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+        def visit(kind: Any, path: tuple[int, ...], *, specialized: bool) -> None:
+            if isinstance(kind, tuple):
+                for i, part in enumerate(kind):
+                    visit(part, (*path, i), specialized=True)
+            elif kind == "constexpr":
+                if len(path) == 1:
+                    attributes[path] = []
+            elif specialized and (kind.startswith("*") or kind in ("i32", "i64")):
+                attributes[path] = self.attributes.get(path, [])
+
+        for i, parameter in enumerate(parameters):
+            visit(self.signature[parameter.name], (i,), specialized=not parameter.do_not_specialize)
+        return attributes
 
     def examine(self) -> Resources:
         """Compiles the kernel and returns what it takes of the GPU.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import triton
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -192,6 +193,52 @@ def test_arguments_are_specialized_as_triton_does(value, specialized, aligned):
 
     visit(kind, key, (0,))
     assert (ours.signature["n"], ours.constants, ours.attributes) == (kind, constants, attributes)
+
+
+#: Compares the attributes of every kernel with those that Triton's launcher makes of the same arguments, and
+#: for one operator the key in Triton's cache; prints the kernels.
+LAUNCHED = """
+import os, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import create_function_from_signature
+from cvt.commands.compile import launches, triton_kernels
+from cvt_kernels.machine import Chip
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *device: 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+backend = make_backend(GPUTarget("cuda", 90, 32))
+for operator, launches_of in launches.TRITON_OPERATORS.items():
+    model = "segformer_b0" if operator == "depthwise_conv_gelu" else "cvt_13"
+    stage = launches.stages_of(model, launches.image_size_of(model))[0]
+    for training in (False, True):
+        for launch in launches_of(stage, torch.bfloat16, Chip(90, 132), batch=1, training=training):
+            kernel, function = triton_kernels.specialize(launch, 90), launch.kernel
+            binder = create_function_from_signature(function.signature, function.params, backend)
+            bound, specialization, _ = binder(**launch.arguments)
+            *_, expected = function._pack_args(backend, {}, bound, specialization, {})
+            assert str(kernel.launch_attributes(function.params)) == str(expected), kernel.name
+            if operator == "conv_embedding":
+                compiled = kernel.compile()
+                kept = os.listdir(os.environ["TRITON_CACHE_DIR"])
+                found = function.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+                assert found.hash == compiled.hash
+                assert sorted(os.listdir(os.environ["TRITON_CACHE_DIR"])) == sorted(kept)
+            print(kernel.name)
+"""
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.7"), reason="the cache key of Triton 3.7")
+def test_a_launch_finds_what_was_compiled(tmp_path):
+    result = run_python(LAUNCHED, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert len(result.stdout.split()) > 40
 
 
 @pytest.mark.parametrize("model", config.PRESETS)
