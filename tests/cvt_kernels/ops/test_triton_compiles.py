@@ -223,10 +223,10 @@ def oldest_triton(tmp_path_factory):
 def test_every_kernel_compiles(is_oldest, request, tmp_path):
     places = [str(request.getfixturevalue("oldest_triton"))] if is_oldest else []
     report = tmp_path / "report.json"
-    command = ["compile", "--arch", "sm_80", "sm_90", "sm_100", "--dtype", "bfloat16", "float32"]
+    command = ["--arch", "sm_80", "sm_90", "sm_100", "--dtype", "bfloat16", "float32"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*places, str(ROOT)])}
     child = subprocess.run(
-        [sys.executable, "-m", "cvt", *command, "--json", str(report)],
+        [sys.executable, "-m", "benchmarks.machine_code", *command, "--json", str(report)],
         capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
