@@ -139,40 +139,12 @@ def compile_all(arch: int, dtypes: Sequence[str]) -> None:
     print(f"{len(kernels) - len(failed)} kernels compiled ahead", *failed, sep="\n")
 
 
-def attributes_of(kernel: Any, parameters: Sequence[Any]) -> dict[tuple[int, ...], list[list[Any]]]:
-    """Returns the attributes of a ``TritonKernel`` as a launch of Triton 3.7 writes them into its cache key.
-
-    Constants, and numbers and addresses that 16 does not divide, have an empty list.
-    """
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-
-    def visit(kind: Any, path: tuple[int, ...], *, specialized: bool) -> None:
-        if isinstance(kind, tuple):
-            for i, part in enumerate(kind):
-                visit(part, (*path, i), specialized=True)
-        elif kind == "constexpr":
-            if len(path) == 1:
-                attributes[path] = []
-        elif specialized and (kind.startswith("*") or kind in ("i32", "i64")):
-            attributes[path] = kernel.attributes.get(path, [])
-
-    for i, parameter in enumerate(parameters):
-        visit(kernel.signature[parameter.name], (i,), specialized=not parameter.do_not_specialize)
-    return attributes
-
-
 def compile_one(kernel: Any) -> str | None:
     """Compiles a ``TritonKernel`` into Triton's cache; returns why it does not compile."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = getattr(importlib.import_module(kernel.module), kernel.name)
-    source = ASTSource(function, kernel.signature, kernel.constants, attributes_of(kernel, function.params))
     try:
-        triton.compile(source, target=GPUTarget("cuda", kernel.arch, 32), options=kernel.options)
-    except Exception as error:  # it will be compiled, or fail, over there
-        return f"{kernel.name}: {type(error).__name__}: {str(error).splitlines()[-1]}"
+        kernel.compile()
+    except RuntimeError as error:  # it will be compiled, or fail, over there
+        return f"{kernel.name}: {str(error).splitlines()[-1]}"
     return None
 
 

@@ -50,7 +50,7 @@ class Overrides(Generic[Config]):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most that the machine code of a kernel may take, which ``cvt compile`` guards; None for no limit.
+    """The most that the machine code of a kernel may take, by ``benchmarks.machine_code``; None for no limit.
 
     Attributes:
         instructions_per_output: Instructions that a thread executes for one element of the output.

@@ -3,13 +3,11 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-import triton
 
 from benchmarks import gpu_pack, run
 
@@ -84,41 +82,6 @@ def test_a_run_uses_the_pack_that_lies_beside_it(folder, tmp_path, monkeypatch):
     assert (tmp_path / "cache" / "KEY" / "kernel.cubin").read_bytes() == b"code"
     with pytest.raises(ValueError, match=r"is for Python 2.7, and this is"):
         run.use_pack({"python": "2.7"})
-
-
-#: Compares attributes with those that Triton's launcher makes of the same arguments; prints their number.
-ATTRIBUTES = """
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
-from benchmarks import gpu_pack
-from cvt.commands.compile import launches, triton_kernels
-from cvt_kernels.machine import Chip
-
-backend, stage, count = make_backend(GPUTarget("cuda", 90, 32)), launches.stages("cvt_13")[0], 0
-for operator in gpu_pack.OPERATORS:
-    for training in (False, True):
-        for launch in launches.TRITON_OPERATORS[operator](
-            stage, torch.bfloat16, Chip(90, 132), batch=1, training=training
-        ):
-            kernel, function = triton_kernels.specialize(launch, 90), launch.kernel
-            binder = create_function_from_signature(function.signature, function.params, backend)
-            bound, specialization, _ = binder(**launch.arguments)
-            *_, expected = function._pack_args(backend, {}, bound, specialization, {})
-            assert str(gpu_pack.attributes_of(kernel, function.params)) == str(expected), kernel.name
-            count += 1
-print(count)
-"""
-
-
-@pytest.mark.skipif(not triton.__version__.startswith("3.7"), reason="the cache key of Triton 3.7")
-def test_a_launch_finds_the_kernels_of_the_pack():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", ATTRIBUTES]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    assert int(child.stdout) > 20
 
 
 def test_the_folder_of_the_pack_is_where_a_run_looks():

@@ -1,57 +1,53 @@
-"""``cvt compile``: compiles every kernel for named GPUs, which need not be here, and reports on it."""
+"""``cvt compile``: compiles every Triton kernel for named GPUs, which need not be here, and reports on it."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...config import DTYPES, PRESETS
 from ...extras import require
 from ...files import check_writable
 from ..common import batch_size, image_size, integer, naming_options, positive_int, print_lines
 from ..paths import STDOUT, add_json_argument, reporting
+from .gpus import LIMITS
+from .launches import PYRAMIDS, TRITON_OPERATORS
 
-#: The operators that are compiled by default. Those of ``launches`` cannot be asked without importing Triton.
-_OPERATORS = (
-    "conv_projection",
-    "conv_linear",
-    "depthwise_conv_gelu",
-    "conv_embedding",
-    "attention",
-    "layer_norm_mlp",
-    "linear_gelu",
-    "linear_add",
-    "linear_add_layer_norm",
-    "quantize_rows",
-    "layer_norm_quantize",
-    "gelu_quantize",
-    "linear_int8",
-    "linear_float8",
-    "gather_rows",
-    "gather_add_layer_norm",
-    "scatter_rows",
-    "layer_norm_gelu",
-)
+if TYPE_CHECKING:
+    from . import jobs
+
+_ARCHS = {f"sm_{number}": number for number in LIMITS}
+_NOT_BY_DEFAULT = ("attention_with_bias", "attention_by_position", "conv_projection_hybrid")
+#: The operators that are compiled by default.
+OPERATORS = tuple(name for name in TRITON_OPERATORS if name not in _NOT_BY_DEFAULT)
+NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser(
         "compile",
-        help="compile every kernel for a GPU model, even on a machine without one; list registers, spills, "
-        "instructions per output and predicted bounds",
+        help="compile every Triton kernel for a GPU model, even on a machine without one; list registers, "
+        "spills and shared memory",
     )
+    add_selection_arguments(parser, OPERATORS)
+    add_json_argument(parser, "the report")
+    parser.set_defaults(run=_compile)
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser, operators: Sequence[str]) -> None:
+    """Adds what says which kernels are compiled, by default of these operators, and in how many processes."""
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
-         "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 (default: sm_90)"),
+         f"{', '.join(_ARCHS)} (default: sm_90)"),
         ("--model", "models", str, ["cvt_13", "segformer_b0", "pvt_v2_b2"],
          "cvt_13, cvt_21, cvt_w24; of depthwise_conv_gelu alone, segformer_b0, segformer_b5, pvt_v2_b2 "
          "(default: cvt_13, segformer_b0, pvt_v2_b2)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
-        ("--operator", "operators", str, list(_OPERATORS),
-         f"attention_with_bias, attention_by_position, conv_projection_hybrid, {', '.join(_OPERATORS)} "
+        ("--operator", "operators", str, list(operators),
+         f"{', '.join((*_NOT_BY_DEFAULT, *operators))} "
          "(default: all but the first three)"),
         ("--stage", "stages", positive_int, [1, 2, 3, 4],
          "1, 2, 3; of the models of depthwise_conv_gelu, 4 (default: all)"),
@@ -64,35 +60,28 @@ def add_parser(commands: Any) -> None:
             option, dest=name, nargs="+", type=kind, metavar=metavar, default=default, help=text
         )
     parser.add_argument("--jobs", type=integer(1, 256), help="processes (default: one per core)")
-    parser.add_argument(
-        "--cuda",
-        action="store_true",
-        help="fail where there are no CUDA kernels for a GPU: not in the extension, and no nvcc for csrc",
-    )
-    add_json_argument(parser, "the report")
-    parser.set_defaults(run=_compile)
 
 
-def _compile(arguments: argparse.Namespace) -> int:
-    """Compiles and prints tables; returns 1 if a kernel has a flaw, such as a spill, else 0."""
-    from .gpus import LIMITS
-    from .launches import CUDA_OPERATOR, PYRAMIDS, TRITON_OPERATORS
+def selection_of(arguments: argparse.Namespace, operators: Collection[str]) -> jobs.Selection:
+    """Returns what the arguments of ``add_selection_arguments`` select.
 
-    archs = {f"sm_{number}": number for number in LIMITS}
-    _check_names("--arch", arguments.archs, archs)
+    Raises:
+        ValueError: There is no such thing, or nothing can be compiled here.
+    """
+    _check_names("--arch", arguments.archs, _ARCHS)
     _check_names("--model", arguments.models, (*PRESETS, *PYRAMIDS))
     _check_names("--dtype", arguments.dtypes, DTYPES)
-    _check_names("--operator", arguments.operators, (*TRITON_OPERATORS, CUDA_OPERATOR))
+    _check_names("--operator", arguments.operators, operators)
     _check_names("--stage", arguments.stages, (1, 2, 3, 4))
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     require("triton", "gpu")
-    from . import jobs, report
+    from . import jobs
 
-    selection = jobs.Selection(
-        archs=[archs[name] for name in dict.fromkeys(arguments.archs)],
+    return jobs.Selection(
+        archs=[_ARCHS[name] for name in dict.fromkeys(arguments.archs)],
         models=arguments.models,
         dtypes=arguments.dtypes,
         operators=arguments.operators,
@@ -100,18 +89,21 @@ def _compile(arguments: argparse.Namespace) -> int:
         image_sizes=arguments.image_sizes,
         batch_sizes=arguments.batch_sizes,
     )
-    cuda_jobs, notes = jobs.cuda_jobs(selection, required=arguments.cuda)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    """Compiles and prints a table; returns 1 if a kernel has a flaw, such as a spill, else 0."""
+    selection = selection_of(arguments, TRITON_OPERATORS)
+    from . import jobs, report
+
     with naming_options("image_size"):
-        plan = [*cuda_jobs, *jobs.triton_jobs(selection)]  # nvcc takes longest, so it comes first
+        plan = jobs.triton_jobs(selection)
     if not plan:
-        raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
-    rows = jobs.compile_all(plan, arguments.jobs or len(os.sched_getaffinity(0)))
-    rows.sort(key=lambda row: row.operator == CUDA_OPERATOR)
+        raise ValueError(NOTHING)
+    rows = jobs.compile_all(plan, arguments.jobs)
     with reporting(arguments.json, indent=1) as report_json:
-        report_json(report.as_json(rows, notes))
-    predicted = report.predicted_table(rows)
-    tables = [*report.table(rows), "", *predicted, *[""] * bool(predicted)]
-    print_lines(arguments, [*tables, *notes, *report.verdict(rows)])
+        report_json(report.as_json(rows))
+    print_lines(arguments, [*report.table(rows), "", *report.verdict(rows)])
     return int(any(row.flaws for row in rows))
 
 

@@ -521,5 +521,3 @@ TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
     "gather_add_layer_norm": gather_add_layer_norm_launches,
     "scatter_rows": scatter_rows_launches,
 }
-#: The operator with CUDA kernels. All of them in the extension are examined, since they depend on no shape.
-CUDA_OPERATOR = "layer_norm_gelu"

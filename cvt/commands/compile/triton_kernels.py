@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.backends.compiler import GPUTarget, Language
-from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels import machine
 
-from . import machine_code
-from .resources import Compiled, Resources
+from .resources import Resources, Usage, usages_of
 
 _TRITON_TYPES = {
     torch.float16: "fp16",
@@ -54,76 +51,69 @@ class TritonKernel(NamedTuple):
     attributes: dict[tuple[int, ...], list[list[Any]]]
     options: dict[str, int]
 
-    def examine(self) -> dict[str, Compiled]:
-        """Compiles the kernel and returns its one function, by name.
+    @property
+    def label(self) -> str:
+        """The kernel's name in reports."""
+        return self.name.strip("_").removesuffix("_kernel")
+
+    def compile(self) -> CompiledKernel:
+        """Compiles the kernel into Triton's cache, under the key that a launch looks for, or finds it there.
 
         Raises:
             RuntimeError: It does not compile.
         """
         kernel = getattr(importlib.import_module(self.module), self.name)
-        target = GPUTarget("cuda", self.arch, 32)
+        attributes = self.launch_attributes(kernel.params)
+        source = ASTSource(kernel, self.signature, self.constants, attributes)
         try:
-            with _printed_log() as log:
-                compiled = triton.compile(
-                    ASTSource(kernel, self.signature, self.constants, self.attributes),
-                    target=target,
-                    options=self.options,
-                )
-            messages = parse_messages(_assembler_log(compiled, log.getvalue(), target, self.options))
+            return triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way back to the parent
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
+
+    def launch_attributes(self, parameters: Sequence[Any]) -> dict[tuple[int, ...], list[list[Any]]]:
+        """Returns the attributes as a launch of Triton 3.7 writes them into its cache key.
+
+        Constants, and numbers and addresses that 16 does not divide, have an empty list.
+        """
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+        def visit(kind: Any, path: tuple[int, ...], *, specialized: bool) -> None:
+            if isinstance(kind, tuple):
+                for i, part in enumerate(kind):
+                    visit(part, (*path, i), specialized=True)
+            elif kind == "constexpr":
+                if len(path) == 1:
+                    attributes[path] = []
+            elif specialized and (kind.startswith("*") or kind in ("i32", "i64")):
+                attributes[path] = self.attributes.get(path, [])
+
+        for i, parameter in enumerate(parameters):
+            visit(self.signature[parameter.name], (i,), specialized=not parameter.do_not_specialize)
+        return attributes
+
+    def examine(self) -> Resources:
+        """Compiles the kernel and returns what it takes of the GPU.
+
+        Raises:
+            RuntimeError: It does not compile.
+        """
+        compiled = self.compile()
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, "kernel.cubin")
+            path.write_bytes(compiled.asm["cubin"])
+            (usage,) = usages_of(path).values()
+        return self.resources(compiled, usage)
+
+    def resources(self, compiled: CompiledKernel, usage: Usage) -> Resources:
+        """Returns the resources of the compiled kernel, whose function has this usage."""
         facts = compiled.metadata
-        return {
-            name: Compiled(
-                code,
-                Resources.of(
-                    code,
-                    self.arch,
-                    32 * facts.num_warps,
-                    dynamic_shared=facts.shared,
-                    tensor_memory=getattr(facts, "tmem_size", None) or 0,
-                ),
-                messages,
-            )
-            for name, code in machine_code.read(compiled.asm["cubin"]).items()
-        }
-
-
-@contextlib.contextmanager
-def _printed_log() -> Iterator[io.StringIO]:
-    """Gathers what Triton prints; that includes the assembler's log of each kernel that it assembles."""
-    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        knobs.nvidia.dump_ptxas_log = True
-        yield printed
-
-
-def _assembler_log(compiled: CompiledKernel, printed: str, target: GPUTarget, options: dict[str, int]) -> str:
-    """Returns the assembler's log of a kernel: the one just printed, or the one that was kept.
-
-    A kernel that Triton's cache had before has neither, and is assembled again, once.
-    """
-
-    def make() -> bytes:
-        if "ptxas info" in printed:
-            return printed.encode()
-        backend = make_backend(target)
-        stages: dict[str, Any] = {}
-        backend.add_stages(stages, backend.parse_options(options), Language.TRITON)
-        with _printed_log() as log:
-            stages["cubin"](compiled.asm["ptx"], {})
-        return log.getvalue().encode()
-
-    key = [compiled.asm["ptx"].encode(), repr((target, options)).encode()]
-    return machine_code.cached("assembler.log", key, make).decode()
-
-
-def parse_messages(log: str) -> list[str]:
-    """Returns the messages C75xx of the assembler's log, which are about asynchronous products (wgmma).
-
-    Each is the code and the text of the message, without the function that it is about.
-    """
-    found = re.findall(r"\((C75\d\d)\) (.*?)(?: in (?:the )?function '.*?')?\s*$", log, flags=re.MULTILINE)
-    return list(dict.fromkeys(f"{code}: {text}" for code, text in found))
+        return Resources.of(
+            usage,
+            self.arch,
+            32 * facts.num_warps,
+            dynamic_shared=facts.shared,
+            tensor_memory=getattr(facts, "tmem_size", None) or 0,
+        )
 
 
 def specialize(launch: machine.Launch, arch: int) -> TritonKernel:

@@ -16,7 +16,7 @@ from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
-from cvt.commands.compile import work
+from benchmarks.machine_code import work
 from cvt_kernels import machine, ops
 from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, Traffic, recorded_accesses, tensors_of

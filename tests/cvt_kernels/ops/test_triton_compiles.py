@@ -159,6 +159,7 @@ def test_a_kernel_compiles_for_one_region():
 #: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
 PRODUCTS = """
 import sys, torch
+from benchmarks.machine_code.examined import examine
 from cvt.commands.compile import triton_kernels
 from cvt_kernels import machine
 from cvt_kernels.ops.linear_int8.triton import common, forward
@@ -177,7 +178,7 @@ for number in (torch.int8, torch.float8_e4m3fn):
             x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
             scales = meta(4096, 1), meta(outputs)
             forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
-        for compiled in triton_kernels.specialize(launches[0], 90).examine().values():
+        for compiled in examine(triton_kernels.specialize(launches[0], 90)).values():
             print(*[message.split(":")[0] for message in compiled.messages])
 print(len(seen))
 """
@@ -222,10 +223,10 @@ def oldest_triton(tmp_path_factory):
 def test_every_kernel_compiles(is_oldest, request, tmp_path):
     places = [str(request.getfixturevalue("oldest_triton"))] if is_oldest else []
     report = tmp_path / "report.json"
-    command = ["compile", "--arch", "sm_80", "sm_90", "sm_100", "--dtype", "bfloat16", "float32"]
+    command = ["--arch", "sm_80", "sm_90", "sm_100", "--dtype", "bfloat16", "float32"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([*places, str(ROOT)])}
     child = subprocess.run(
-        [sys.executable, "-m", "cvt", *command, "--json", str(report)],
+        [sys.executable, "-m", "benchmarks.machine_code", *command, "--json", str(report)],
         capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]

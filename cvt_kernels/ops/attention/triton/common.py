@@ -126,7 +126,7 @@ BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     },
 }
 
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 #: Triton 3.6 needs a tenth more than 3.7 in the backward.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {

@@ -78,7 +78,7 @@ CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
     },
 }
 
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
         "embed": Budget(instructions_per_output=18, registers=128),

@@ -80,7 +80,7 @@ CONFIGS = {
     (80, 4): _SINGLE,
     (100, 4): {256: _SINGLE[512], 512: replace(_SINGLE[512], outputs=64)},
 }
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {"fwd": Budget(instructions_per_output=43, registers=255)},
 }

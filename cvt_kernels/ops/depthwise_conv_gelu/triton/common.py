@@ -23,7 +23,7 @@ CONFIGS: dict[str, WalkConfig] = {
     "fwd": WalkConfig(pairs=4, channels=128, registers=128, resident_warps=16),
     "bwd_conv": WalkConfig(pairs=4, channels=128, registers=255, resident_warps=8),
 }
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for SegFormer-B0 at 512² and
+#: By compute capability and kernel, the budget in bfloat16 for SegFormer-B0 at 512² and
 #: batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {

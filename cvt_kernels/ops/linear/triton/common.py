@@ -112,7 +112,7 @@ CONFIGS[100, 2] = CONFIGS[90, 2] | {
     "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_warps=8, num_stages=2),
 }
 
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
         "linear_gelu": Budget(instructions_per_output=17, registers=176),

@@ -84,7 +84,7 @@ CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
     (100, torch.float8_e4m3fn): _kernels(_MEDIUM, _WIDE, _NARROW, _MEDIUM),
 }
 
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
         "quantize_rows": Budget(instructions_per_output=13, registers=72),

@@ -57,7 +57,7 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     ),
 }
 
-#: By compute capability and kernel, what ``cvt compile`` allows in bfloat16 for CvT-13 at 224² and batch 256.
+#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
         "gather_rows": Budget(instructions_per_output=6, registers=48),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt.commands.compile import forward
+from benchmarks.machine_code import forward
 
 PAGE = Path(__file__).parents[3] / "docs" / "forward.md"
 

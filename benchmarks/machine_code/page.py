@@ -1,6 +1,6 @@
-"""The tables of docs/kernels.md, made from a JSON report of ``cvt compile``.
+"""The tables of docs/kernels.md, made from a JSON report of the machine code.
 
-``python -m cvt.commands.compile.page REPORT.json docs/kernels.md`` puts them into the page.
+``python -m benchmarks.machine_code.page REPORT.json docs/kernels.md`` puts them into the page.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cvt.files import replacing
 from cvt_kernels.tables import markdown
 
-from ...files import replacing
 from .report import SCHEMA, VERSION, access_range
 
 
@@ -81,7 +81,7 @@ def _rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list
     table = [["kernel", "bytes per load", "per store", *map(" ".join, columns)]]
     for name, rows in lines.items():
         accesses = (
-            access_range(instruction for row in rows for instruction in row["resources"][kind])
+            access_range(instruction for row in rows for instruction in row["instructions"][kind])
             for kind in ("loads", "stores")
         )
         cells = (

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import triton
 from triton.runtime.cache import get_cache_manager
+
+from cvt.commands.compile.resources import Usage, run_tool, usages_of
 
 from .instructions import Block, blocks_of, parse
 from .loops import bytes_in_flight_of
@@ -42,6 +42,11 @@ class MachineCode(NamedTuple):
     counts: dict[str, int]
     blocks: Sequence[Block] = ()
     bytes_in_flight: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The registers and memory of the function, as the assembler notes them."""
+        return Usage(self.registers, self.stack, self.shared, self.local)
 
 
 def read(cubin: bytes) -> dict[str, MachineCode]:
@@ -76,30 +81,16 @@ def _disassemble(cubin: bytes) -> dict[str, MachineCode]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "kernel.cubin")
         path.write_bytes(cubin)
-        usage = run_tool("cuobjdump", "-res-usage", path)
+        usages = usages_of(path)
         text = run_tool("nvdisasm", "-c", path)
     # nvdisasm writes a line //---- .text.NAME ---- above each function, and pads short names.
     parts = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)
     codes = dict(zip(parts[1::2], parts[2::2], strict=True))
-    usages = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    return {name: _machine_code(codes[name], *map(int, numbers)) for name, *numbers in usages}
+    return {name: _machine_code(codes[name], usage) for name, usage in usages.items()}
 
 
-def _machine_code(code: str, registers: int, stack: int, shared: int, local: int) -> MachineCode:
+def _machine_code(code: str, usage: Usage) -> MachineCode:
     instructions, labels = parse(code)
     counts = Counter(instruction.name for instruction in instructions)
     blocks = blocks_of(instructions, labels)
-    return MachineCode(
-        registers, stack, shared, local, counts, blocks, bytes_in_flight_of(instructions, blocks)
-    )
-
-
-def run_tool(name: str, *arguments: object, directory: str | None = None) -> str:
-    """Runs a program that Triton ships, in ``directory`` if given, and returns what it prints.
-
-    Raises:
-        CalledProcessError: It fails.
-    """
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    command = list(map(str, (path, *arguments)))
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=directory).stdout
+    return MachineCode(*usage, counts, blocks, bytes_in_flight_of(instructions, blocks))

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import triton
 
+from cvt.commands.compile.resources import Resources
 from cvt_kernels.ops.triton_launch import Budget
 
 from .bounds import Counts
 from .cuda_kernels import CudaCase
-from .resources import Resources
 
 _FAMILIES = {
     "conv_projection": "cvt_kernels.ops.conv_projection.triton.common",

@@ -1,4 +1,4 @@
-"""cvt compile of depthwise_conv_gelu: the models that have it, its budgets, and what is counted for it."""
+"""The kernels of depthwise_conv_gelu: budgets, and what is counted for them."""
 
 import json
 import os
@@ -8,15 +8,15 @@ import sys
 import pytest
 import torch
 
-from cvt import commands as cli
-from cvt.commands.compile import budgets, jobs, launches, work
+from benchmarks.machine_code import budgets, work
+from cvt.commands.compile import launches
 from cvt_kernels.machine import Chip
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common
 
 #: Compiles a kernel without bias too, of which the interpreter would take what the compiler does not.
 COMMAND = """
 import functools, sys, torch
-from cvt import commands as cli
+from benchmarks.machine_code.__main__ import main
 from cvt.commands.compile import launches
 from cvt_kernels import machine
 from cvt_kernels.ops.depthwise_conv_gelu.triton import forward
@@ -31,44 +31,8 @@ def both(stage, dtype, chip, *, batch, training):
     return listed(stage, dtype, chip, batch=batch, training=training) + others
 
 launches.TRITON_OPERATORS["depthwise_conv_gelu"] = both
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
-
-
-def test_stages_of_pyramids():
-    grids = [[stage.grid for stage in launches.stages_of(model, 225)] for model in launches.PYRAMIDS]
-    assert grids == [[(57, 57), (29, 29), (15, 15), (8, 8)]] * 3
-    segformer = launches.stages_of("segformer_b0", launches.image_size_of("segformer_b0"))
-    assert [(stage.grid[0], stage.channels) for stage in segformer] == [
-        (128, 128), (64, 256), (32, 640), (16, 1024)
-    ]  # fmt: skip
-    assert launches.stages_of("cvt_13", launches.image_size_of("cvt_13")) == launches.stages("cvt_13")
-
-
-def test_every_model_has_its_own_operators():
-    found = {
-        (operator, model, stage)
-        for operator in ("conv_linear", "depthwise_conv_gelu")
-        for model, size in (("cvt_13", 224), ("pvt_v2_b2", 224))
-        for stage in (1, 4)
-        if jobs._launches(jobs.LaunchCase(operator, "bfloat16", model, size, 8, stage, "inference"), 90)
-    }
-    assert found == {
-        ("conv_linear", "cvt_13", 1),
-        ("depthwise_conv_gelu", "pvt_v2_b2", 1),
-        ("depthwise_conv_gelu", "pvt_v2_b2", 4),
-    }
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--model", "cvt_13", "--operator", "depthwise_conv_gelu"), ("--model", "segformer_b0",
-     "--operator", "attention"), ("--model", "cvt_21", "--operator", "attention", "--stage", "4")], ids=str
-)  # fmt: skip
-def test_nothing_to_compile(arguments, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert cli.main(["compile", *arguments]) == 2
-    message = "--model, --operator, --stage: none of these models has such an operator or stage"
-    assert capsys.readouterr() == ("", f"cvt compile: error: {message}\n")
 
 
 def test_budgets_and_work():
@@ -96,7 +60,7 @@ def test_it_compiles_for_a_gpu_within_its_budgets(tmp_path):
     report = tmp_path / "report.json"
     arguments = ["--operator", "depthwise_conv_gelu", "--arch", "sm_90", "--dtype", "bfloat16", "--jobs", "1"]
     result = subprocess.run(
-        [sys.executable, "-c", COMMAND, "compile", *arguments, "--model", "segformer_b0", "--stage", "1",
+        [sys.executable, "-c", COMMAND, *arguments, "--model", "segformer_b0", "--stage", "1",
          "--json", str(report)],
         env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -114,6 +78,6 @@ def test_it_compiles_for_a_gpu_within_its_budgets(tmp_path):
         assert row["resources"]["stack"] == 0
         if row["kernel"].startswith("depthwise_conv_gelu"):
             (analysis,) = row["analyses"]
-            assert "LDG.E.64" in row["resources"]["loads"], "a lane's channels are one access"
-            assert set(row["resources"]["stores"]) <= {"STG.E.64", "STG.E"}
+            assert "LDG.E.64" in row["instructions"]["loads"], "a lane's channels are one access"
+            assert set(row["instructions"]["stores"]) <= {"STG.E.64", "STG.E"}
             assert analysis["predicted"]["share_of_floor"] > 0.9

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .gpus import LIMITS, RATES
+from cvt.commands.compile.gpus import LIMITS
+from cvt.commands.compile.resources import Resources
+
+from .disassembly import MachineCode
 from .instructions import CLASSES
 from .loops import executed
-from .machine_code import MachineCode
-from .resources import Resources
+from .rates import RATES
 from .work import Work
 
 _TILE_SCORES, _TILE_WARPS = 64 * 64, 4

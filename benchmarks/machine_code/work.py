@@ -11,8 +11,8 @@ add one where a kernel is new or has other loops. It says:
 3. ``flops`` and ``scores`` of matrix products, if it has any.
 4. ``trips``: one number for each loop of the machine code, in code order, an outer loop before its inner
    ones. It is how often the loop runs each time that it is entered, as the mean over all programs. Where the
-   compiler has made one loop two or none, ``cvt compile`` says that the numbers of loops differ: an error for
-   a kernel with a budget, an empty cell for others.
+   compiler has made one loop two or none, the report says that the numbers of loops differ: an error for a
+   kernel with a budget, an empty cell for others.
 """
 
 from __future__ import annotations

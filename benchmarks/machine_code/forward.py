@@ -1,7 +1,7 @@
 """Every launch of a model's forward on a GPU, counted without one: what each moves and computes.
 
 The model is frozen (``accelerate(freeze=True)``) and runs on tensors without memory, with this project's
-kernels wherever they can serve. ``python -m cvt.commands.compile.forward docs/forward.md`` puts the table
+kernels wherever they can serve. ``python -m benchmarks.machine_code.forward docs/forward.md`` puts the table
 into the page.
 """
 
@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cvt.commands.compile.gpus import LIMITS
+from cvt.config import default_image_size
+from cvt.factory import create_model
+from cvt.files import replacing
 from cvt_kernels import accelerate, backends, machine
 from cvt_kernels.tables import markdown
 
-from ...config import default_image_size
-from ...factory import create_model
-from ...files import replacing
-from .gpus import LIMITS, RATES
+from .rates import RATES
 from .work import work_of
 
 _BACKENDS: tuple[backends.Backend, ...] = ("triton", "native", "reference")

@@ -1,4 +1,4 @@
-"""cvt compile of the kernels on rows of tokens: budgets, and what is counted for them."""
+"""The kernels on rows of tokens: budgets, and what is counted for them."""
 
 import json
 import os
@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from cvt.commands.compile import budgets, launches, work
+from benchmarks.machine_code import budgets, work
+from cvt.commands.compile import launches
 from cvt_kernels.machine import Chip
 from cvt_kernels.ops.rows.triton import common
 
@@ -54,7 +55,7 @@ def test_they_compile_for_a_gpu_within_their_budgets(tmp_path):
     report = tmp_path / "report.json"
     arguments = ["--operator", *OPERATORS, "--arch", "sm_90", "--dtype", "bfloat16", "--stage", "3"]
     result = subprocess.run(
-        [sys.executable, "-m", "cvt", "compile", *arguments, "--jobs", "1", "--json", str(report)],
+        [sys.executable, "-m", "benchmarks.machine_code", *arguments, "--jobs", "1", "--json", str(report)],
         env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr

@@ -10,12 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from cvt.commands.compile.resources import Resources, run_tool
 from cvt_kernels import toolkit
 
-from . import machine_code
-from .resources import Compiled, Resources
+from . import disassembly
+from .examined import Compiled
 
-_CSRC = Path(__file__).parents[3] / "csrc"
+_CSRC = Path(__file__).parents[2] / "csrc"
 _FAMILY = _CSRC / "layer_norm_gelu"
 _SOURCE = _FAMILY / "cuda_launches.cu"
 _CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
@@ -51,10 +52,11 @@ class CudaKernels(NamedTuple):
         Raises:
             ValueError: nvcc fails.
         """
-        codes = machine_code.read(self.cubin or _compile(self.arch, self.dtype))
+        codes = disassembly.read(self.cubin or _compile(self.arch, self.dtype))
         threads = {name: 256 if "sum_over_blocks" in name else 128 for name in codes}  # at CvT's widths
         return {
-            name: Compiled(code, Resources.of(code, self.arch, threads[name])) for name, code in codes.items()
+            name: Compiled(code, Resources.of(code.usage, self.arch, threads[name]))
+            for name, code in codes.items()
         }
 
 
@@ -87,7 +89,7 @@ def _cubins_of_extension(arch: int) -> dict[str, bytes]:
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            machine_code.run_tool("cuobjdump", "-xelf", "all", extension.origin, directory=scratch)
+            run_tool("cuobjdump", "-xelf", "all", extension.origin, directory=scratch)
         except subprocess.CalledProcessError:  # there is none in it
             return {}
         cubins = [path.read_bytes() for path in sorted(Path(scratch).glob(f"*.sm_{arch}.cubin"))]
@@ -118,7 +120,7 @@ def _compile(arch: int, dtype: str) -> bytes:
             return cubin.read_bytes()
 
     key = [_run_nvcc(nvcc, "--version").encode(), *map(str.encode, flags)]
-    return machine_code.cached("kernels.cubin", key + [path.read_bytes() for path in sources], compile_source)
+    return disassembly.cached("kernels.cubin", key + [path.read_bytes() for path in sources], compile_source)
 
 
 def _run_nvcc(nvcc: str, *arguments: str) -> str:
