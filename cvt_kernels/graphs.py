@@ -182,7 +182,7 @@ class _Graphs:
 
     Attributes:
         most: The number of graphs that are kept.
-        owner: Returns the model, which has to live for it, or None.
+        owner: A weak reference to the model; in a copy it returns None.
     """
 
     def __init__(self, most: int, owner: nn.Module | None = None):
@@ -255,6 +255,7 @@ class _Graphs:
     def _capture(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
     ) -> Any:
+        graph = None
         _thread.is_capturing = True
         try:
             # As the user called it: verdicts are proven, and errors of the user are raised.
@@ -264,29 +265,31 @@ class _Graphs:
                 return outputs
             while len(self._graphs) >= self.most:
                 self._drop_oldest()
+            if self._cuda is None or self._cuda.device != call.device:
+                self._cuda = _CudaCapture(call.device)
             try:
-                if self._cuda is None or self._cuda.device != call.device:
-                    self._cuda = _CudaCapture(call.device)
                 graph = _Graph(self._cuda, forward, call)
                 reason = graph.why_not
             except Exception as error:
-                reason = f"it cannot be captured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                warnings.warn(
-                    f"cvt_kernels: calls of {type(model).__name__} with such arguments run without a CUDA "
-                    f"graph: {reason}",
-                    RuntimeWarning,
-                    stacklevel=verdicts.stacklevel_of_caller(),
-                )
+                first_line = (str(error).splitlines() or ["no reason given"])[0]
+                reason = f"it cannot be captured: {type(error).__name__}: {first_line}"
         finally:
             _thread.is_capturing = False
-        if reason is not None:
-            self._cuda = None  # its memory may hold what the failed capture has allocated
-            if len(self._failures) >= _MOST_FAILURES:
-                self._failures.clear()
-            self._failures[key] = reason
-            return outputs
-        self._graphs[key] = graph
-        return graph.replay(call.tensors)  # the first results come from the kernels of the later ones
+        if graph is not None and reason is None:
+            self._graphs[key] = graph
+            return graph.replay(call.tensors)  # the first results come from the kernels of the later ones
+        self._cuda = None  # its memory may hold what the failed capture has allocated
+        if len(self._failures) >= _MOST_FAILURES:
+            self._failures.clear()
+        self._failures[key] = reason
+        if graph is None:
+            warnings.warn(
+                f"cvt_kernels: calls of {type(model).__name__} with such arguments run without a CUDA graph: "
+                f"{reason}",
+                RuntimeWarning,
+                stacklevel=verdicts.stacklevel_of_caller(),
+            )
+        return outputs
 
 
 _NOTHING = object()

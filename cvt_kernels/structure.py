@@ -1,4 +1,4 @@
-"""What a model consists of, and how a call notices that a part of it has been replaced."""
+"""Modules, parameters and buffers of a model: every call notices that one of them has been replaced."""
 
 from __future__ import annotations
 
