@@ -352,7 +352,7 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
             return f"an argument is on {tensor.device}, not on an NVIDIA GPU"
         if tensor.device != call.device:
             return f"its arguments are on {call.device} and {tensor.device}"
-    if getattr(_thread, "is_capturing", False) or _CudaCapture.is_capturing():
+    if getattr(_thread, "is_capturing", False) or machine.is_capturing(call.tensors[0]):
         return "another graph is being captured"
     if getattr(model, "_is_replica", False):
         return "the model is a replica of DataParallel, which lives for one call"
@@ -418,11 +418,11 @@ class _Snapshot(Structure):
             self._why_unknown = "a parameter or buffer of the model is a subclass of a tensor, or sparse"
         elif any(tensor.is_meta for tensor in tensors):
             self._why_unknown = "a parameter or buffer of the model is on the meta device"
-        self._tensors = [] if self._why_unknown else tensors
+        self._tensors = tensors
         with torch.no_grad():
-            self._memory = [tensor.detach() for tensor in self._tensors]
-        self._dtypes = [*map(_dtype_of, self._tensors)]
-        self._devices = {tensor.device for tensor in self._tensors}
+            self._memory = [] if self._why_unknown else [tensor.detach() for tensor in tensors]
+        self._dtypes = [*map(_dtype_of, tensors)]
+        self._devices = {tensor.device for tensor in tensors}
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._keyed = [module for module in inner if hasattr(module, _KEY)]
         self._keys = self._keys_of(model)
@@ -570,11 +570,6 @@ class _CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
-
-    @staticmethod
-    def is_capturing() -> bool:
-        """Says whether work is being captured into a graph, be it ours or not."""
-        return torch.cuda.is_current_stream_capturing()
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
         """Runs a function on a side stream and captures it; returns its outputs and the graph."""

@@ -70,10 +70,6 @@ class FakeCapture:
     def __init__(self, device):
         self.device = device
 
-    @staticmethod
-    def is_capturing():
-        return False
-
     def record(self, function):
         function()
         with Tape() as tape:
