@@ -255,7 +255,7 @@ class _Graphs:
     def _capture(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
     ) -> Any:
-        graph = None
+        is_refused = False
         _thread.is_capturing = True
         try:
             # As the user called it: verdicts are proven, and errors of the user are raised.
@@ -271,18 +271,19 @@ class _Graphs:
                 graph = _Graph(self._cuda, forward, call)
                 reason = graph.why_not
             except Exception as error:
+                is_refused = True
                 first_line = (str(error).splitlines() or ["no reason given"])[0]
                 reason = f"it cannot be captured: {type(error).__name__}: {first_line}"
         finally:
             _thread.is_capturing = False
-        if graph is not None and reason is None:
+        if reason is None:
             self._graphs[key] = graph
             return graph.replay(call.tensors)  # the first results come from the kernels of the later ones
         self._cuda = None  # its memory may hold what the failed capture has allocated
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
         self._failures[key] = reason
-        if graph is None:
+        if is_refused:
             warnings.warn(
                 f"cvt_kernels: calls of {type(model).__name__} with such arguments run without a CUDA graph: "
                 f"{reason}",
