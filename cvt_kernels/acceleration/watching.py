@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.packing import Snapshot
+from ..structure import Structure
 
 # One module -----------------------------------------------------------------------------------------------
 
@@ -139,11 +140,8 @@ _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Watch:
-    """The state of a module when it was examined, to be compared with later ones.
-
-    It refers to the modules within, not to the module itself, which it must not keep alive. Every call
-    compares some hundreds of members, so that loops are left to C.
+class Watch(Structure):
+    """The state of a module when it was examined: what it consists of, and what else its work depends on.
 
     Args:
         owner: The module.
@@ -152,31 +150,22 @@ class Watch:
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
-        self._modules = modules
-        self._spaces = [vars(module) for module in modules]
-        self._classes = list({type(module) for module in modules})
-        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
-        # Empty ones are left out: what is added to a leaf has an effect only if something else changes too.
-        spaces = [vars(owner), *self._spaces]
-        names = ("_modules", "_parameters", "_buffers")
-        self._members_of = [space[name] for space in spaces for name in names if space[name]]
+        super().__init__(owner, modules)
+        self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._folded = folded
         self._snapshot = Snapshot(folded)
+        spaces = [vars(owner), *self.spaces]
         settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
         settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
         self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._hooked = self._hook_numbers()
-        self._before = self._state()
+        self._before = self._attributes()
 
-    def _state(self) -> tuple[Any, ...]:
-        members = itertools.chain.from_iterable(map(dict.values, self._members_of))
+    def _attributes(self) -> tuple[list[Any], ...]:
         return (
-            [*map(id, members)],
-            [*map(len, self._spaces)],  # an attribute may shadow a parameter
-            [*map(operator.contains, self._spaces, itertools.repeat("forward"))],
-            [*map(type, self._modules)],
-            [*map(_forward_of, self._classes)],
+            [*map(len, self.spaces)],  # an attribute may shadow a parameter
+            [*map(operator.contains, self.spaces, itertools.repeat("forward"))],
             [*map(dict.get, self._settings_of, self._settings)],
             [getattr(config, "_attn_implementation", None) for config in self._configs],
         )
@@ -189,12 +178,8 @@ class Watch:
         """Says whether the module has to be examined again."""
         if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
             return True
-        return not self._snapshot.holds(self._folded) or self._state() != self._before
-
-    def is_training(self) -> bool:
-        """Says whether a module within is in training mode."""
-        return any(map(_training_of, self._spaces))
-
-
-_forward_of: Callable[[Any], Any] = operator.attrgetter("forward")
-_training_of: Callable[[Any], bool] = operator.itemgetter("training")
+        return (
+            super().is_changed()
+            or not self._snapshot.holds(self._folded)
+            or self._attributes() != self._before
+        )

@@ -70,10 +70,6 @@ class FakeCapture:
     def __init__(self, device):
         self.device = device
 
-    @staticmethod
-    def is_capturing():
-        return False
-
     def record(self, function):
         function()
         with Tape() as tape:
@@ -302,6 +298,21 @@ def test_the_least_recently_used_graph_is_dropped(cuda):
     assert cuda.released == [cuda.tapes[1], cuda.tapes[2]]
 
 
+def test_graphs_share_their_memory_while_one_of_them_lives(cuda, monkeypatch):
+    pools = []
+    monkeypatch.setattr(
+        cuda, "__init__", lambda self, device: (setattr(self, "device", device), pools.append(1))[0]
+    )
+    model = toy(most=2)
+    for n in (1, 2, 3):
+        model(torch.randn(n, 4))
+    assert len(pools) == 1
+    ck.graphed(model, most=1)
+    for n in (1, 2):  # the second is captured when no graph is left
+        model(torch.randn(n, 4))
+    assert len(pools) == 3
+
+
 # Weights --------------------------------------------------------------------------------------------------
 
 IN_PLACE = {
@@ -383,6 +394,25 @@ def test_what_is_replaced_is_captured_again(cuda, name):
     assert graphs.why_not_graphed(model, x) is None
     for _ in range(2):
         assert not torch.equal(assert_same(model, x), before)
+    assert captures(cuda) == 2
+
+
+@pytest.mark.parametrize("patched", [Toy, nn.BatchNorm1d])
+def test_a_patched_forward_of_a_class_is_captured_again(cuda, monkeypatch, patched):
+    model, x = toy(), torch.randn(2, 4)
+    before, forward = model(x), patched.forward
+    monkeypatch.setattr(patched, "forward", lambda self, x: 2 * forward(self, x))
+    for _ in range(3):
+        assert not torch.equal(assert_same(model, x), before)
+    assert captures(cuda) == 2
+
+
+def test_what_is_added_to_an_empty_container_is_captured(cuda):
+    model, x = ck.graphed(nn.Sequential(nn.Linear(4, 4), nn.Sequential()).eval()), torch.randn(2, 4)
+    model(x)
+    model[1].append(nn.ReLU().eval())
+    for _ in range(3):
+        assert assert_same(model, x).min() >= 0
     assert captures(cuda) == 2
 
 
@@ -627,6 +657,15 @@ def test_a_failed_capture_is_told_once_and_remembered(cuda):
     assert graphs.why_not_graphed(model, x) is None
 
 
+def test_a_failed_capture_is_remembered_though_its_warning_is_an_error(cuda):
+    model, x = ck.graphed(Uncapturable(4, 3).eval()), torch.randn(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="run without a CUDA graph"):
+            model(x)
+        assert_same(model, x)
+
+
 class Writes(nn.Module):
     """A model that changes its argument."""
 
@@ -797,6 +836,17 @@ def test_nothing_waits_for_the_garbage_collector(cuda, monkeypatch):
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_a_model_that_its_parts_refer_to_is_collected(cuda):
+    model = toy()
+    model.first.whole = [model]
+    model(torch.randn(2, 4))
+    weight = weakref.ref(model.first.weight)
+    cuda.tapes.clear()
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_arguments_of_graphed():

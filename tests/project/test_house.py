@@ -29,7 +29,7 @@ FLOORS = (
     {"cvt_kernels.dispatch"},
     {"cvt_kernels.declaration"},
     {"cvt_kernels.ops"},
-    {"cvt_kernels.classes"},
+    {"cvt_kernels.classes", "cvt_kernels.structure"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.acceleration"},
     {"cvt_kernels.quantization"},
