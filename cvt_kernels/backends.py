@@ -166,7 +166,7 @@ def _imported(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-_AUTO = ("auto",)
+_AUTO: tuple[Backend, ...] = ("auto",)
 #: Every operator of the registry, by its name.
 operators: dict[str, Operator] = {}
 #: The implementations of operators, by the names of operator and backend.

@@ -28,7 +28,8 @@ def is_watched(module: nn.Module) -> bool:
         return True
     if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return torch_module._has_any_global_hook() or _is_patched(type(module))
+    cls: Any = type(module)  # what follows is _is_patched, which would be one call more for every layer
+    return torch_module._has_any_global_hook() or (cls in _FORWARDS and cls.forward is not _FORWARDS[cls])
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -137,6 +138,8 @@ _SETTINGS = (
     "sr_ratio",
 )
 _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
+#: The name of a configuration's setting, and its default, for ``map``.
+_IMPLEMENTATION: Any = itertools.repeat("_attn_implementation"), itertools.repeat(None)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -167,7 +170,7 @@ class Watch(Structure):
             [*map(len, self.spaces)],  # an attribute may shadow a parameter
             [*map(operator.contains, self.spaces, itertools.repeat("forward"))],
             [*map(dict.get, self._settings_of, self._settings)],
-            [getattr(config, "_attn_implementation", None) for config in self._configs],
+            [*map(getattr, self._configs, *_IMPLEMENTATION)],
         )
 
     def _hook_numbers(self) -> list[list[int]]:
