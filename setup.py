@@ -38,7 +38,7 @@ NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
-# The loops of the CPU, csrc/*/cpu_loops.cpp, are compiled for each and chosen when they first run,
+# The loops of the CPU, csrc/*/*cpu_loops.cpp, are compiled for each and chosen when they first run,
 # but for AMX only those with products of matrices, and those of 8-bit integers for sets of their own.
 PRODUCTS = CSRC / "common/product.h"
 INTEGERS = CSRC / "linear_int8/cpu_loops.cpp"
@@ -108,7 +108,7 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
 
     objects = [compiled(CSRC / "module.cpp", definitions(version, toolkit, targets))]
     objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
-    for source in sorted(CSRC.glob("*/cpu_loops.cpp")):
+    for source in sorted(CSRC.glob("*/*cpu_loops.cpp")):
         for name, flags in (INTEGER_SETS if source == INTEGERS else INSTRUCTION_SETS).items():
             if name == "amx_bf16" and PRODUCTS not in headers_of(source):
                 continue

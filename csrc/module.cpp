@@ -120,8 +120,8 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation, "
       "Tensor? rows=None, Tensor(b!)? scores=None, str query=\"\") -> ()");
 
-  // pyramid_block/, on the CPU. The first packs a depthwise 3×3 convolution. The second computes a block on tokens in rows of
-  // an image: `packed` are the linear layers of Q, K and V, then proj, fc1 and fc2; `reduction` one for each row of the
+  // The same for blocks of SegFormer and PVT. The first packs a depthwise 3×3 convolution. The second computes a block on
+  // tokens in rows of an image: `packed` are the linear layers of Q, K and V, then proj, fc1 and fc2; `reduction` one for each row of the
   // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
   // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
   // weight and bias of its LayerNorm; `eps` are those of the LayerNorms; `widths` as above.

@@ -101,7 +101,7 @@ TRAPS = "-fsanitize-undefined-trap-on-error"
 def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
     """Runs tests/csrc/<family>_sanitized.cpp on CPU loops, with AddressSanitizer and UBSan.
 
-    The loops are those of the families whose ``cpu_loops.h`` it includes. UBSan ends the program by a signal,
+    The loops are those whose header, a ``cpu_loops.h``, it includes. UBSan ends the program by a signal,
     which is compiled in two thirds of the time that its messages take; they are compiled where it has failed.
     """
     result = _run_sanitized(family, scratch, f"{TRAPS} {flags}")
@@ -114,8 +114,8 @@ def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
 def _run_sanitized(family: str, scratch: Path, flags: str) -> subprocess.CompletedProcess[str]:
     root, program = Path(__file__).parents[1], scratch / "sanitized"
     test = root / f"tests/csrc/{family}_sanitized.cpp"
-    families = re.findall(r'^#include "(\w+)/cpu_loops.h"$', test.read_text(encoding="utf-8"), re.MULTILINE)
-    sources = [test, *(root / f"csrc/{name}/cpu_loops.cpp" for name in families)]
+    loops = re.findall(r'^#include "(\w+/\w*cpu_loops).h"$', test.read_text(encoding="utf-8"), re.MULTILINE)
+    sources = [test, *(root / f"csrc/{name}.cpp" for name in loops)]
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
     files = ["-I", root / "csrc", *sources, "-o", program]

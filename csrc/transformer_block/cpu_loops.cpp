@@ -15,9 +15,8 @@
 
 #include "transformer_block/cpu_loops.h"
 
-#include "attention/heads.h"
-#include "linear/layer_loops.h"
 #include "conv_projection/convolve.h"
+#include "transformer_block/block_loops.h"
 
 namespace cvt_kernels::transformer_block {
 namespace {
@@ -197,7 +196,7 @@ struct Attending {
   E *a, *hidden;
   float *tile, *sums, *copy, *gathered;
   Rounded rounded;
-  int64_t a_stride, hidden_size, hidden_stride, hidden_rows, sums_stride;
+  int64_t a_stride, hidden_size, hidden_stride, hidden_rows;
 
   Attending(const Block& block, Parts& parts)
       : heads(tokens_of(block, 1), block.heads, head_dim_of(block), block.scale, parts) {
@@ -209,11 +208,10 @@ struct Attending {
     hidden_stride = stride_of<E>(hidden_size);
     const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(sizeof(E)));
     hidden_rows = whole ? at_most(rows, at_least(most, kFewestRows)) : rows;
-    sums_stride = round_up(block.channels, kColumns) + kLanes;
     a = parts.take<E>(rows * a_stride);
     hidden = parts.take<E>(hidden_rows * hidden_stride);
     tile = parts.take<float>(rows * kTileColumns);
-    sums = parts.take<float>(whole ? 0 : rows * sums_stride);
+    sums = parts.take<float>(whole ? 0 : rows * sums_stride_of(block));
     copy = parts.take<float>(padded(block.channels));
     gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
     const int64_t of_mlp = at_least(rounded_bytes(block.fc1), rounded_bytes(block.fc2));
@@ -255,24 +253,14 @@ void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scr
 // The same for an fc2 that is not, the hidden channels in parts.
 template <Activation activation, class T, class E = Element<T>>
 void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  const int64_t depth = ceil_div(block.fc2.inputs, kDepth<E>), stride = scratch.hidden_stride;
-  const Factor<E>* weight = static_cast<const Factor<E>*>(block.fc2.weight);
   round_rows<T>(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
   for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
     const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
     fill_hidden<activation, T>(block, scratch.a, rows, begin, end, scratch);
-    for_panels<float>(block.channels, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-      const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
-      multiply<vectors>(factors(scratch.hidden), stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>),
-                        scratch.sums + start, scratch.sums_stride, begin > 0);
-    });
+    add_product(block.fc2, begin, end, scratch.hidden, scratch.hidden_stride, rows, scratch.sums, sums_stride_of(block),
+                begin > 0);
   }
-  for (int64_t row = 0; row < rows; row++, x += block.channels) {
-    const float* sums = scratch.sums + row * scratch.sums_stride;
-    for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(x + c, load(x + c, lanes) + (load(sums + c, lanes) + load(block.fc2.bias + c, lanes)), lanes);
-    });
-  }
+  add_fc2<T>(block, x, scratch.sums, rows, x);
 }
 
 template <class T, class E = Element<T>>
@@ -306,12 +294,7 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
              T* to = x + r * block.channels + c;
              store(to, load(to, lanes) + sums, lanes);
            });
-  for (int64_t row = 0; row < rows; row++) {
-    E* to = scratch.a + row * scratch.a_stride;
-    normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
-              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
-  }
-  pad_rows(scratch.a, rows, scratch.a_stride, block.channels);
+  normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     if constexpr (std::is_same_v<T, float>) {
       if (block.fc2.integers != nullptr) return add_quantized_mlp<activation.value>(block, rows, scratch, x);
@@ -390,26 +373,8 @@ void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float
 
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
-int64_t element_bytes(DType dtype) {
-  int64_t bytes = 0;
-  with_element(dtype, [&](auto type) { bytes = sizeof(Element<decltype(type)>); });
-  return bytes;
-}
-
-int64_t project_bytes(DType dtype, const Block& block) {
-  Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Projecting<Element<decltype(type)>>(block, parts); });
-  return parts.size();
-}
-
 void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
   with_element(dtype, [&](auto type) { project_band<decltype(type)>(block, unit, scratch); });
-}
-
-int64_t attend_bytes(DType dtype, const Block& block) {
-  Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Attending<Element<decltype(type)>>(block, parts); });
-  return parts.size();
 }
 
 void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
@@ -428,7 +393,7 @@ void score(DType dtype, const Block& block, int64_t image, void* scratch) {
 
 }  // namespace
 
-const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, project_bytes, project,
-                      attend_bytes,     attend,                  score_bytes,   score};
+const Kernels KERNELS{pack_convolution,    packed_convolution_size, element_bytes, bytes_of<Projecting>, project,
+                      bytes_of<Attending>, attend,                  score_bytes,   score};
 
 }  // namespace cvt_kernels::transformer_block

@@ -1,4 +1,5 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp), for blocks with three
+// convolutions.
 //
 // A block is y = x + proj(attention(linear(conv(norm1(x))))), then y + fc2(activation(fc1(norm2(y)))), on tokens: a class
 // token or none, then the pixels of an image row by row. It takes two steps, each cut into units that threads share: first
@@ -8,43 +9,31 @@
 
 #include <cstdint>
 
-#include "attention/cpu_loops.h"
-#include "common/half.h"
-#include "common/instruction_sets.h"
-#include "linear/layers.h"
 #include "conv_projection/cpu_loops.h"
-#include "layer_norm_gelu/activation.h"
+#include "transformer_block/block.h"
 
 namespace cvt_kernels::transformer_block {
 
-using attention::kMaxHeadDim;
 using conv_projection::Branch;
-using layer_norm_gelu::Activation;
 
-constexpr int64_t kHidden = 512;           // the most hidden channels that are held at once, unless fc2 is quantized
-constexpr int64_t kHiddenBytes = 256 << 10;  // of all hidden channels of some rows, which stay in L2, if it is,
-constexpr int64_t kFewestRows = 24;          // but at least of so many
+// If fc2 is quantized, all hidden channels of some rows are held at once.
+constexpr int64_t kHiddenBytes = 256 << 10;  // of them, which stay in L2,
+constexpr int64_t kFewestRows = 24;          // but at least of so many rows
 constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
 enum class Scored { none, class_token, mean };
 
-struct Block {
+struct Block : AnyBlock {
   void* x;  // (images, class_tokens + height · width, channels), where the result goes too
-  int64_t images, class_tokens, height, width, channels;
-  Norm norm1, norm2;
+  int64_t class_tokens;
   Branch branches[3];      // their sizes only
   const float* packed[3];  // their weights and BatchNorms
-  Linear linears[3], proj, fc1, fc2;
-  int64_t heads;
-  double scale;
-  Activation activation;
   const int64_t* rows;  // (images, kept), the tokens that are computed, ascending, then -1; none if all are
   int64_t kept;
   Scored scored;       // the query whose attention to each key, summed over the heads, goes to scores (images, keys)
   float* scores;
   void* projected[3];  // (images, projected_tokens, channels of the linear layer), of element_bytes each
   int64_t bands;       // of an image's rows: a unit of the first step
-  int64_t tiles;       // of an image's queries: a unit of the second step
   int64_t margin;      // zeros beside the rows of a band
 };
 

@@ -1,4 +1,4 @@
-// The transformer block on the CPU: tensors, threads, memory and the choice of instruction set around the loops.
+// Transformer blocks of both kinds on the CPU: tensors, threads, memory and the choice of instruction set around the loops.
 //
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
@@ -13,11 +13,82 @@
 #include "linear/packed.h"
 #include "linear_int8/packed.h"
 #include "transformer_block/cpu_loops.h"
+#include "transformer_block/pyramid_cpu_loops.h"
 
 namespace cvt_kernels::transformer_block {
 namespace {
 
-constexpr int64_t kProjectedBytes = 16 << 20;  // of queries, keys and values between the steps, if images are small
+// What both kinds share ---------------------------------------------------------------------------------------
+
+constexpr int64_t kBetweenBytes = 16 << 20;  // between the steps, if images are small
+
+Activation activation_of(const std::string& name) {
+  if (name == "none") return Activation::none;
+  if (name == "tanh") return Activation::tanh;
+  expect(name == "quick", "activation", name, "none, tanh or quick");
+  return Activation::quick;
+}
+
+Norm norm_of(const std::vector<Tensor>& vectors, int first, int64_t channels, double eps) {
+  return {linear::vector_of("vectors", vectors[first], channels), linear::vector_of("vectors", vectors[first + 1], channels),
+          static_cast<float>(eps)};
+}
+
+// Fills in what blocks of both kinds have, but for the linear layers. `vectors` begins with those of the LayerNorms.
+void fill(AnyBlock& block, const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& vectors,
+          const std::vector<int64_t>& widths, double eps1, double eps2, double scale, const std::string& activation) {
+  expect_count("widths", widths, 3);
+  block.height = height;
+  block.width = width;
+  block.channels = x.size(2);
+  block.heads = widths[2];
+  expect(block.channels > 0, "x", x, "(batch, tokens, channels)");
+  numbers_of("x", x);
+  linear::expect_widths(widths[0], widths[1], widths[2], kMaxHeadDim);
+  product("widths", {x.size(1), widths[0]});
+  product("widths", {x.size(1), widths[1]});
+  block.norm1 = norm_of(vectors, 0, block.channels, eps1);
+  block.norm2 = norm_of(vectors, 2, block.channels, eps2);
+  block.scale = scale;
+  block.activation = activation_of(activation);
+}
+
+// Fills in the linear layers, of which layer(i, outputs, inputs) returns one.
+template <class F>
+void fill_layers(AnyBlock& block, const std::vector<int64_t>& widths, const F& layer) {
+  const int64_t channels = block.channels, projected = widths[0], hidden = widths[1];
+  for (int i = 0; i < 3; i++) block.linears[i] = layer(i, projected, channels);
+  block.proj = layer(3, channels, projected);
+  block.fc1 = layer(4, hidden, channels);
+  block.fc2 = layer(5, channels, hidden);
+}
+
+// Calls serve(first, memory) for as many images at a time as find room between the steps, at least one for each thread.
+template <class F>
+void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& serve) {
+  const int64_t most = std::max(kBetweenBytes / image_bytes, threads());
+  const Workspace between(std::min(batch, most) * image_bytes);
+  for (int64_t first = 0; first < batch; first += most) {
+    block.images = std::min(most, batch - first);
+    serve(first, between.data());
+  }
+}
+
+// Runs a step on all units of all images.
+template <class Block>
+void run(DType dtype, const Block& block, int64_t parts, int64_t (*bytes)(DType, const Block&),
+         void (*step)(DType, const Block&, int64_t, void*)) {
+  for_units(block.images * parts, bytes(dtype, block),
+            [&](int64_t unit, int64_t, void* scratch) { step(dtype, block, unit, scratch); });
+}
+
+template <class Kernels, class Block>
+void run_attend(const Kernels& kernels, DType dtype, const Block& block) {
+  for_units(block.images * block.tiles, kernels.attend_bytes(dtype, block),
+            [&](int64_t unit, int64_t previous, void* scratch) { kernels.attend(dtype, block, unit, previous, scratch); });
+}
+
+// Blocks with three convolutions ------------------------------------------------------------------------------
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose(PRODUCT_TABLES);
@@ -55,8 +126,6 @@ Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor&
   return out;
 }
 
-// The block -----------------------------------------------------------------------------------------------
-
 // Arguments of the operator as they come: see module.cpp.
 struct Arguments {
   const std::vector<Tensor>& packed;
@@ -65,6 +134,8 @@ struct Arguments {
   const std::vector<int64_t>& widths;
   const std::vector<Tensor>& weight_scales;
   const std::vector<double>& input_scales;
+  double eps1, eps2, scale;
+  const std::string& activation;
 };
 
 // One of the six linear layers, quantized or not.
@@ -104,41 +175,31 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   expect_count("packed", given.packed, 9);
   expect_count("vectors", given.vectors, 10);
   expect_count("geometry", given.geometry, 12);
-  expect_count("widths", given.widths, 3);
   expect_count("weight_scales", given.weight_scales, 6);
   expect_count("input_scales", given.input_scales, 6);
-  const int64_t channels = x.size(2), projected = given.widths[0], hidden = given.widths[1], heads = given.widths[2];
-  expect(channels > 0, "x", x, "(batch, tokens, channels)");
-  numbers_of("x", x);
-  linear::expect_widths(projected, hidden, heads, kMaxHeadDim);
+  expect_eps("eps1", given.eps1);
+  expect_eps("eps2", given.eps2);
   Block block{};
+  fill(block, x, height, width, given.vectors, given.widths, given.eps1, given.eps2, given.scale, given.activation);
   block.class_tokens = x.size(1) - product("height and width", {height, width});
   expect(block.class_tokens == 0 || block.class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
-  block.height = height;
-  block.width = width;
-  block.channels = channels;
-  block.heads = heads;
   for (int i = 0; i < 3; i++) {
     Branch& branch = block.branches[i] = branch_of(block, &given.geometry[4 * i]);
     block.margin = std::max(block.margin, branch.padding);
     const Tensor& packed = given.packed[i];
     expect(packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
-               packed.numel() == kernels().packed_convolution_size(branch.kernel, channels),
+               packed.numel() == kernels().packed_convolution_size(branch.kernel, block.channels),
            "packed", packed, "convolutions of the geometry, that pack_convolution packed");
     block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
-    block.linears[i] = layer_of(dtype, given, i, projected, channels);
   }
   expect(tokens_of(block, 0) == tokens_of(block), "geometry", Quoted{"queries, ", tokens_of(block, 0)},
          "as many queries as tokens, ", tokens_of(block));
   expect(tokens_of(block, 1) == tokens_of(block, 2), "geometry", Quoted{"keys, ", tokens_of(block, 1)},
          "as many keys as values, ", tokens_of(block, 2));
-  for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), projected});
-  product("widths", {tokens_of(block), hidden});
-  block.proj = layer_of(dtype, given, 3, channels, projected);
-  block.fc1 = layer_of(dtype, given, 4, hidden, channels);
-  block.fc2 = layer_of(dtype, given, 5, channels, hidden);
-  block.norm1 = {linear::vector_of("vectors", given.vectors[0], channels), linear::vector_of("vectors", given.vectors[1], channels), 0};
-  block.norm2 = {linear::vector_of("vectors", given.vectors[2], channels), linear::vector_of("vectors", given.vectors[3], channels), 0};
+  for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
+  fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
+    return layer_of(dtype, given, i, outputs, inputs);
+  });
   return block;
 }
 
@@ -202,23 +263,9 @@ void serve(DType dtype, Block& block, char* projected) {
     projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
   plan(block);
-  for_units(block.images * block.bands, kernels().project_bytes(dtype, block),
-            [&](int64_t unit, int64_t, void* scratch) { kernels().project(dtype, block, unit, scratch); });
-  if (block.scores != nullptr) {
-    for_units(block.images, kernels().score_bytes(dtype, block),
-              [&](int64_t image, int64_t, void* scratch) { kernels().score(dtype, block, image, scratch); });
-  }
-  for_units(block.images * block.tiles, kernels().attend_bytes(dtype, block),
-            [&](int64_t unit, int64_t previous, void* scratch) {
-              kernels().attend(dtype, block, unit, previous, scratch);
-            });
-}
-
-Activation activation_of(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "tanh") return Activation::tanh;
-  expect(name == "quick", "activation", name, "none, tanh or quick");
-  return Activation::quick;
+  run(dtype, block, block.bands, kernels().project_bytes, kernels().project);
+  if (block.scores != nullptr) run(dtype, block, 1, kernels().score_bytes, kernels().score);
+  run_attend(kernels(), dtype, block);
 }
 
 // What is overwritten is x, and the scores.
@@ -243,13 +290,8 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
                        const std::string& activation, const std::optional<Tensor>& rows,
                        const std::optional<Tensor>& scores, const std::string& query) {
   const DType dtype = linear::served_dtype("x", x);
-  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales, input_scales});
-  expect_eps("eps1", eps1);
-  expect_eps("eps2", eps2);
-  block.norm1.eps = static_cast<float>(eps1);
-  block.norm2.eps = static_cast<float>(eps2);
-  block.scale = scale;
-  block.activation = activation_of(activation);
+  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales,
+                                                 input_scales, eps1, eps2, scale, activation});
   if (rows.has_value()) {
     block.rows = rows_of(*rows, x.size(0), tokens_of(block));
     block.kept = rows->size(1);
@@ -261,23 +303,174 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
   int64_t image_bytes = 0;
   for (int i = 0; i < 3; i++) image_bytes += projected_tokens(block, i) * block.linears[i].outputs;
   image_bytes *= kernels().element_bytes(dtype);
-  const int64_t batch = x.size(0), most = std::max(kProjectedBytes / image_bytes, threads());
-  const Workspace projected(std::min(batch, most) * image_bytes);
   char* data = static_cast<char*>(x.mutable_data_ptr());
   const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
-  for (int64_t first = 0; first < batch; first += most) {
+  for_images(block, x.size(0), image_bytes, [&](int64_t first, char* projected) {
     block.x = data + first * bytes;
-    block.images = std::min(most, batch - first);
-    serve(dtype, block, projected.data());
+    serve(dtype, block, projected);
     if (block.rows != nullptr) block.rows += block.images * block.kept;
     if (block.scores != nullptr) block.scores += block.images * tokens_of(block, 1);
+  });
+}
+
+// Blocks of SegFormer and PVT ---------------------------------------------------------------------------------
+
+}  // namespace
+
+namespace pyramids {
+namespace {
+
+constexpr int64_t kFewImages = 4;  // per thread, from which on images are not cut so that all have as many units
+constexpr int64_t kMostTwice = 8;  // in how many rows one may have its hidden channels made twice
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose(PRODUCT_TABLES);
+  return chosen;
+}
+
+Tensor pack_depthwise(const Tensor& weight, const std::optional<Tensor>& bias) {
+  const DType dtype = linear::served_dtype("weight", weight);
+  expect(weight.dim() == 4 && weight.size(0) > 0 && weight.size(1) == 1 && weight.size(2) == 3 && weight.size(3) == 3 &&
+             weight.is_contiguous(),
+         "weight", weight, "contiguous (channels, 1, 3, 3)");
+  const int64_t channels = weight.size(0);
+  if (bias.has_value()) {
+    expect(bias->dim() == 1 && bias->size(0) == channels && bias->is_contiguous() &&
+               bias->scalar_type() == weight.scalar_type(),
+           "bias", *bias, "contiguous (channels,) in the dtype of weight, ", Shown{weight});
   }
+  const Tensor out = empty({kernels().packed_convolution_size(channels)}, ScalarType::Float, weight);
+  kernels().pack_convolution(dtype, weight.const_data_ptr(), bias.has_value() ? bias->const_data_ptr() : nullptr, channels,
+                             static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
+// Arguments of the operator as they come: see module.cpp.
+struct Arguments {
+  const std::vector<Tensor>& packed;
+  const std::vector<Tensor>& reduction;
+  const std::optional<Tensor>& conv;
+  const std::vector<Tensor>& vectors;
+  const std::vector<int64_t>& widths;
+  const std::vector<double>& eps;
+  double scale;
+  const std::string& activation;
+};
+
+// Fills `slices` with the linear layers of a reduction.
+void reduce_by(Block& block, DType dtype, const Arguments& given, std::vector<Linear>& slices) {
+  block.ratio = static_cast<int64_t>(given.reduction.size());
+  if (block.ratio == 0) return;
+  expect(block.ratio <= std::min(block.height, block.width), "reduction", block.ratio, "at most the rows and columns of x, ",
+         block.height, " × ", block.width);
+  for (const Tensor& packed : given.reduction) {
+    slices.push_back(linear::layer_of(dtype, packed, given.vectors[10], block.channels, block.ratio * block.channels));
+  }
+  block.reduction = slices.data();
+  block.norm_kept = norm_of(given.vectors, 11, block.channels, given.eps[2]);
+}
+
+Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given,
+               std::vector<Linear>& slices) {
+  expect(height > 0, "height", height, "at least 1");
+  expect(width > 0, "width", width, "at least 1");
+  expect(x.dim() == 3 && x.is_contiguous() && x.size(1) == product("height and width", {height, width}), "x", x,
+         "contiguous (batch, tokens, channels) of ", height, " · ", width, " tokens");
+  const bool reduces = !given.reduction.empty();
+  expect_count("packed", given.packed, 6);
+  expect_count("vectors", given.vectors, reduces ? 13 : 10);
+  expect_count("eps", given.eps, reduces ? 3 : 2);
+  for (const double eps : given.eps) expect_eps("eps", eps);
+  Block block{};
+  fill(block, x, height, width, given.vectors, given.widths, given.eps[0], given.eps[1], given.scale, given.activation);
+  fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
+    return linear::layer_of(dtype, given.packed[i], given.vectors[4 + i], outputs, inputs);
+  });
+  reduce_by(block, dtype, given, slices);
+  if (given.conv.has_value()) {
+    const int64_t hidden = block.fc1.outputs;
+    expect(given.conv->scalar_type() == ScalarType::Float && given.conv->is_contiguous() &&
+               given.conv->numel() == kernels().packed_convolution_size(hidden),
+           "conv", *given.conv, "a convolution of the ", hidden, " hidden channels that pack_depthwise packed");
+    block.conv = static_cast<const float*>(given.conv->const_data_ptr());
+  }
+  return block;
+}
+
+// Parts of an image whose units are at most as many rows of some tokens as pass through a linear layer together.
+int64_t parts_of(int64_t images, Grid grid) {
+  const int64_t together = rows_together(grid.width);
+  return balanced(images, (grid.height + together - 1) / together, grid.height);
+}
+
+// Parts of an image for the third step, if it makes the hidden channels: those beside a part are made twice. So they are as
+// few as occupy all threads.
+int64_t bands_of(const Block& block) {
+  if (block.images >= kFewImages * threads()) return 1;
+  const int64_t parts = (threads() + block.images - 1) / block.images;
+  return balanced(block.images, std::min(parts, block.height), block.height);
+}
+
+// Whether so many hidden channels would be made twice that the second step had better make all of them.
+bool holds_hidden(const Block& block) {
+  return block.conv != nullptr && 2 * (bands_of(block) - 1) * kMostTwice > block.height;
+}
+
+struct Bytes {
+  int64_t hidden, keys, stream;  // of an image
+
+  int64_t sum() const { return hidden + 2 * keys + stream; }
+};
+
+Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
+  return {holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
+          kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype),
+          tokens_of(block) * block.channels * element};
+}
+
+// Serves some images.
+void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
+  block.hidden = bytes.hidden == 0 ? nullptr : between;
+  block.keys = between += block.images * bytes.hidden;
+  block.values = between += block.images * bytes.keys;
+  block.stream = between += block.images * bytes.keys;
+  block.groups = parts_of(block.images, kept_grid(block));
+  block.tiles = parts_of(block.images, {tokens_of(block), 1});
+  const bool cuts_freely = block.conv == nullptr || block.hidden != nullptr;
+  block.bands = cuts_freely ? parts_of(block.images, mixed_grid(block)) : bands_of(block);
+  run(dtype, block, block.groups, kernels().project_bytes, kernels().project);
+  run_attend(kernels(), dtype, block);
+  run(dtype, block, block.bands, kernels().mix_bytes, kernels().mix);
+}
+
+Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
+                     const std::vector<Tensor>& reduction, const std::optional<Tensor>& conv,
+                     const std::vector<Tensor>& vectors, const std::vector<int64_t>& widths,
+                     const std::vector<double>& eps, double scale, const std::string& activation) {
+  const DType dtype = linear::served_dtype("x", x);
+  std::vector<Linear> slices;
+  Block block = block_of(dtype, x, height, width, {packed, reduction, conv, vectors, widths, eps, scale, activation},
+                         slices);
+  const Tensor out = empty(x.sizes(), x.scalar_type(), x);
+  if (x.size(0) == 0) return out;
+  block.images = x.size(0);
+  const Bytes of_image = between_bytes(dtype, block, x.element_size());
+  const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
+  for_images(block, x.size(0), of_image.sum(), [&](int64_t first, char* between) {
+    block.x = static_cast<const char*>(x.const_data_ptr()) + first * bytes;
+    block.out = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
+    serve(dtype, block, of_image, between);
+  });
+  return out;
 }
 
 }  // namespace
+}  // namespace pyramids
 }  // namespace cvt_kernels::transformer_block
 
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   IMPLEMENT(m, "pack_convolution", &cvt_kernels::transformer_block::pack_convolution);
   IMPLEMENT(m, "transformer_block_", &cvt_kernels::transformer_block::transformer_block);
+  IMPLEMENT(m, "pack_depthwise", &cvt_kernels::transformer_block::pyramids::pack_depthwise);
+  IMPLEMENT(m, "pyramid_block_packed", &cvt_kernels::transformer_block::pyramids::pyramid_block);
 }

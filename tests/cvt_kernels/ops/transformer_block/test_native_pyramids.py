@@ -41,7 +41,7 @@ def test_values(name):
 @pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    run_sanitized("pyramid_block", tmp_path, "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES")
+    run_sanitized("transformer_block_pyramids", tmp_path, "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES")
 
 
 @needs_extension

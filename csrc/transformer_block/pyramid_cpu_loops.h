@@ -1,43 +1,26 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (pyramid_cpu_loops.cpp), for blocks of
+// SegFormer and PVT.
 //
 // A block is y = x + proj(attention(q, k, v)), then y + fc2(activation(conv(fc1(norm2(y))))), on the tokens of an image row
 // by row. Queries are of norm1(x), keys and values of what a reduction makes of it. It takes three steps, each cut into
 // units that threads share: keys and values; queries and attention, up to y; and the feed-forward layers.
 #pragma once
 
-#include <cstdint>
+#include "transformer_block/block.h"
 
-#include "attention/cpu_loops.h"
-#include "common/half.h"
-#include "common/instruction_sets.h"
-#include "layer_norm_gelu/activation.h"
-#include "linear/layers.h"
+namespace cvt_kernels::transformer_block::pyramids {
 
-namespace cvt_kernels::pyramid_block {
-
-using attention::kMaxHeadDim;
-using layer_norm_gelu::Activation;
-
-constexpr int64_t kHidden = 512;  // the most hidden channels that are held at once behind the activation
-
-struct Block {
+struct Block : AnyBlock {
   const void* x;  // (images, height · width, channels)
   void* out;      // the same
-  int64_t images, height, width, channels;
-  Norm norm1, norm2;
   int64_t ratio;            // of the reduction; 0 if there is none
   const Linear* reduction;  // a linear layer for each of its rows of weights, with one bias
   Norm norm_kept;
-  Linear linears[3], proj, fc1, fc2;
-  int64_t heads;
-  double scale;
   const float* conv;  // packed; none if there is no convolution
-  Activation activation;
   void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
   void* stream;         // y, of the type of x
   void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
   int64_t groups;       // of an image's rows of keys: a unit of the first step
-  int64_t tiles;        // of an image's tokens: a unit of the second step
   int64_t bands;        // of the rows of mixed_grid: a unit of the third step
 };
 
@@ -81,4 +64,4 @@ struct Kernels {
 
 DECLARE_PRODUCT_TABLES;
 
-}  // namespace cvt_kernels::pyramid_block
+}  // namespace cvt_kernels::transformer_block::pyramids

@@ -1,4 +1,4 @@
-// The loops of the pyramid block on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the
+// The loops of blocks of SegFormer and PVT on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the
 // table it fills; it includes nothing whose code the linker could merge between them.
 //
 // Between x and the result, nothing but keys, values and y goes through memory. A reduction is as many products as its
@@ -7,38 +7,13 @@
 // needs any more, and the convolution takes three rows of them for each row of fc2's input, which is held in parts. Where
 // bands of few rows would make many hidden channels twice, they go through memory too.
 
-#include "pyramid_block/cpu_loops.h"
+#include "transformer_block/pyramid_cpu_loops.h"
 
-#include "attention/heads.h"
 #include "depthwise_conv_gelu/rows.h"
-#include "linear/layer_loops.h"
+#include "transformer_block/block_loops.h"
 
-namespace cvt_kernels::pyramid_block {
+namespace cvt_kernels::transformer_block::pyramids {
 namespace {
-
-// Normalizes adjacent tokens of T into rows of factors.
-template <class T, class E>
-void normalize_rows(const Norm& norm, const T* tokens, int64_t rows, int64_t channels, float* copy, E* a, int64_t stride) {
-  for (int64_t row = 0; row < rows; row++) {
-    E* to = a + row * stride;
-    normalize(norm, tokens + row * channels, channels, copy,
-              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
-  }
-  pad_rows(a, rows, stride, channels);
-}
-
-// sums = a weight, or sums += a weight, for the inputs of the weight from `begin` to `end`.
-template <class E>
-void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows, float* sums,
-                 int64_t sums_stride, bool adds) {
-  const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
-  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
-  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
-    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
-                      sums_stride, adds);
-  });
-}
 
 // Computes fc1(norm2(y)) of some tokens, by way of rows of factors.
 template <class T, class E>
@@ -48,8 +23,6 @@ void hide(const Block& block, const T* y, int64_t rows, float* copy, float* tile
   apply(block.fc1, 0, block.fc1.outputs, a, a_stride, rows, tile,
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(hidden + r * stride + c, sums, lanes); });
 }
-
-int64_t sums_stride_of(const Block& block) { return round_up(block.channels, kColumns) + kLanes; }
 
 // The first step: keys and values -------------------------------------------------------------------------
 
@@ -280,14 +253,7 @@ void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t en
     add_product(block.fc2, first, last, scratch.activated, scratch.part_stride, rows, scratch.sums, scratch.sums_stride,
                 first > 0);
   }
-  for (int64_t row = 0; row < rows; row++) {
-    const T* y = band.y + offset + row * block.channels;
-    T* out = band.out + offset + row * block.channels;
-    const float* sums = scratch.sums + row * scratch.sums_stride;
-    for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(out + c, load(y + c, lanes) + (load(sums + c, lanes) + load(block.fc2.bias + c, lanes)), lanes);
-    });
-  }
+  add_fc2(block, band.y + offset, scratch.sums, rows, band.out + offset);
 }
 
 template <class T, class E = Element<T>>
@@ -323,12 +289,6 @@ void pack_convolution(DType dtype, const void* weight, const void* bias, int64_t
 
 int64_t packed_convolution_size(int64_t channels) { return depthwise_conv_gelu::packed_size<float>(channels); }
 
-int64_t element_bytes(DType dtype) {
-  int64_t bytes = 0;
-  with_element(dtype, [&](auto type) { bytes = sizeof(Element<decltype(type)>); });
-  return bytes;
-}
-
 int64_t hidden_bytes(DType dtype, const Block& block) {
   int64_t bytes = 0;
   with_element(dtype, [&](auto type) {
@@ -336,13 +296,6 @@ int64_t hidden_bytes(DType dtype, const Block& block) {
     bytes = stride_of<E>(block.fc1.outputs) * sizeof(E);
   });
   return bytes;
-}
-
-template <template <class> class Scratch>
-int64_t bytes_of(DType dtype, const Block& block) {
-  Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(block, parts); });
-  return parts.size();
 }
 
 void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
@@ -359,7 +312,7 @@ void mix(DType dtype, const Block& block, int64_t unit, void* scratch) {
 
 }  // namespace
 
-const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, hidden_bytes,       bytes_of<Projecting>,
-                      project,          bytes_of<Attending>,     attend,        bytes_of<Mixing>,   mix};
+const Kernels KERNELS{pack_convolution, packed_convolution_size, element_bytes, hidden_bytes,     bytes_of<Projecting>,
+                      project,          bytes_of<Attending>,     attend,        bytes_of<Mixing>, mix};
 
-}  // namespace cvt_kernels::pyramid_block
+}  // namespace cvt_kernels::transformer_block::pyramids

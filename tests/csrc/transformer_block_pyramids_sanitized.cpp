@@ -1,18 +1,19 @@
-// Runs the loops of csrc/pyramid_block/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data does,
-// and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
+// Runs the loops of csrc/transformer_block/pyramid_cpu_loops.cpp, without torch, over odd sizes in buffers that end where the
+// data does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
 #include <algorithm>
 
 #include "linear/cpu_loops.h"
-#include "pyramid_block/cpu_loops.h"
 #include "sanitized.h"
+#include "transformer_block/pyramid_cpu_loops.h"
 
 using namespace cvt_kernels;
 using namespace sanitized;
-using pyramid_block::Activation;
-using pyramid_block::Block;
-using pyramid_block::kept_grid;
-using pyramid_block::kept_tokens;
-using pyramid_block::tokens_of;
+namespace pyramids = transformer_block::pyramids;
+using transformer_block::Activation;
+using pyramids::Block;
+using pyramids::kept_grid;
+using pyramids::kept_tokens;
+using pyramids::tokens_of;
 
 struct Sizes {
   int64_t height, width, channels, heads, head_dim, hidden, ratio, groups, tiles, bands;
@@ -146,7 +147,7 @@ void add(Rows& rows, const Rows& others) {
 
 template <class T>
 void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = false) {
-  const auto& kernels = pyramid_block::KERNELS;
+  const auto& kernels = pyramids::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2, channels = sizes.channels;
   const RandomNorm norm1(channels), norm2(channels), norm_kept(channels);
   const RandomLinear<T> q(dtype, width, channels), k(dtype, width, channels), v(dtype, width, channels),

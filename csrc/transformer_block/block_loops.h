@@ -1,0 +1,63 @@
+// What the loops of both kinds of blocks share. Everything has internal linkage, as in vector.h.
+#pragma once
+
+#include "attention/heads.h"
+#include "linear/layer_loops.h"
+#include "transformer_block/block.h"
+
+namespace cvt_kernels::transformer_block {
+namespace {
+
+// Normalizes adjacent tokens of T into rows of factors.
+template <class T, class E>
+void normalize_rows(const Norm& norm, const T* tokens, int64_t rows, int64_t channels, float* copy, E* a, int64_t stride) {
+  for (int64_t row = 0; row < rows; row++) {
+    E* to = a + row * stride;
+    normalize(norm, tokens + row * channels, channels, copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(to + c, normal, lanes); });
+  }
+  pad_rows(a, rows, stride, channels);
+}
+
+// sums = a weight, or sums += a weight, for the inputs of the weight from `begin` to `end`.
+template <class E>
+void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows, float* sums,
+                 int64_t sums_stride, bool adds) {
+  const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
+  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
+  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
+    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
+                      sums_stride, adds);
+  });
+}
+
+inline int64_t sums_stride_of(const AnyBlock& block) { return round_up(block.channels, kColumns) + kLanes; }
+
+// out = y + (sums + the bias of fc2), for adjacent tokens.
+template <class T>
+void add_fc2(const AnyBlock& block, const T* y, const float* sums, int64_t rows, T* out) {
+  for (int64_t row = 0; row < rows; row++, y += block.channels, out += block.channels, sums += sums_stride_of(block)) {
+    for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(out + c, load(y + c, lanes) + (load(sums + c, lanes) + load(block.fc2.bias + c, lanes)), lanes);
+    });
+  }
+}
+
+// From the dtype of a call to the type of a template ------------------------------------------------------
+
+inline int64_t element_bytes(DType dtype) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) { bytes = sizeof(Element<decltype(type)>); });
+  return bytes;
+}
+
+template <template <class> class Scratch, class Block>
+int64_t bytes_of(DType dtype, const Block& block) {
+  Parts parts(nullptr);
+  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(block, parts); });
+  return parts.size();
+}
+
+}  // namespace
+}  // namespace cvt_kernels::transformer_block
