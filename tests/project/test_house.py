@@ -1,6 +1,7 @@
 """The plan of the house: imports go downwards without a circle, and no module is hidden by a function."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -78,7 +79,10 @@ def imports_of(name):
                     yield target if target in MODULES else source
 
 
-GRAPH = {name: set(imports_of(name)) - {name} for name in MODULES}
+@functools.cache
+def graph():
+    """Returns the modules that each module imports; every worker collects this file, and one reads them all."""
+    return {name: set(imports_of(name)) - {name} for name in MODULES}
 
 
 def floor_of(name):
@@ -94,16 +98,16 @@ def floor_of(name):
 
 
 def test_imports_are_understood():
-    assert "cvt_kernels.checks" in GRAPH["cvt_kernels.ops.attention.native"]
-    assert "cvt_kernels.ops.attention" in GRAPH["cvt_kernels.ops.attention.maps"]
-    assert "cvt_kernels" in GRAPH["cvt.explanation"]
-    assert "cvt.checkpoints" in GRAPH["cvt"]
+    assert "cvt_kernels.checks" in graph()["cvt_kernels.ops.attention.native"]
+    assert "cvt_kernels.ops.attention" in graph()["cvt_kernels.ops.attention.maps"]
+    assert "cvt_kernels" in graph()["cvt.explanation"]
+    assert "cvt.checkpoints" in graph()["cvt"]
 
 
 def test_imports_go_downwards():
     wrong = [
         f"{name} imports {target}"
-        for name, targets in GRAPH.items()
+        for name, targets in graph().items()
         for target in targets
         if floor_of(target)[0] > floor_of(name)[0]
         or (floor_of(target)[0] == floor_of(name)[0] and floor_of(target)[1] != floor_of(name)[1])
@@ -113,7 +117,7 @@ def test_imports_go_downwards():
 
 def test_no_circle_of_files():
     try:
-        list(graphlib.TopologicalSorter(GRAPH).static_order())
+        list(graphlib.TopologicalSorter(graph()).static_order())
     except graphlib.CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
 
