@@ -55,6 +55,11 @@ FLOORS = (
 )
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -67,7 +72,7 @@ def imports_of(name):
     """Yields the modules of the project that a file imports, wherever in the file."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +86,7 @@ def imports_of(name):
 
 @functools.cache
 def graph():
-    """Returns the modules that each module imports; every worker collects this file, and one reads them all."""
+    """Returns the modules that each module imports; each worker collects this file, one parses the others."""
     return {name: set(imports_of(name)) - {name} for name in MODULES}
 
 
@@ -150,7 +155,7 @@ def test_docstrings_begin_with_what_a_thing_is_or_does():
     wrong = []
     others = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
     for path in (*FILES, *others, ROOT / "setup.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 docstring = ast.get_docstring(node) or "-"
                 if docstring.split()[0] in vague:
