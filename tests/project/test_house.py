@@ -149,17 +149,25 @@ def test_public_names_exist_and_have_docstrings(package):
             assert inspect.getdoc(value), name
 
 
+def definitions(node):
+    """Yields a module, its classes and its functions; expressions, most of a file, are passed over."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from definitions(child)
+
+
 def test_docstrings_begin_with_what_a_thing_is_or_does():
     vague = ("What", "Of", "Why", "As", "Whether", "That", "How", "Like")
     vague += ("In", "For", "To", "With", "Before", "Within", "Where", "Which")
     wrong = []
     others = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
     for path in (*FILES, *others, ROOT / "setup.py"):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                docstring = ast.get_docstring(node) or "-"
-                if docstring.split()[0] in vague:
-                    wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+        for node in definitions(parsed(path)):
+            docstring = ast.get_docstring(node) or "-"
+            if docstring.split()[0] in vague:
+                wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
     assert not wrong
 
 
