@@ -1,6 +1,7 @@
 """The accuracy rule as an assertion, and other helpers that several tests share."""
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import os
@@ -8,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import accuracy, backends, dispatch, reference, verdicts
 from tests.processes import run_python
+
+#: The programs that tests compile.
+BUILD = Path(__file__).parents[1] / "build" / "tests"
 
 
 def assert_accurate(
@@ -53,6 +58,19 @@ class Terminal(io.StringIO):
 def compiler() -> list[str]:
     """Returns the command of the C++ compiler that builds the extension."""
     return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def compiled(command: list[str], sources: list[Path], suffix: str = "") -> Path:
+    """Returns what a command compiles, in build/; it runs only where a source or the command changed."""
+    read = b"".join(path.read_bytes() for path in sources)
+    path = BUILD / f"{hashlib.sha256(read + repr(command).encode()).hexdigest()[:16]}{suffix}"
+    if not path.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            made = Path(folder) / f"made{suffix}"
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.replace(path)
+    return path
 
 
 #: Parametrizes by the values of CVT_KERNELS_CPU, all of which matter where there are products of matrices.

@@ -18,8 +18,8 @@ import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
 from cvt_kernels.toolkit import find_nvcc
-from tests.checks import TRAPS, assert_accurate, compiler, not_built, recorded_operators
-from tests.emulator.native import Native
+from tests.checks import TRAPS, assert_accurate, compiled, compiler, not_built, recorded_operators
+from tests.emulator.native import Native, sources
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -104,11 +104,10 @@ def unpack(calls, output: bytes) -> list[list[Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def run_on_host(tmp_path_factory):
+def run_on_host():
     """Returns a function that runs calls on the host and returns the results of each."""
-    program = tmp_path_factory.mktemp("simt") / "kernels"
     command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all", "-I", str(CSRC)]
-    subprocess.run([*command, str(TESTS / "simt_layer_norm_gelu.cpp"), "-o", str(program)], check=True)
+    program = compiled([*command, str(TESTS / "simt_layer_norm_gelu.cpp")], sources())
 
     def run(*calls: KernelCall) -> list[list[Tensor]]:
         done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)

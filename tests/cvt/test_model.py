@@ -131,14 +131,14 @@ def pair(tmp_path_factory):
     return peer, create_model("cvt_13", activation="gelu", checkpoint=directory).eval()
 
 
-@pytest.mark.parametrize("size", [(224, 224), (384, 384), (160, 256)])
-def test_logits_and_every_stage_equal_hugging_face(pair, size):
+@pytest.mark.parametrize("shape", [(2, 3, 224, 224), (1, 3, 384, 384), (2, 3, 160, 256)])
+def test_logits_and_every_stage_equal_hugging_face(pair, shape):
     peer, ours = pair
     features = create_model("cvt_13", activation="gelu", features_only=True).eval()
     features.load_state_dict(
         {k: t for k, t in ours.state_dict().items() if k.startswith("stage")}, strict=True
     )
-    x = torch.randn(2, 3, *size)
+    x = torch.randn(shape)
     with torch.inference_mode():
         expected = peer(x, output_hidden_states=True)
         logits, maps = ours(x), features(x)

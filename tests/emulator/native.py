@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-import functools
-import hashlib
 import struct
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from cvt_kernels.toolkit import find_nvcc
-from tests.checks import compiler
-from tests.emulator.program import BUILD, Fault, Program, Region
+from tests.checks import compiled, compiler
+from tests.emulator.program import Fault, Program, Region
 from tests.emulator.ptx import kernels_of
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +44,13 @@ class Native:
 
     def __init__(self, arch: int) -> None:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            compiled = list(pool.map(lambda element: _compiled(_ptx_command(element, arch), ".ptx"), TYPES))
+            commands = (_ptx_command(element, arch) for element in TYPES)
+            files = list(pool.map(lambda command: compiled(command, sources(), ".ptx"), commands))
         self._kernels: dict[str, str] = {}
-        for path in compiled:
+        for path in files:
             self._kernels |= kernels_of(path.read_text())
         self._programs: dict[tuple[str, int], Program] = {}
-        self._host = ctypes.CDLL(str(_compiled(_host_command(), ".so")))
+        self._host = ctypes.CDLL(str(compiled(_host_command(), sources(), ".so")))
         self._faults: list[Fault] = []
 
     def run(self, calls: bytes, size: int) -> tuple[bytes, list[Fault]]:
@@ -91,21 +88,8 @@ def _host_command() -> list[str]:
     return [*compiler(), *options, "-I", str(CSRC), "-I", str(ROOT), str(HOST)]
 
 
-@functools.cache
-def _sources() -> bytes:
+def sources() -> list[Path]:
+    """Returns the files that are compiled into kernels on the host, and into their PTX."""
     folders = (CSRC / "common", CSRC / "layer_norm_gelu", HOST.parent)
     paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]*"))]
-    return b"".join(path.read_bytes() for path in [*paths, Path(__file__).with_name("launched.h")])
-
-
-def _compiled(command: list[str], suffix: str) -> Path:
-    """Returns what a command compiles; it runs only where a source or the command changed."""
-    name = hashlib.sha256(_sources() + repr(command).encode()).hexdigest()[:16]
-    path = BUILD / f"{name}{suffix}"
-    if not path.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-            made = Path(folder) / f"made{suffix}"
-            subprocess.run([*command, "-o", str(made)], check=True)
-            made.replace(path)
-    return path
+    return [*paths, Path(__file__).with_name("launched.h")]

@@ -1,6 +1,7 @@
 """The plan of the house: imports go downwards without a circle, and no module is hidden by a function."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -54,6 +55,11 @@ FLOORS = (
 )
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -66,7 +72,7 @@ def imports_of(name):
     """Yields the modules of the project that a file imports, wherever in the file."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +84,10 @@ def imports_of(name):
                     yield target if target in MODULES else source
 
 
-GRAPH = {name: set(imports_of(name)) - {name} for name in MODULES}
+@functools.cache
+def graph():
+    """Returns the modules that each module imports; each worker collects this file, one parses the others."""
+    return {name: set(imports_of(name)) - {name} for name in MODULES}
 
 
 def floor_of(name):
@@ -94,16 +103,16 @@ def floor_of(name):
 
 
 def test_imports_are_understood():
-    assert "cvt_kernels.checks" in GRAPH["cvt_kernels.ops.attention.native"]
-    assert "cvt_kernels.ops.attention" in GRAPH["cvt_kernels.ops.attention.maps"]
-    assert "cvt_kernels" in GRAPH["cvt.explanation"]
-    assert "cvt.checkpoints" in GRAPH["cvt"]
+    assert "cvt_kernels.checks" in graph()["cvt_kernels.ops.attention.native"]
+    assert "cvt_kernels.ops.attention" in graph()["cvt_kernels.ops.attention.maps"]
+    assert "cvt_kernels" in graph()["cvt.explanation"]
+    assert "cvt.checkpoints" in graph()["cvt"]
 
 
 def test_imports_go_downwards():
     wrong = [
         f"{name} imports {target}"
-        for name, targets in GRAPH.items()
+        for name, targets in graph().items()
         for target in targets
         if floor_of(target)[0] > floor_of(name)[0]
         or (floor_of(target)[0] == floor_of(name)[0] and floor_of(target)[1] != floor_of(name)[1])
@@ -113,7 +122,7 @@ def test_imports_go_downwards():
 
 def test_no_circle_of_files():
     try:
-        list(graphlib.TopologicalSorter(GRAPH).static_order())
+        list(graphlib.TopologicalSorter(graph()).static_order())
     except graphlib.CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
 
@@ -140,17 +149,25 @@ def test_public_names_exist_and_have_docstrings(package):
             assert inspect.getdoc(value), name
 
 
+def definitions(node):
+    """Yields a module, its classes and its functions; expressions, most of a file, are passed over."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from definitions(child)
+
+
 def test_docstrings_begin_with_what_a_thing_is_or_does():
     vague = ("What", "Of", "Why", "As", "Whether", "That", "How", "Like")
     vague += ("In", "For", "To", "With", "Before", "Within", "Where", "Which")
     wrong = []
     others = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
     for path in (*FILES, *others, ROOT / "setup.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                docstring = ast.get_docstring(node) or "-"
-                if docstring.split()[0] in vague:
-                    wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+        for node in definitions(parsed(path)):
+            docstring = ast.get_docstring(node) or "-"
+            if docstring.split()[0] in vague:
+                wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
     assert not wrong
 
 

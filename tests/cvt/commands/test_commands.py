@@ -36,12 +36,8 @@ def test_doctor_command_and_a_reader_that_leaves_early(capsys):
     out = capsys.readouterr().out
     assert all(f"\n{operator} " in out for operator in backends.operators)
     script = Path(sys.executable).parent / "cvt"
-    wrong = subprocess.run(
-        [script, "doctor"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CVT_KERNELS_BACKEND": "x"},
-        check=False,
+    wrong = run_python(
+        "import sys; from cvt.commands import main; sys.exit(main(['doctor']))", CVT_KERNELS_BACKEND="x"
     )
     assert wrong.returncode == 2
     assert wrong.stdout == ""

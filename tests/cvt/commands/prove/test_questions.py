@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import create_model
+from cvt import PRESETS, create_model
 from cvt.commands.prove.questions import COMPOSED, TensorLike, Workload, collect
 from cvt_kernels import backends, dispatch
 from tests.checks import operators_asked_on_a_cpu
@@ -35,8 +35,9 @@ def asked_by(model, images):
 
 @pytest.fixture(scope="module")
 def models():
-    """Returns a CvT-13 of each kind."""
-    upstream = huggingface(size="full"), microsoft(size="full")
+    """Returns a CvT-13 of each kind, of as few blocks as the preset has here."""
+    depths = PRESETS["cvt_13"].depths
+    upstream = huggingface(size="full", depth=list(depths)), microsoft(size="full", depths=depths)
     return create_model("cvt_13"), *upstream
 
 
@@ -104,12 +105,12 @@ def test_what_matters_most_is_asked_first():
     asked = collect(workload, CPU)
     trained = ["forward+backward" in question.text for question in asked]
     assert not any(trained[: trained.index(True)])
-    for alone in (workload._replace(dtypes=["bfloat16"]), workload._replace(dtypes=["float32"])):
-        inference = collect(alone._replace(train=False, quantized=False), CPU)
-        operators = [question.operator for question in inference]
+    inference = workload._replace(train=False, quantized=False)
+    first, other = (collect(inference._replace(dtypes=[dtype]), CPU) for dtype in workload.dtypes)
+    for alone in (first, other):
+        operators = [question.operator for question in alone]
         assert operators.index("transformer_block") > operators.index("attention")
         assert operators.index("conv_embedding") > operators.index("layer_norm")
-    first = collect(workload._replace(dtypes=["bfloat16"], train=False, quantized=False), CPU)
     assert [question.text for question in asked[: len(first)]] == [question.text for question in first]
 
 
