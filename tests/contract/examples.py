@@ -74,6 +74,8 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "many": {"batch": 4, "queries": 197, "keys": 50, "heads": 3, "channels": 32},
         "tiny": {"batch": 1, "queries": 3, "keys": 4, "heads": 2, "channels": 3, "bias": "full"},
         "bias": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24, "bias": "full"},
+        "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16, "bias": "full"},
+        "loop": {"queries": 5, "keys": 300, "channels": 16, "bias": "keys"},
         "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
         "position": {"batch": 2, "position": "table", "height": 4, "width": 3, "key_height": 2,
                      "key_width": 2, "stride": 2, "class_token": True, "heads": 2, "channels": 16},
@@ -287,7 +289,10 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
         pytest.skip(reason)
     choices = {key: values[0] for key, values in CHOICES[operator].items()}
     chosen = choices | EXAMPLES[operator][name] | _NEEDED.get((operator, backend), {}) | settings
+    layout = chosen["layout"]
+    chosen["layout"] = "contiguous"
     call = make(Case(operator, {key: chosen[key] for key in choices}, 0)).call
+    call = call.map(lambda tensor: _laid_out(tensor, layout))
     if device != "cpu":
         call = call.map(lambda tensor: _moved(tensor, device))
     return Example(operator, backend, call, chosen.get("upstream", "contiguous"))
@@ -299,6 +304,13 @@ def served(operator: str, backend: str, name: str, **settings: Any) -> Example:
     if (reason := made.why_refused()) is not None:
         pytest.skip(reason)
     return made
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """Returns a tensor in a layout; integers stay as they are."""
+    if not proofs._is_fine(tensor) or layout == "contiguous":
+        return tensor
+    return laid_out(tensor.detach(), layout).requires_grad_(tensor.requires_grad)
 
 
 def _moved(tensor: Tensor, device: str) -> Tensor:

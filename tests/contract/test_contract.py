@@ -30,6 +30,7 @@ from tests.contract.examples import (
     standards,
     tensors_of,
 )
+from tests.fuzz.operators import laid_out
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("offset", "sliced", "transposed", "expanded")
@@ -48,6 +49,11 @@ def run(made: Example, *, call: proofs.Call | None = None) -> proofs.Results:
     call = made.call.map(proofs._copied) if call is None else call
     outputs = proofs._forward(made.public, call)
     return proofs._results(call, outputs, made.douts(outputs))
+
+
+def infer(made: Example) -> list[Tensor]:
+    """Returns the results of an example without autograd."""
+    return proofs._forward(made.public, made.call._replace(gradient=False).map(proofs._copied))
 
 
 def run_guarded(made: Example) -> proofs.Results:
@@ -135,6 +141,8 @@ def test_autocast(operator, backend, dtype):
     with torch.autocast(device_of(operator, backend), torch.bfloat16):
         made = served(operator, backend, "usual", dtype=dtype, gradient=gradient)
         assert_right(made, run(made), dtype=torch.bfloat16)
+        first, planned = infer(made), infer(made)
+    assert same_bits(first, planned)
 
 
 @pairs()
@@ -162,12 +170,17 @@ def test_arguments_stay_as_they_are(operator, backend):
     assert versions == [t._version for t in given]
     places = {t.untyped_storage().data_ptr() for t in given}
     assert places.isdisjoint(t.untyped_storage().data_ptr() for t in (*ours.outputs, *ours.gradients))
+    assert all(out.is_contiguous() for out in ours.outputs)
 
 
-@pairs(lambda operator, backend: "inplace=True" in EXAMPLES[operator])
-def test_in_place(operator, backend):
-    made = served(operator, backend, "inplace=True")
-    expected = run(served(operator, backend, "inplace=True", inplace=False)).outputs
+@combined(
+    lambda operator, backend: "inplace=True" in EXAMPLES[operator],
+    lambda operator: [("float32",), ("bfloat16",)],
+    "dtype",
+)
+def test_in_place(operator, backend, dtype):
+    made = served(operator, backend, "inplace=True", dtype=dtype)
+    expected = run(served(operator, backend, "inplace=True", dtype=dtype, inplace=False)).outputs
     call = made.call.map(proofs._copied)
     changed = getattr(call.record, "residual", call.record.x)
     version = changed._version
@@ -177,20 +190,24 @@ def test_in_place(operator, backend):
     assert changed._version > version
     assert same_bits(outputs, expected)
     wanted = made.call.map(lambda tensor: tensor.clone().requires_grad_(tensor.is_floating_point()))
+    strided = made.call.map(lambda t: laid_out(t, "transposed") if t.shape == changed.shape else t)
+    with pytest.raises(ValueError, match="is not contiguous"):
+        made.public(strided.record)
     with pytest.raises(ValueError, match="inplace: got True where a gradient is wanted"):
         made.public(wanted.record)
 
 
-@pairs(not_reference)
-def test_the_same_bits_every_time(operator, backend):
+@combined(not_reference, lambda operator: [("float32",), ("bfloat16",)], "dtype")
+def test_the_same_bits_every_time(operator, backend, dtype):
     """Whatever the number of threads, and wherever tensors lie."""
     gradient = gradient_of(operator, backend)
-    made = served(operator, backend, "usual" if backend == "triton" else "many", gradient=gradient)
+    name = "usual" if backend == "triton" else "many"
+    made = served(operator, backend, name, gradient=gradient, dtype=dtype)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 1) if backend == "triton" else (1, 2, 3, 2):
             torch.set_num_threads(count)
-            results.append(run(made))
+            results.append([*run(made), infer(made)])
     finally:
         torch.set_num_threads(threads)
     if not is_ours(operator, backend):  # PyTorch's may depend on the number
@@ -354,12 +371,12 @@ class _Seen(TorchDispatchMode):
 @combined(is_ours, lambda operator: [name for name in names(operator) if "float8" not in name[0]], "name")
 def test_operators_are_registered_right(operator, backend, name, monkeypatch):
     """PyTorch's opcheck of those that torch.compile sees."""
-    gradient = gradient_of(operator, backend)
-    made = served(operator, backend, name, gradient=gradient)
-    function = backends.registered(operator, backend).load().function
-    with traced(made, monkeypatch), ck.use_backend(backend), _Seen() as seen:
-        outputs = proofs._flat(function(made.call.record))
-        proofs._results(made.call, outputs, made.douts(outputs))
+    function, seen = backends.registered(operator, backend).load().function, _Seen()
+    for gradient in {"none", gradient_of(operator, backend)}:
+        made = served(operator, backend, name, gradient=gradient)
+        with traced(made, monkeypatch), ck.use_backend(backend), seen:
+            outputs = proofs._forward(function, made.call)
+            proofs._results(made.call, outputs, made.douts(outputs))
     assert seen.calls, "torch.compile would trace into the kernels"
     for registered, (args, kwargs) in seen.calls.items():
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
