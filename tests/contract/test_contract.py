@@ -170,7 +170,7 @@ def test_arguments_stay_as_they_are(operator, backend):
     assert versions == [t._version for t in given]
     places = {t.untyped_storage().data_ptr() for t in given}
     assert places.isdisjoint(t.untyped_storage().data_ptr() for t in (*ours.outputs, *ours.gradients))
-    assert all(out.is_contiguous() for out in ours.outputs)
+    assert all(out.is_contiguous() for out in ours.outputs if is_ours(operator, backend))
 
 
 @combined(
