@@ -61,7 +61,7 @@ def test_backends_get_what_the_caller_gave():
 
 def test_an_image_without_a_window():
     with pytest.raises(ValueError, match="image: 20×2 pixels are too few for a kernel of 7"):
-        ck.conv_embedding(IMAGE[..., :2], WEIGHT, **SETTINGS)
+        ck.conv_embedding(IMAGE[..., :2], WEIGHT, None, **SETTINGS)
 
 
 def test_parameters_of_float32_beside_an_image_of_half_precision():
